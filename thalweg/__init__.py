@@ -1,0 +1,33 @@
+"""Thalweg: train, fine-tune and serve models bigger than the machine.
+
+Every public name is resolved on first use, so ``import thalweg`` costs nothing,
+prints nothing and creates no device context.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0.dev0"
+
+_PUBLIC = {
+    "initialize": "thalweg.engine",
+    "Engine": "thalweg.engine",
+    "init_distributed": "thalweg.mesh",
+    "load_config": "thalweg.config",
+    "zero": "thalweg.zero",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
+    module = importlib.import_module(_PUBLIC[name])
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

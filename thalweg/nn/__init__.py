@@ -1,0 +1,1 @@
+"""Model parts: the reference GPT and the layers that PyTorch lacks."""
