@@ -1,1 +1,28 @@
-"""Thalweg."""
+"""What a training run says about itself: records, writers, tables, counts of work.
+
+A new writer takes three steps:
+
+1. a class with ``step(record)``, ``metric(name, value, step)`` and ``close()``
+   (:class:`Writer`); any import of a service goes inside its ``__init__``;
+2. a ``build_<name>(config) -> Writer | None`` beside it, ``None`` when it is not asked for;
+3. its line in ``recorder._BUILDERS``.
+"""
+
+from thalweg.observe.flops import flops_per_token, model_tflops, resident_mib
+from thalweg.observe.record import MissingPackageError, StepRecord, Writer
+from thalweg.observe.recorder import Recorder, build_recorder
+from thalweg.observe.table import format_table
+from thalweg.utils.timing import PhaseTimer
+
+__all__ = [
+    "MissingPackageError",
+    "PhaseTimer",
+    "Recorder",
+    "StepRecord",
+    "Writer",
+    "build_recorder",
+    "flops_per_token",
+    "format_table",
+    "model_tflops",
+    "resident_mib",
+]

@@ -1,0 +1,51 @@
+"""How much arithmetic a model asks for, and how much memory this process holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+
+class _Facts(Protocol):
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def hidden_size(self) -> int | None: ...
+    @property
+    def num_layers(self) -> int | None: ...
+
+
+def flops_per_token(facts: _Facts, sequence_length: int | None = None) -> float:
+    """Return the floating-point operations of one training token, forward and backward.
+
+    ``6 N + 12 L d T``: two operations a weight forward and four backward, and the two
+    products of attention (Chowdhery et al. 2022, "PaLM", appendix B, whose ``H Q`` is
+    the width ``d`` here).  The causal half is not subtracted and recomputed activations
+    are not added, so this is *model* arithmetic, the numerator of MFU.  ``facts`` is a
+    ``ModelFacts`` (``num_parameters, hidden_size, num_layers``); without a width, a depth
+    or a length the attention term is left out.  A weight that is only looked up (positions, an
+    untied input embedding) does no arithmetic: subtract it from ``num_parameters`` where it matters.
+    """
+    dense = 6.0 * facts.num_parameters
+    if not (facts.hidden_size and facts.num_layers and sequence_length):
+        return dense
+    return dense + 12.0 * facts.num_layers * facts.hidden_size * sequence_length
+
+
+def model_tflops(facts: _Facts, tokens_per_s: float, sequence_length: int | None = None) -> float:
+    """Return the model's arithmetic in TFLOP/s at ``tokens_per_s`` (over all ranks, both)."""
+    return flops_per_token(facts, sequence_length) * tokens_per_s / 1e12
+
+
+def resident_mib(*, peak: bool = False) -> float:
+    """Return this process's resident memory in MiB, or its highest so far; 0.0 where unknown.
+
+    Read from ``/proc``: ``getrusage`` reports a parent's peak as the child's after a fork.
+    """
+    key = "VmHWM:" if peak else "VmRSS:"
+    status = Path("/proc/self/status")
+    if status.exists():
+        for row in status.read_text().splitlines():
+            if row.startswith(key):
+                return int(row.split()[1]) / 1024
+    return 0.0

@@ -1,0 +1,100 @@
+"""The sink: what happens in a step goes in once and comes out at every writer.
+
+    engine --StepRecord--> Recorder --> console | steps.csv | metrics.jsonl | TensorBoard | W&B
+    user   --metric()----^
+
+Invariants: only rank 0 writes, the other ranks hold a recorder without writers, so the
+caller never asks which rank it is; an observer never stops what it observes, so a writer
+that fails in mid-run (disk full, service gone) is dropped with one warning, while one that
+cannot be *built* is an error at the start; files are only ever appended to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thalweg.observe.console import build_console
+from thalweg.observe.files import build_csv, build_jsonl
+from thalweg.observe.record import StepRecord, Writer, require
+from thalweg.observe.services import build_tensorboard, build_wandb
+
+_BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
+    build_csv,
+    build_jsonl,
+    build_tensorboard,
+    build_wandb,
+)
+
+# key of the section -> the package it needs and what to install
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "'thalweg[monitor]'"),
+    "wandb": ("wandb", "wandb"),
+}
+
+
+class Recorder:
+    """Hands each record to each writer; without writers it is free and silent.
+
+    A context manager: leaving it closes the writers.  After :meth:`close` further calls
+    are ignored, as a late metric must not fail a finished run.
+    """
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = list(writers)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is listening; lets a caller skip work that only a writer would need."""
+        return bool(self._writers)
+
+    def step(self, record: StepRecord) -> None:
+        """Record one optimiser step."""
+        self._each(lambda writer: writer.step(record))
+
+    def metric(self, name: str, value: Any, step: int) -> None:
+        """Record one scalar of the user's own, as ``metric("eval/loss", 3.2, step=100)``."""
+        number = float(value)
+        self._each(lambda writer: writer.metric(name, number, step))
+
+    def close(self) -> None:
+        """Flush and close every writer; a second call does nothing."""
+        self._each(lambda writer: writer.close())
+        self._writers = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for writer in tuple(self._writers):
+            try:
+                call(writer)
+            except Exception as error:
+                self._writers.remove(writer)
+                logging.getLogger("thalweg.observe").warning(
+                    "%s stopped recording, training goes on: %s: %s",
+                    type(writer).__name__,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) -> Recorder:
+    """Return the recorder that ``config`` asks for, with writers on rank 0 only.
+
+    Reads ``steps_per_print``, ``csv_monitor``, ``jsonl_monitor``, ``tensorboard`` and
+    ``wandb``.  Raises :class:`MissingPackageError` on *every* rank when a package is
+    missing, so that no rank waits for one that has stopped.
+    """
+    for key, (package, install) in _PACKAGES.items():
+        section = getattr(config, key, None)
+        if section is not None and section.enabled:
+            require(package, key=key, install=install)
+    if rank != 0:
+        return Recorder()
+    writers = [build_console(config, total_steps), *(build(config) for build in _BUILDERS)]
+    return Recorder([writer for writer in writers if writer is not None])

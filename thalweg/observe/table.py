@@ -1,0 +1,47 @@
+"""Plain text tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def format_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return an aligned table: columns that hold only numbers to the right, others to the left.
+
+    Floats are shown with four significant digits, ``None`` as ``-``.  Raises
+    ``ValueError`` when a row is not as long as the headers.
+    """
+    body = [list(row) for row in rows]
+    for row in body:
+        if len(row) != len(headers):
+            raise ValueError(f"a row of {len(row)} cells under {len(headers)} headers: {row!r}")
+    cells = [[_text(value) for value in row] for row in body]
+    widths = [max(len(header), *(len(row[i]) for row in cells), 0) for i, header in enumerate(headers)]
+    numeric = [
+        bool(body) and all(value is None or _is_number(value) for value in (row[i] for row in body))
+        for i in range(len(headers))
+    ]
+
+    def line(values: Sequence[str]) -> str:
+        padded = [
+            value.rjust(width) if right else value.ljust(width)
+            for value, width, right in zip(values, widths, numeric, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(list(headers)), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

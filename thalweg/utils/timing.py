@@ -1,0 +1,45 @@
+"""Wall-clock spans: where the seconds of a step go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """Adds up the wall-clock seconds of named phases between two calls of :meth:`take`.
+
+    Spans may nest and may repeat: each name gets the sum of its own spans, inclusive of
+    whatever ran inside, so nested names do not add up to the whole.  ``synchronize`` is
+    called at both edges of a span (``torch.cuda.synchronize`` on a GPU, where kernels
+    run behind the host's back); it costs throughput, which is why a timer that nobody
+    reads should be built with ``enabled=False``.  One timer serves one thread.
+    """
+
+    def __init__(self, *, enabled: bool = True, synchronize: Callable[[], None] | None = None) -> None:
+        self.enabled = enabled
+        self._synchronize = synchronize
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the time spent inside the block to ``name``; also when the block raises."""
+        if not self.enabled:
+            yield
+            return
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by phase since the last call, in order of first use, and start anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.perf_counter()
