@@ -1,1 +1,99 @@
-"""Thalweg."""
+"""The command line: one program, one file for each subcommand.
+
+``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has
+``add_parser(subparsers)`` and ``run(args) -> int``) and no other, so that `thalweg config` never pays for torch.
+
+Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure; `thalweg
+run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that names the cure;
+THALWEG_TRACEBACK=1 adds the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import thalweg
+
+COMMANDS: dict[str, str] = {
+    "demo": "train a GPT on real text on two processes, from nothing",
+    "run": "start a script on several processes of this host",
+    "config": "check a ds_config.json and print it resolved",
+    "ckpt": "inspect, verify or export a checkpoint",
+    "bench": "run one of the benchmarks",
+    "doctor": "say what this machine has and what it lacks",
+}
+
+_EXAMPLES = """examples:
+  thalweg demo
+  thalweg run --nproc 2 train.py --config ds_config.json
+  thalweg config ds_config.json --world-size 8
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one paragraph that ends with where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def available() -> dict[str, str]:
+    """The subcommands whose module is installed, with their one-line descriptions."""
+    return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"{__name__}.{name}")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code and raises nothing but what argparse's ``--help`` does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        parser, module = _build_parser(chosen)
+        parsed = parser.parse_args(arguments)
+        if module is None:
+            parser.print_help(sys.stderr)
+            return 2
+        code = module.run(parsed)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _report(130, "interrupted")
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        return _report(2, str(error))
+    except (OSError, RuntimeError, ImportError, MemoryError) as error:
+        return _report(1, str(error) or type(error).__name__)
+
+
+def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any]:
+    parser = _Parser(
+        prog="thalweg",
+        description="Train, fine-tune and serve PyTorch models bigger than the machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"thalweg {thalweg.__version__}")
+    subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_Parser)
+    module = None
+    for name, text in available().items():
+        if name == chosen:
+            module = importlib.import_module(f"{__name__}.{name}")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    return parser, module
+
+
+def _report(code: int, message: str) -> int:
+    if os.environ.get("THALWEG_TRACEBACK"):
+        traceback.print_exc()
+    print(f"thalweg: {message}", file=sys.stderr)
+    return code

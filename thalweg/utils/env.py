@@ -1,0 +1,336 @@
+"""Which rank am I: the launchers' environment variables, read in one place.
+
+Four families are understood, and the first that is complete decides:
+
+    torchrun     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE   (also `thalweg run`, accelerate, Kubernetes)
+    Open MPI     OMPI_COMM_WORLD_RANK _SIZE _LOCAL_RANK _LOCAL_SIZE
+    SLURM        SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_LOCALID SLURM_*TASKS_PER_NODE
+    PMI          PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   (MPICH, Intel MPI, MVAPICH's MV2_*)
+
+None set means a bare ``python``: world size 1.  A family that is set in part, or that contradicts itself, is an
+error: guessing here makes a job that waits for ranks which do not exist.  An ``sbatch`` script or an ``salloc``
+shell carries SLURM's variables without being a task of a step; those are recognised, and are world size 1.
+
+The function is pure: it reads the mapping it is given and touches neither torch nor the network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LOOPBACK = ("localhost", "ip6-localhost", "::1", "0.0.0.0")
+_PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
+_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where this process stands in its job.
+
+    ``master_addr`` and ``master_port`` say where rank 0 listens; ``None`` where the launcher does not tell.
+    ``source`` is ``"torchrun"``, ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"single"``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One launcher's names for the four numbers; alternatives of a name are tried in order."""
+
+    source: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    job: tuple[str, ...] = ()
+
+
+_TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_OPENMPI = _Family(
+    "openmpi",
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID"),
+)
+_SLURM = _Family(
+    "slurm",
+    ("SLURM_PROCID",),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    ("SLURM_LOCALID",),
+    (),
+    ("SLURM_JOB_ID", "SLURM_JOBID"),
+)
+_PMI = _Family(
+    "pmi",
+    ("PMI_RANK", "MV2_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_JOBID", "SLURM_JOB_ID"),
+)
+
+
+def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Read rank, world size and rendezvous address from the launcher's variables.
+
+    Raises ``ValueError`` that names the variable and the cure when a launcher's variables are set in part, are
+    not numbers, or contradict each other.
+    """
+    scheduler = _scheduler(environ)
+    has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
+    if has_rank and has_world:
+        return _from_torchrun(environ, scheduler)
+    if scheduler is None:
+        loose = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
+        if loose:
+            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+            raise ValueError(
+                f"{_and(loose)} {'is' if len(loose) == 1 else 'are'} set but {_and(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not: start the program with `thalweg run --nproc N "
+                f"script.py` (or torchrun, srun, mpirun), which sets them all, or `unset {' '.join(loose)}` to run "
+                "one process alone"
+            )
+        return RankInfo(0, 1, 0, 1, None, None, "single")
+    for name, value in (("RANK", scheduler.rank), ("WORLD_SIZE", scheduler.world_size)):
+        if name in environ and _integer(environ, name) != value:
+            raise ValueError(
+                f"{name}={environ[name]} contradicts {value}, which {scheduler.source} gives this process: "
+                f"`unset {name}`, or let one launcher set all of RANK, WORLD_SIZE and LOCAL_RANK"
+            )
+    return scheduler
+
+
+def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> RankInfo:
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    local_rank = _first_integer(environ, _TORCHRUN.local_rank)
+    local_world_size = _first_integer(environ, _TORCHRUN.local_world_size)
+    addr, port = _master(environ)
+    if local_rank is None or local_world_size is None:
+        if scheduler is not None and (scheduler.rank, scheduler.world_size) == (rank, world_size):
+            known = (scheduler.local_rank, scheduler.local_world_size)
+        elif world_size == 1 or addr is None or _is_loopback(addr):
+            known = (rank, world_size)
+        else:
+            name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
+            raise ValueError(
+                f"RANK={rank} and WORLD_SIZE={world_size} are set and MASTER_ADDR={addr} may be another host, but "
+                f"{name} is not set: export {name} (with one process on each host: {name}={hint}), or start with "
+                "torchrun"
+            )
+        local_rank = known[0] if local_rank is None else local_rank
+        local_world_size = known[1] if local_world_size is None else local_world_size
+    return _checked(
+        _TORCHRUN, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "torchrun")
+    )
+
+
+def _scheduler(environ: Mapping[str, str]) -> RankInfo | None:
+    """What Open MPI, SLURM or PMI says, or None when none of them started this process."""
+    if _present(environ, _OPENMPI.rank + _OPENMPI.world_size):
+        return _from_mpi(environ, _OPENMPI)
+    slurm = _from_slurm(environ) if _is_slurm_task(environ) else None
+    if _present(environ, _PMI.rank + _PMI.world_size):
+        pmi = (_required(environ, _PMI, _PMI.rank), _required(environ, _PMI, _PMI.world_size))
+        # `srun --mpi=pmi2` sets both families; mpiexec's own proxies run under an srun that means something else.
+        if slurm is None or pmi != (slurm.rank, slurm.world_size):
+            return _from_mpi(environ, _PMI)
+    return slurm
+
+
+def _from_mpi(environ: Mapping[str, str], family: _Family) -> RankInfo:
+    rank, world_size = _required(environ, family, family.rank), _required(environ, family, family.world_size)
+    local_rank = _first_integer(environ, family.local_rank)
+    local_world_size = _first_integer(environ, family.local_world_size)
+    if local_rank is None or local_world_size is None:
+        if world_size != 1:
+            names = family.local_rank[:1] if local_rank is None else family.local_world_size[:1]
+            raise ValueError(
+                f"{_set_name(environ, family.rank)} is set but {names[0]} is not, so the ranks of this host cannot be "
+                f"told apart: export {names[0]}, or start with `thalweg run --nproc N script.py`"
+            )
+        local_rank, local_world_size = 0, 1
+    addr, port = _master(environ)
+    if local_world_size == world_size:  # one host: nobody needs to be told where it is
+        addr = addr or "127.0.0.1"
+        port = port or _derived_port(environ, family, fallback=str(os.getppid()))
+    elif addr is not None:
+        port = port or _derived_port(environ, family, fallback=None)
+    return _checked(
+        family, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, family.source)
+    )
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    if "SLURM_PROCID" not in environ:  # an salloc shell
+        return False
+    if "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ or "SLURM_STEP_NUM_TASKS" in environ:
+        return True
+    batch = environ.get("ENVIRONMENT") == "BATCH"  # the body of an sbatch script
+    return not (batch or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"))
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
+    rank, world_size = _required(environ, _SLURM, _SLURM.rank), _required(environ, _SLURM, _SLURM.world_size)
+    local_world_size = _slurm_local_world_size(environ, world_size)
+    local_rank = _first_integer(environ, _SLURM.local_rank)
+    if local_rank is None:
+        if world_size != 1:
+            raise ValueError(
+                "SLURM_PROCID is set but SLURM_LOCALID is not: start the program as a task of `srun`, which sets "
+                "both, or export SLURM_LOCALID"
+            )
+        local_rank = 0
+    addr, port = _master(environ)
+    if addr is None:
+        nodes = (
+            environ.get("SLURM_STEP_NODELIST")
+            or environ.get("SLURM_JOB_NODELIST")
+            or environ.get("SLURM_NODELIST")
+        )
+        addr = _first_host(nodes) if nodes else ("127.0.0.1" if local_world_size == world_size else None)
+    port = port or _derived_port(environ, _SLURM, fallback=None)
+    return _checked(_SLURM, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "slurm"))
+
+
+def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name in environ:
+            counts = _tasks_per_node(environ, name)
+            node = _first_integer(environ, ("SLURM_NODEID",)) or 0
+            if sum(counts) == world_size and node < len(counts):
+                return counts[node]
+    if (per_node := _first_integer(environ, ("SLURM_NTASKS_PER_NODE",))) is not None:
+        return min(per_node, world_size)
+    nodes = _first_integer(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) or 1
+    if world_size % nodes:
+        raise ValueError(
+            f"SLURM runs {world_size} tasks on {nodes} nodes and does not say how many are on this one: start with "
+            "`srun --ntasks-per-node=N`"
+        )
+    return world_size // nodes
+
+
+def _tasks_per_node(environ: Mapping[str, str], name: str) -> list[int]:
+    """Expand SLURM's ``2(x3),1`` to ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for part in environ[name].split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ValueError(
+                f"{name}={environ[name]!r} is not SLURM's form, such as '2(x3),1': unset it to run without"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of SLURM's ``gpu[07-09,12],login1``: rank 0 runs there."""
+    depth, end = 0, len(nodes)
+    for position, character in enumerate(nodes):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            end = position
+            break
+    match = _RANGE.match(nodes[:end].strip())
+    if match is None:
+        raise ValueError(f"cannot read the first host of SLURM's node list {nodes!r}: export MASTER_ADDR")
+    return f"{match['prefix']}{match['first'] or ''}{match['suffix'] or ''}"
+
+
+def _derived_port(environ: Mapping[str, str], family: _Family, fallback: str | None) -> int | None:
+    """A port all ranks agree on without talking: a hash of the job's identity, None when it has none."""
+    name = _set_name(environ, family.job)
+    if name is None and fallback is None:
+        return None
+    step = environ.get("SLURM_STEP_ID", "")
+    identity = f"{family.source}:{environ[name] if name else fallback}:{step}"
+    return _PORTS[zlib.crc32(identity.encode()) % len(_PORTS)]
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    addr = environ.get("MASTER_ADDR") or None
+    port = _first_integer(environ, ("MASTER_PORT",))
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(
+            f"MASTER_PORT={port} is not a port: set it to a number from 1 to 65535, the same on each rank"
+        )
+    return addr, port
+
+
+def _checked(family: _Family, info: RankInfo) -> RankInfo:
+    def name(names: tuple[str, ...]) -> str:
+        return names[0] if names else "the number of tasks on this host"
+
+    problem = None
+    if info.world_size < 1:
+        problem = f"{name(family.world_size)}={info.world_size} must be at least 1"
+    elif not 0 <= info.rank < info.world_size:
+        problem = (
+            f"{name(family.rank)}={info.rank} must be from 0 to {info.world_size - 1}, as the world size is "
+        )
+        problem += f"{info.world_size} ({name(family.world_size)})"
+    elif not 1 <= info.local_world_size <= info.world_size:
+        problem = f"{name(family.local_world_size)}={info.local_world_size} must be from 1 to {info.world_size}, the "
+        problem += f"world size ({name(family.world_size)})"
+    elif not 0 <= info.local_rank < info.local_world_size:
+        problem = (
+            f"{name(family.local_rank)}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
+        )
+        problem += f"{info.local_world_size} ranks run on this host ({name(family.local_world_size)})"
+    if problem is not None:
+        raise ValueError(
+            f"{problem}: start all ranks with one launcher, or unset its variables to run one process alone"
+        )
+    return info
+
+
+def _required(environ: Mapping[str, str], family: _Family, names: tuple[str, ...]) -> int:
+    value = _first_integer(environ, names)
+    if value is None:
+        present = _set_name(environ, family.rank + family.world_size)
+        raise ValueError(
+            f"{present} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run --nproc N "
+            f"script.py`, which set both, or `unset {present}` to run one process alone"
+        )
+    return value
+
+
+def _first_integer(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    name = _set_name(environ, names)
+    return None if name is None else _integer(environ, name)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if re.fullmatch(r"-?[0-9]{1,10}", text) is None:
+        raise ValueError(f"{name}={environ[name]!r} is not a whole number: set it to one, or unset it")
+    return int(text)
+
+
+def _set_name(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in environ), None)
+
+
+def _present(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    return _set_name(environ, names) is not None
+
+
+def _is_loopback(addr: str) -> bool:
+    return addr in _LOOPBACK or addr.startswith("127.")
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(names)
