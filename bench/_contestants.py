@@ -1,0 +1,218 @@
+"""The contestants of the training benchmarks: one builder for each name.
+
+A builder gets the job and its rank and returns ``step(tokens_BT, labels_BT) -> loss``, one whole
+optimiser step on this rank's micro-batch.  All of them train the same model from the same seed with the
+same AdamW; each is written as its own documentation writes it.  They run inside `_worker.py`, which has
+initialised gloo.
+
+    ddp_fused, ddp          DistributedDataParallel, torch.optim.AdamW(fused=True) or its default
+    ddp_zero_redundancy     DDP with ZeroRedundancyOptimizer around fused AdamW
+    fsdp2_2, fsdp2_3        fully_shard on each block and the root, fused AdamW; reshard_after_forward
+                            off (the traffic of stage 2) or on (stage 3)
+    fsdp2_comm_2, _3        the same loop with Thalweg's collective objects
+    deepspeed_0 .. _3       DeepSpeed's engine with its own default AdamW on CPU
+    thalweg_0 .. _3         Thalweg's engine, `cpu_kernels` auto; thalweg_torch_0 .. _3 with "torch"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[Tensor, Tensor], float]
+
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training benchmark: the shape of the model and of its batch on each rank."""
+
+    name: str
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    tied: bool
+    dtype: str = "fp32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready scalars."""
+        return asdict(self)
+
+
+JOBS = {
+    "tiny": Job("tiny", 2, 2, 64, 512, 32, 2, tied=True),
+    "small": Job("small", 4, 4, 256, 8192, 128, 4, tied=True),
+    "69m": Job("69m", 8, 12, 768, 8192, 64, 1, tied=False),
+}
+
+
+def build_model(job: Job) -> nn.Module:
+    """Return the reference GPT of the job, in fp32, the same on every rank."""
+    from thalweg.nn.transformer import GPT, GPTConfig
+
+    torch.manual_seed(SEED)
+    return GPT(
+        GPTConfig(
+            vocab_size=job.vocabulary,
+            n_layer=job.layers,
+            n_head=job.heads,
+            n_embd=job.width,
+            block_size=job.sequence,
+            tied=job.tied,
+        )
+    )
+
+
+def make_batch(job: Job, index: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Return (tokens_BT, labels_BT) of one rank: random tokens, from a pool of eight global batches.
+
+    The pool comes back, so that the losses fall and a contestant that computes something else shows.
+    """
+    generator = torch.Generator().manual_seed(1000 + index % 8)
+    shape = (world * job.micro_batch, job.sequence + 1)
+    tokens = torch.randint(0, job.vocabulary, shape, generator=generator)
+    mine = tokens[rank * job.micro_batch : (rank + 1) * job.micro_batch]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def _adamw(parameters: Iterable[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
+    return (
+        torch.optim.AdamW(parameters, fused=True, **ADAMW)
+        if fused
+        else torch.optim.AdamW(parameters, **ADAMW)
+    )
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Step:
+    def step(tokens_BT: Tensor, labels_BT: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(tokens_BT, labels_BT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def build_ddp(job: Job, rank: int, world: int, variant: str) -> Step:
+    """Plain data parallelism; variant "fused", "plain" or "zero_redundancy" names the optimiser."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(build_model(job))
+    if variant == "zero_redundancy":
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **ADAMW
+        )
+    else:
+        optimizer = _adamw(model.parameters(), fused=variant == "fused")
+    return _plain_step(model, optimizer, autocast=job.dtype == "bf16")
+
+
+def build_fsdp2(job: Job, rank: int, world: int, variant: str) -> Step:
+    """Raw FSDP2; variant is the stage whose traffic it has, with "comm_" before it for our collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = build_model(job)
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.dtype == "bf16" else MixedPrecisionPolicy()
+    )
+    reshard = variant.endswith("3")
+    units = [*model.get_submodule("blocks").children(), model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if variant.startswith("comm_"):
+        _use_thalweg_collectives(units, mesh)
+    return _plain_step(model, _adamw(model.parameters(), fused=True), autocast=False)
+
+
+def _use_thalweg_collectives(units: list[Any], mesh: Any) -> None:
+    raise NotImplementedError("waits for thalweg.comm")
+
+
+def build_deepspeed(job: Job, rank: int, world: int, variant: str) -> Step:
+    """Real DeepSpeed at the stage that the variant names, clipping off, everything else its default."""
+    import deepspeed
+
+    model = build_model(job)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "zero_optimization": {"stage": int(variant)},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    if job.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return _engine_step(engine)
+
+
+def build_thalweg(job: Job, rank: int, world: int, variant: str) -> Step:
+    """Thalweg's engine: variant "0" to "3" is the stage, with "torch_" before it for torch's own kernels."""
+    import thalweg
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "zero_optimization": {"stage": int(variant[-1])},
+        "gradient_clipping": 0.0,
+        "cpu_kernels": "torch" if variant.startswith("torch_") else "auto",
+    }
+    if job.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, _, _, _ = thalweg.initialize(model=build_model(job), config=config)
+    return _engine_step(engine)
+
+
+def _engine_step(engine: Any) -> Step:
+    def step(tokens_BT: Tensor, labels_BT: Tensor) -> float:
+        loss = engine(tokens_BT, labels_BT)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+_BUILDERS: tuple[tuple[str, Callable[[Job, int, int, str], Step]], ...] = (
+    ("ddp", build_ddp),
+    ("fsdp2", build_fsdp2),
+    ("deepspeed", build_deepspeed),
+    ("thalweg", build_thalweg),
+)
+
+
+def build(name: str, job: Job, rank: int, world: int) -> Step:
+    """Build a contestant by name on this rank; ValueError for a name that is none."""
+    for family, builder in _BUILDERS:
+        if name == family or name.startswith(f"{family}_"):
+            return builder(job, rank, world, name[len(family) + 1 :] or "plain")
+    raise ValueError(f"no contestant {name!r}; the families are {', '.join(f for f, _ in _BUILDERS)}")
+
+
+def preload(name: str) -> str:
+    """Import what the contestant stands on and return what has been imported, for the memory table."""
+    import torch.distributed  # noqa: F401
+
+    if name.startswith("deepspeed"):
+        import deepspeed
+
+        return f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    if name.startswith("thalweg"):
+        import thalweg
+
+        return f"torch {torch.__version__}, thalweg {thalweg.__version__}"
+    return f"torch {torch.__version__}"

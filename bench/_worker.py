@@ -1,0 +1,113 @@
+"""One rank of one contestant: built once, then idle until the driver gives it a turn.
+
+The driver talks over standard input and the descriptor that was standard output, one JSON object a line;
+whatever the contestant prints goes to standard error, which the driver keeps in a file.  Between turns
+the rank sleeps in `readline` (gloo's own threads sleep too), so contestants that are all alive at once do
+not disturb the one whose turn it is.  When the driver goes away, `readline` ends and so does the rank.
+
+    {"do": "run", "steps": k}  ->  {"seconds": [k], "cpu": [k], "losses": [k]}
+    {"do": "report"}           ->  {"peak_mib", "now_mib", "import_mib", "built_mib", "imports", "threads"}
+    {"do": "stop"}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, TextIO
+
+
+def memory_mib() -> dict[str, float]:
+    """Return this process's resident memory in MiB: its highest ("peak") and its present ("now") value."""
+    wanted = {"VmHWM": "peak_mib", "VmRSS": "now_mib"}
+    found = {}
+    with open("/proc/self/status") as status:
+        for line in status:
+            key = line.split(":")[0]
+            if key in wanted:
+                found[wanted[key]] = int(line.split()[1]) / 1024
+    return found
+
+
+class Rank:
+    """The contestant on this rank, with its counters."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+        import torch.distributed as dist
+        from _contestants import Job, build, preload
+
+        torch.set_num_threads(args.threads)
+        self.job = Job(**json.loads(args.job))
+        self.rank, self.world = args.rank, args.world
+        self.facts: dict[str, Any] = {"imports": preload(args.contestant), "threads": args.threads}
+        self.facts["import_mib"] = memory_mib()["peak_mib"]
+        dist.init_process_group(
+            "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
+        )
+        start = time.perf_counter()
+        self.step = build(args.contestant, self.job, self.rank, self.world)
+        self.facts["build_seconds"] = time.perf_counter() - start
+        self.facts["built_mib"] = memory_mib()["peak_mib"]
+        self.done = 0
+        self.dist = dist
+
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Take `steps` optimiser steps together with the other ranks; seconds and CPU seconds of each."""
+        from _contestants import make_batch
+
+        batches = [make_batch(self.job, self.done + i, self.rank, self.world) for i in range(steps)]
+        answer: dict[str, list[float]] = {"seconds": [], "cpu": [], "losses": []}
+        self.dist.barrier()
+        for tokens_BT, labels_BT in batches:
+            clock, cpu = time.perf_counter(), time.process_time()
+            answer["losses"].append(self.step(tokens_BT, labels_BT))
+            answer["seconds"].append(time.perf_counter() - clock)
+            answer["cpu"].append(time.process_time() - cpu)
+        self.done += steps
+        return answer
+
+    def report(self) -> dict[str, Any]:
+        """Return what the memory table needs."""
+        return {**self.facts, **memory_mib()}
+
+
+def _serve(rank: Rank, reply: TextIO) -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "stop":
+            return
+        answer = rank.run(order["steps"]) if order["do"] == "run" else rank.report()
+        print(json.dumps(answer), file=reply, flush=True)
+
+
+def main() -> int:
+    """Build the contestant, say that it is ready, and serve the driver until it stops us or goes away."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contestant", required=True)
+    parser.add_argument("--job", required=True, help="the Job as JSON")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--store", required=True, help="file through which the ranks meet")
+    args = parser.parse_args()
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        rank = Rank(args)
+        print(json.dumps({"ready": True}), file=reply, flush=True)
+        _serve(rank, reply)
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=reply, flush=True)
+        return 1
+    rank.dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

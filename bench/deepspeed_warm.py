@@ -1,0 +1,48 @@
+"""Compile the operators that DeepSpeed uses in these benchmarks, and say how long it took.
+
+Run by `make bench-peers` with the interpreter of the peers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from _peers import deepspeed_environment, deepspeed_residue
+
+
+def main() -> int:
+    port = str(os.getpid())
+    os.environ.update(
+        deepspeed_environment(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1"
+    )
+    os.environ["MASTER_PORT"] = port
+    start = time.perf_counter()
+    import deepspeed
+    import torch
+
+    import_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = torch.nn.Linear(8, 8)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0.0,
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
+    torch.distributed.destroy_process_group()
+    deepspeed_residue(port)
+    seconds = time.perf_counter() - start
+    kind = f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__qualname__}"
+    print(
+        f"deepspeed {deepspeed.__version__}: import {import_seconds:.1f} s, first initialize {seconds:.1f} s, {kind}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

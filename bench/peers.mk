@@ -1,0 +1,29 @@
+# `make bench-peers`: the other contestants of bench/, in an environment of their own.
+#
+# DeepSpeed comes as an sdist and compiles its C++ operators at the first start; both are done
+# here, once, at low priority, into .venv-peers/ alone.  It wants a C++ compiler and ninja
+# (from pip); nothing of Thalweg needs either.
+
+PEERS        ?= .venv-peers
+PEERS_PYTHON ?= python3
+PEERS_TORCH  ?= 2.13.0
+PEERS_DS     ?= 0.19.8
+
+.PHONY: bench-peers clean-peers
+bench-peers: $(PEERS)/.ready
+
+$(PEERS)/.installed: bench/peers.mk
+	@command -v g++ >/dev/null || { echo "bench-peers: DeepSpeed compiles C++ at start: install g++ first" >&2; exit 2; }
+	$(PEERS_PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet torch==$(PEERS_TORCH)
+	$(PEERS)/bin/python -m pip install --quiet setuptools wheel ninja numpy py-cpuinfo hjson packaging psutil
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==$(PEERS_DS)
+	touch $@
+
+# The first start of DeepSpeed compiles for minutes: once, one job, out of everybody's way.
+$(PEERS)/.ready: $(PEERS)/.installed
+	nice -n 19 env MAX_JOBS=1 $(PEERS)/bin/python bench/deepspeed_warm.py
+	touch $@
+
+clean-peers:
+	rm -rf $(PEERS)
