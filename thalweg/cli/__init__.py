@@ -1,11 +1,11 @@
 """The command line: one program, one file for each subcommand.
 
 ``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has
-``add_parser(subparsers)`` and ``run(args) -> int``) and no other, so that `thalweg config` never pays for torch.
+``add_parser(subparsers)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for torch.
 
-Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure; `thalweg
-run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that names the cure;
-THALWEG_TRACEBACK=1 adds the traceback.
+Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure;
+`thalweg run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that
+names the cure; THALWEG_TRACEBACK=1 adds the traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import thalweg
+from thalweg.utils.log import enable_console
 
 COMMANDS: dict[str, str] = {
     "demo": "train a GPT on real text on two processes, from nothing",
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is None:
             parser.print_help(sys.stderr)
             return 2
+        enable_console()
         code = module.run(parsed)
         sys.stdout.flush()
         return code

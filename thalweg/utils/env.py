@@ -7,9 +7,10 @@ Four families are understood, and the first that is complete decides:
     SLURM        SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_LOCALID SLURM_*TASKS_PER_NODE
     PMI          PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   (MPICH, Intel MPI, MVAPICH's MV2_*)
 
-None set means a bare ``python``: world size 1.  A family that is set in part, or that contradicts itself, is an
-error: guessing here makes a job that waits for ranks which do not exist.  An ``sbatch`` script or an ``salloc``
-shell carries SLURM's variables without being a task of a step; those are recognised, and are world size 1.
+None set means a bare ``python``: world size 1.  A family that is set in part, or that contradicts itself,
+is an error: guessing here makes a job that waits for ranks which do not exist.  An ``sbatch`` script or an
+``salloc`` shell carries SLURM's variables without being a task of a step; those are recognised, and are
+world size 1.
 
 The function is pure: it reads the mapping it is given and touches neither torch nor the network.
 """
@@ -86,8 +87,8 @@ _PMI = _Family(
 def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read rank, world size and rendezvous address from the launcher's variables.
 
-    Raises ``ValueError`` that names the variable and the cure when a launcher's variables are set in part, are
-    not numbers, or contradict each other.
+    Raises ``ValueError`` that names the variable and the cure when a launcher's variables are set in part,
+    are not numbers, or contradict each other.
     """
     scheduler = _scheduler(environ)
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
@@ -100,8 +101,8 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
             raise ValueError(
                 f"{_and(loose)} {'is' if len(loose) == 1 else 'are'} set but {_and(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not: start the program with `thalweg run --nproc N "
-                f"script.py` (or torchrun, srun, mpirun), which sets them all, or `unset {' '.join(loose)}` to run "
-                "one process alone"
+                "script.py` (or torchrun, srun, mpirun), which sets them all, or "
+                f"`unset {' '.join(loose)}` to run one process alone"
             )
         return RankInfo(0, 1, 0, 1, None, None, "single")
     for name, value in (("RANK", scheduler.rank), ("WORLD_SIZE", scheduler.world_size)):
@@ -126,9 +127,9 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
         else:
             name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
             raise ValueError(
-                f"RANK={rank} and WORLD_SIZE={world_size} are set and MASTER_ADDR={addr} may be another host, but "
-                f"{name} is not set: export {name} (with one process on each host: {name}={hint}), or start with "
-                "torchrun"
+                f"RANK={rank}, WORLD_SIZE={world_size} are set and MASTER_ADDR={addr} may be another host, "
+                f"but {name} is not set: export {name} (with one process on each host: {name}={hint}), or "
+                "start with torchrun"
             )
         local_rank = known[0] if local_rank is None else local_rank
         local_world_size = known[1] if local_world_size is None else local_world_size
@@ -144,7 +145,7 @@ def _scheduler(environ: Mapping[str, str]) -> RankInfo | None:
     slurm = _from_slurm(environ) if _is_slurm_task(environ) else None
     if _present(environ, _PMI.rank + _PMI.world_size):
         pmi = (_required(environ, _PMI, _PMI.rank), _required(environ, _PMI, _PMI.world_size))
-        # `srun --mpi=pmi2` sets both families; mpiexec's own proxies run under an srun that means something else.
+        # `srun --mpi=pmi2` sets both families; mpiexec's proxies run under an srun of another meaning.
         if slurm is None or pmi != (slurm.rank, slurm.world_size):
             return _from_mpi(environ, _PMI)
     return slurm
@@ -158,8 +159,8 @@ def _from_mpi(environ: Mapping[str, str], family: _Family) -> RankInfo:
         if world_size != 1:
             names = family.local_rank[:1] if local_rank is None else family.local_world_size[:1]
             raise ValueError(
-                f"{_set_name(environ, family.rank)} is set but {names[0]} is not, so the ranks of this host cannot be "
-                f"told apart: export {names[0]}, or start with `thalweg run --nproc N script.py`"
+                f"{_set_name(environ, family.rank)} is set but {names[0]} is not, so the ranks of this host "
+                f"cannot be told apart: export {names[0]}, or start with `thalweg run --nproc N script.py`"
             )
         local_rank, local_world_size = 0, 1
     addr, port = _master(environ)
@@ -189,8 +190,8 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     if local_rank is None:
         if world_size != 1:
             raise ValueError(
-                "SLURM_PROCID is set but SLURM_LOCALID is not: start the program as a task of `srun`, which sets "
-                "both, or export SLURM_LOCALID"
+                "SLURM_PROCID is set but SLURM_LOCALID is not: start the program as a task of `srun`, which "
+                "sets both, or export SLURM_LOCALID"
             )
         local_rank = 0
     addr, port = _master(environ)
@@ -217,8 +218,8 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     nodes = _first_integer(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) or 1
     if world_size % nodes:
         raise ValueError(
-            f"SLURM runs {world_size} tasks on {nodes} nodes and does not say how many are on this one: start with "
-            "`srun --ntasks-per-node=N`"
+            f"SLURM runs {world_size} tasks on {nodes} nodes and does not say how many are on this one: "
+            "start with `srun --ntasks-per-node=N`"
         )
     return world_size // nodes
 
@@ -283,8 +284,8 @@ def _checked(family: _Family, info: RankInfo) -> RankInfo:
         )
         problem += f"{info.world_size} ({name(family.world_size)})"
     elif not 1 <= info.local_world_size <= info.world_size:
-        problem = f"{name(family.local_world_size)}={info.local_world_size} must be from 1 to {info.world_size}, the "
-        problem += f"world size ({name(family.world_size)})"
+        problem = f"{name(family.local_world_size)}={info.local_world_size} must be from 1 to "
+        problem += f"{info.world_size}, the world size ({name(family.world_size)})"
     elif not 0 <= info.local_rank < info.local_world_size:
         problem = (
             f"{name(family.local_rank)}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
@@ -302,8 +303,8 @@ def _required(environ: Mapping[str, str], family: _Family, names: tuple[str, ...
     if value is None:
         present = _set_name(environ, family.rank + family.world_size)
         raise ValueError(
-            f"{present} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run --nproc N "
-            f"script.py`, which set both, or `unset {present}` to run one process alone"
+            f"{present} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run "
+            f"--nproc N script.py`, which set both, or `unset {present}` to run one process alone"
         )
     return value
 

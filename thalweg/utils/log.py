@@ -1,8 +1,8 @@
 """Logging: rank 0 speaks, the others only warn, and importing adds no handler.
 
-``get_logger`` may be called at import: it returns a standard logger below ``thalweg`` whose filter asks for the rank
-when a record is made, not before.  ``enable_console`` gives ``thalweg`` a handler on standard error; the command line
-calls it, and a program that has set up ``logging`` itself keeps its own handlers.
+``get_logger`` may be called at import: it returns a standard logger below ``thalweg`` whose filter asks for
+the rank when a record is made, not before.  ``enable_console`` gives ``thalweg`` a handler on standard error;
+the command line calls it, and a program that has set up ``logging`` itself keeps its own handlers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _RankFormatter(logging.Formatter):
 def enable_console(level: int | str | None = None) -> None:
     """Send ``thalweg``'s records to standard error, once, unless the program configured logging itself.
 
-    ``level`` is a ``logging`` level or its name in either case (``"info"``); an unknown one is a ``ValueError``.
+    ``level`` is a ``logging`` level or its name in either case (``"info"``); an unknown one raises
+    ``ValueError``.
     """
     root = get_logger(ROOT)
     if level is not None:
