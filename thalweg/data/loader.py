@@ -1,0 +1,274 @@
+"""A loader that knows where it is: batches for this rank, and a place to come back to.
+
+    dataset --EpochPlan--> ids of this rank --torch DataLoader (workers, collate)--> batches
+                  ^                                                        |
+              position  <----------- moved when a batch reaches the user --+
+
+The arithmetic of who gets what is in ``sampler.py``; torch's own ``DataLoader`` does the
+loading.  This file keeps the position: ``(epoch, samples of the whole job)``, counted
+when a batch is *handed over*, never when a worker has fetched it ahead.
+
+Invariants: ``state_dict()`` is a few JSON scalars, the same on every rank; loading it at
+another world size or micro-batch goes on with exactly the ids that were not yet handed
+over; the order of samples never depends on the number of workers; torch's global random
+state is not touched (torch's own loader draws from it at each start, which makes a resumed
+run's dropout differ).  What is not restored: random transforms *inside* worker processes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from thalweg.data.sampler import EpochPlan, Share
+from thalweg.data.stream import StreamShares
+
+_STATE_VERSION = 1
+_END = object()
+
+
+class StatefulLoader:
+    """Iterable over this rank's batches; see :func:`build_loader` for the arguments.
+
+    Each ``iter()`` is one pass over the data: the rest of the epoch after
+    ``load_state_dict``, else a whole epoch.  A pass that has begun, finished or not, is
+    followed by the next epoch (another order when shuffled), unless ``set_epoch`` names one.
+    After each batch ``last_sample_ids`` holds the ids in it and ``last_repeated`` how many
+    of them the epoch has given out before (nearly always 0; see ``sampler.py``).
+    """
+
+    def __init__(
+        self, dataset: Any, plan: EpochPlan, *, collate_fn: Callable | None = None, **loader: Any
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.collate_fn = default_collate if collate_fn is None else collate_fn
+        self.last_sample_ids: list[int] = []
+        self.last_repeated = 0
+        self._epoch = 0
+        self._position = 0
+        self._begun = False
+        self._stream = is_stream(dataset)
+        self._pending: deque[Share] = deque()
+        self._pass = 0
+        # A generator of its own: without it, starting a pass would draw from torch's global one.
+        self._generator = torch.Generator()
+        self._options = loader
+        self._inner: DataLoader | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and rank; the last batches of an epoch may hold fewer."""
+        return self.plan.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that do not fill a step are left out."""
+        return self.plan.drop_last
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch handed over so far, over all ranks."""
+        return self._position
+
+    def __len__(self) -> int:
+        """Batches per rank in a whole epoch; raises ``TypeError`` for an iterable dataset, as torch does."""
+        if self._stream:
+            raise TypeError("an IterableDataset has no length: count the batches as they come")
+        return len(self.plan)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of ``epoch``, from its start.
+
+        Naming the epoch that ``load_state_dict`` has just restored keeps its position, so
+        the usual ``for epoch in range(start, n): loader.set_epoch(epoch)`` resumes in place.
+        """
+        if epoch != self._epoch or self._begun:
+            self._epoch, self._position = epoch, 0
+        self._begun = False
+
+    def state_dict(self) -> dict[str, int | bool | None]:
+        """Return where the loader is, as a few JSON scalars that are the same on every rank."""
+        finished = self._num_samples is not None and self.plan.take(self._num_samples - self._position) == 0
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch + finished,
+            "position": 0 if finished else self._position,
+            "num_samples": self._num_samples,
+            "seed": self.plan.seed,
+            "shuffle": self.plan.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where ``state`` was taken; the next pass gives what had not been handed over then.
+
+        The saved seed must be this loader's, and the dataset as long as it was: otherwise
+        the ids would not be the same ones, which is a ``ValueError``.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"the loader's state has version {state.get('version')!r}, not {_STATE_VERSION}")
+        mine = {"num_samples": self._num_samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle}
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"cannot resume the data: {name} was {state.get(name)} when the checkpoint was saved "
+                    f"and is {value} now. Give the same dataset, seed and shuffle, or start the data anew "
+                    "by not restoring the loader's state"
+                )
+        self._pass += 1
+        self._epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self._epoch, self._position = self._epoch + 1, 0
+        self._begun = False
+        self._pass += 1
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        return self._batches(self._pass)
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        self._pending.clear()
+        # Worker processes seed their own libraries from this; nothing else reads it.
+        self._generator.manual_seed(hash((self.plan.seed, self._epoch, self.plan.rank)) % (1 << 63))
+        source = iter(self._loader())
+        while True:
+            if number != self._pass:
+                raise RuntimeError(
+                    "this iterator is stale: the loader was started again or its state was loaded. "
+                    "One pass at a time: take the batches from the newest iterator"
+                )
+            item: Any = next(source, _END)
+            if item is _END:
+                self._epoch, self._position, self._begun = self._epoch + 1, 0, False
+                return
+            share, batch = item if self._stream else (self._pending.popleft(), item)
+            self._position, self._begun = share.stop, True
+            self.last_sample_ids, self.last_repeated = share.ids, share.repeated
+            yield batch
+
+    def _loader(self) -> DataLoader:
+        if self._stream:
+            shares = StreamShares(self.dataset, self.plan, self._position, self.collate_fn)
+            return DataLoader(
+                shares, batch_size=None, collate_fn=_identity, generator=self._generator, **self._options
+            )
+        if self._inner is None:
+            self._inner = DataLoader(
+                self.dataset,
+                batch_sampler=_Shares(self),  # pyright: ignore[reportArgumentType]
+                collate_fn=self.collate_fn,
+                generator=self._generator,
+                **self._options,
+            )
+        return self._inner
+
+    @property
+    def _num_samples(self) -> int | None:
+        return None if self._stream else self.plan.num_samples
+
+
+class _Shares:
+    """The batch sampler of torch's loader: remembers each share until its batch comes out."""
+
+    def __init__(self, owner: StatefulLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        owner = self._owner
+        for share in owner.plan.shares(owner.epoch, owner.position):
+            owner._pending.append(share)
+            yield share.ids
+
+    def __len__(self) -> int:
+        return len(self._owner.plan)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether ``dataset`` can only be read from start to end."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def _identity(item: Any) -> Any:
+    return item
+
+
+def build_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    **loader: Any,
+) -> StatefulLoader:
+    """Return a loader of ``dataset`` for one rank.
+
+    ``dataset`` is anything with ``__len__`` and ``__getitem__``, or an iterable without them
+    (each rank reads the whole stream and keeps its own samples; it resumes by reading past
+    what was given out; at most one worker, no shuffle).  ``batch_size`` is the micro-batch
+    of one rank; ``shuffle`` is true by default for a dataset with a length.  Other
+    arguments (``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
+    ``worker_init_fn``, ``multiprocessing_context``) go to ``torch.utils.data.DataLoader``.
+
+    Raises ``ValueError`` when the dataset cannot give every rank a batch, naming the sizes.
+    """
+    options = {"num_workers": num_workers, **loader}
+    if is_stream(dataset):
+        if shuffle:
+            raise ValueError(
+                "the loader cannot shuffle an IterableDataset: shuffle inside it, or pass shuffle=False"
+            )
+        if num_workers > 1:
+            raise ValueError(
+                f"an IterableDataset with {num_workers} workers would be read {num_workers} times: "
+                "use num_workers 0 or 1, or a dataset with a length"
+            )
+        size, shuffle = world_size * batch_size, False
+    else:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ValueError(
+                f"{type(dataset).__name__} is not a dataset: it needs __len__ and __getitem__, "
+                "or to be a torch.utils.data.IterableDataset"
+            )
+        size = len(dataset)
+    plan = EpochPlan(
+        num_samples=size,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        shuffle=shuffle is not False,
+        drop_last=drop_last,
+    )
+    return StatefulLoader(dataset, plan, collate_fn=collate_fn, **options)
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches for ever, one pass after another.
+
+    Raises ``ValueError`` when two passes together yield nothing, which would otherwise spin
+    (one may: a stream that was saved at its end resumes there).
+    """
+    empty = 0
+    while empty < 2:
+        empty += 1
+        for batch in loader:
+            empty = 0
+            yield batch
+    raise ValueError("the loader is empty: there is no batch to repeat")
