@@ -205,7 +205,7 @@ def build(name: str, job: Job, rank: int, world: int) -> Step:
 
 def preload(name: str) -> str:
     """Import what the contestant stands on and return what has been imported, for the memory table."""
-    import torch.distributed  # noqa: F401
+    import torch.distributed
 
     if name.startswith("deepspeed"):
         import deepspeed

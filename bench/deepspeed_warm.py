@@ -38,9 +38,8 @@ def main() -> int:
     deepspeed_residue(port)
     seconds = time.perf_counter() - start
     kind = f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__qualname__}"
-    print(
-        f"deepspeed {deepspeed.__version__}: import {import_seconds:.1f} s, first initialize {seconds:.1f} s, {kind}"
-    )
+    print(f"deepspeed {deepspeed.__version__}, {kind}")
+    print(f"import {import_seconds:.1f} s, first initialize {seconds:.1f} s")
     return 0
 
 

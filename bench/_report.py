@@ -1,0 +1,162 @@
+"""What every benchmark prints: rows that compare, a table, and the machine they were measured on.
+
+A row has `case, peer, metric, ours, theirs, ratio`; the ratio is above 1 where Thalweg is better,
+whichever way the metric points.  A peer that could not take part has a row too, with `theirs` null and
+a `note` that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; build it with :func:`compare` so that the ratio has the right way up."""
+
+    case: str
+    peer: str
+    metric: str
+    ours: float | None
+    theirs: float | None
+    ratio: float | None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for the JSON output, without an empty note."""
+        fields = asdict(self)
+        if not self.note:
+            del fields["note"]
+        return fields
+
+
+def compare(
+    case: str,
+    peer: str,
+    metric: str,
+    ours: float | None,
+    theirs: float | None,
+    *,
+    lower_is_better: bool = True,
+    ratio: float | None = None,
+    note: str = "",
+) -> Row:
+    """Return a row; `ratio` overrides the quotient of the two values, for ratios taken turn by turn."""
+    if ratio is None and ours and theirs:
+        ratio = theirs / ours if lower_is_better else ours / theirs
+    return Row(case, peer, metric, _short(ours), _short(theirs), _short(ratio), note)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine's facts: processor, what it can do, cores, memory, torch and Python."""
+    model, flags = platform.processor() or platform.machine(), set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() == "flags":
+            flags = set(value.split())
+            break
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+    return {
+        "processor": model,
+        "features": [name for name in wanted if name in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Return the machine on one line."""
+    return (
+        f"{facts['processor']} ({', '.join(facts['features']) or 'no vector extensions named'}), "
+        f"{facts['cores']} cores, {facts['memory_gib']} GiB, torch {facts['torch']}, Python {facts['python']}"
+    )
+
+
+def commit() -> str:
+    """Return the short commit of the checkout, with "+changes" when tracked files differ from it."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    name = git("rev-parse", "--short=12", "HEAD") or "unknown"
+    return f"{name}+changes" if git("status", "--porcelain", "--untracked-files=no") else name
+
+
+def envelope(bench: str, rows: Iterable[Row], **extra: Any) -> dict[str, Any]:
+    """Return the one JSON object of a benchmark."""
+    return {
+        "bench": bench,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "machine": machine(),
+        "rows": [row.to_dict() for row in rows],
+        **extra,
+    }
+
+
+def cell(value: Any, digits: int = 0) -> str:
+    """Return a table cell: a number with that many digits, "-" for None, text as it is."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if isinstance(value, float | int) else str(value)
+
+
+def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns: the first one left, the others right."""
+    widths = [max(len(str(line[i])) for line in [headers, *lines]) for i in range(len(headers))]
+
+    def render(line: Sequence[str]) -> str:
+        cells = [
+            str(c).ljust(w) if i == 0 else str(c).rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        return f"| {' | '.join(cells)} |"
+
+    rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+    return "\n".join([render(headers), f"|{rule}|", *(render(line) for line in lines)])
+
+
+def rows_table(rows: Sequence[Row | dict[str, Any]]) -> str:
+    """Return the comparison rows as a table."""
+    fields = [row.to_dict() if isinstance(row, Row) else row for row in rows]
+    lines = [
+        [
+            row["case"],
+            row["peer"],
+            row["metric"],
+            *(cell(row[key], 3 if (row[key] or 0) < 10 else 1) for key in ("ours", "theirs")),
+            cell(row["ratio"], 2) if row["ratio"] is not None else row.get("note", "-"),
+        ]
+        for row in fields
+    ]
+    return table(["case", "peer", "metric", "ours", "theirs", "ratio"], lines)
+
+
+def write_result(name: str, data: dict[str, Any], markdown: str) -> tuple[Path, Path]:
+    """Write results/<name>.json and results/<name>.md; return both paths."""
+    folder = ROOT / "results"
+    folder.mkdir(exist_ok=True)
+    paths = folder / f"{name}.json", folder / f"{name}.md"
+    paths[0].write_text(json.dumps(data, indent=1) + "\n")
+    paths[1].write_text(markdown.rstrip() + "\n")
+    return paths
