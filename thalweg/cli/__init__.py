@@ -2,6 +2,8 @@
 
 ``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has
 ``add_parser(subparsers)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for torch.
+A module that starts other programs has ``split_passthrough(parser, arguments)`` as well: what it sets apart
+is in ``args.passthrough``, untouched.
 
 Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure;
 `thalweg run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that
@@ -55,8 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        parser, module = _build_parser(chosen)
-        parsed = parser.parse_args(arguments)
+        parser, module, own = _build_parser(chosen)
+        passthrough: list[str] = []
+        if chosen is not None and hasattr(module, "split_passthrough"):
+            cut = arguments.index(chosen) + 1
+            mine, passthrough = module.split_passthrough(own, arguments[cut:])
+            arguments = arguments[:cut] + mine
+        parsed = parser.parse_args(arguments, argparse.Namespace(passthrough=passthrough))
         if module is None:
             parser.print_help(sys.stderr)
             return 2
@@ -75,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(1, str(error) or type(error).__name__)
 
 
-def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any]:
+def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
+    """The parser, the chosen subcommand's module, and that subcommand's own parser (None without one)."""
     parser = _Parser(
         prog="thalweg",
         description="Train, fine-tune and serve PyTorch models bigger than the machine.",
@@ -91,7 +99,7 @@ def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any]:
             module.add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=text)
-    return parser, module
+    return parser, module, subparsers.choices.get(chosen or "")
 
 
 def _report(code: int, message: str) -> int:

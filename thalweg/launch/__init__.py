@@ -1,1 +1,22 @@
-"""Thalweg."""
+"""Starting a job: one script, several ranks, on this host.
+
+Three kinds of process take part:
+
+    thalweg run  (one)  torch's elastic agent: the rendezvous store on a free port of 127.0.0.1, one child
+                        for each rank, the first failure ends the job; ``local.py`` drives it and
+                        ``watch.py`` times the deaths
+    rank.py      (N)    the first code of each rank: ties its life to the launcher's, takes its cores, then
+                        becomes the script; it loads nothing but the standard library
+    the script   (N)    the same N processes; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on are set
+
+Invariants:
+
+- No shell anywhere, and the arguments arrive byte for byte.
+- The job ends when its first rank fails, with that rank's exit code (128 + n for signal n) and that rank's
+  traceback, once.  A rank that fails because its peer went away is never called the first.
+- When the launcher is gone, however it went, so are the ranks; processes are ended by pid or by the session
+  that the launcher gave a rank, never by name.
+- What the launcher leaves on disk is one folder of mode 0700 with a random name, removed at the end.
+
+``cores.py`` shares the processor out, ``failure.py`` finds the first failure, ``hosts.py`` reads hostfiles.
+"""

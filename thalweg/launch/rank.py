@@ -1,0 +1,123 @@
+"""The first code of each rank; run as a file, with nothing but the standard library.
+
+    python -u rank.py FOLDER LAUNCHER_PID CPUS script|module|program TARGET ARGUMENT...
+
+It ties its life to the launcher's, writes its pid to FOLDER, takes its cores (CPUS is ``0,1;2,3``, one run
+for each local rank, or ``-``), and becomes TARGET as `python TARGET`, `python -m TARGET` or the program
+itself would be.  An exception that nobody catches is written to FOLDER instead of standard error: the
+launcher shows the first one.
+"""
+
+import contextlib
+import importlib.machinery
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_OURS = {__file__, "<frozen runpy>", runpy.__file__}
+
+
+def main(argv: list[str]) -> int:
+    """Become the rank's program; returns its exit code, or lets its ``SystemExit`` through."""
+    folder, launcher, cpus, kind, target, *arguments = argv
+    _die_with(int(launcher))
+    rank = os.environ["RANK"]
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    if cpus != "-" and hasattr(os, "sched_setaffinity"):
+        share = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
+        with contextlib.suppress(OSError):  # a core may have gone offline; an unbound rank still works
+            os.sched_setaffinity(0, {int(cpu) for cpu in share.split(",")})
+    if kind == "program":
+        os.execvp(target, [target, *arguments])
+    sys.argv = [target, *arguments]
+    try:
+        _become(kind, target)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        _record(error, folder, rank)
+        return 1
+    return 0
+
+
+def _die_with(launcher: int) -> None:
+    """Ask the kernel to kill this process when the launcher ends, however it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it ended before the request was made
+        os._exit(128 + signal.SIGKILL)
+
+
+def _become(kind: str, target: str) -> None:
+    if not sys.flags.safe_path:  # the interpreter put this file's folder there
+        del sys.path[0]
+    if kind == "module":
+        _put_first(os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        _put_first(os.path.dirname(os.path.realpath(target)))
+        path = os.path.abspath(target)
+        module = types.ModuleType("__main__")
+        loader = _Script("__main__", path)
+        vars(module).update(__file__=path, __loader__=loader, __spec__=None, __annotations__={})
+        sys.modules["__main__"] = module
+        loader.exec_module(module)
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+class _Script(importlib.machinery.SourceFileLoader):
+    """Loads a file as ``__main__`` the way the interpreter does: no cached bytecode is read or written."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _record(error: BaseException, folder: str, rank: str) -> None:
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    text = "".join(traceback.format_exception(error))
+    hook = sys.excepthook
+    shown = hook is not sys.__excepthook__ and not (hook.__module__ or "").startswith("torch.distributed")
+    if shown:  # the script's own hook, a debugger's or a reporter's
+        hook(type(error), error, trace)
+    summary = traceback.format_exception_only(error)[-1].strip()
+    record = {
+        "rank": int(rank),
+        "time_ns": time.time_ns(),
+        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "summary": summary,
+        "traceback": text,
+        "shown": shown,
+    }
+    part = Path(folder, f"{rank}.error.part")
+    part.write_text(json.dumps(record))
+    part.replace(Path(folder, f"{rank}.error"))
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in _OURS or filename.startswith("<frozen importlib.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
