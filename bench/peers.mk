@@ -22,7 +22,7 @@ $(PEERS)/.installed: bench/peers.mk
 
 # The first start of DeepSpeed compiles for minutes: once, one job, out of everybody's way.
 $(PEERS)/.ready: $(PEERS)/.installed
-	nice -n 19 env MAX_JOBS=1 $(PEERS)/bin/python bench/deepspeed_warm.py
+	nice -n 19 env MAX_JOBS=1 $(PEERS)/bin/python bench/_deepspeed_warm.py
 	touch $@
 
 clean-peers:

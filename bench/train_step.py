@@ -138,14 +138,14 @@ def failures(run: dict[str, Any]) -> list[str]:
 def render(run: dict[str, Any], with_rows: bool = True) -> str:
     """Return one run as Markdown: the contestants, the goals, then (optionally) all comparisons."""
     plan, job = run["plan"], run["job"]
+    shape = f"{job['layers']} layers x {job['width']}, {job['heads']} heads, vocabulary {job['vocabulary']}"
+    turns = f"{plan['rounds']} rounds of {plan['steps']} steps for each, interleaved"
     text = [
         f"## {run['run']}",
         "",
         f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}.",
-        f"GPT of {job['layers']} layers x {job['width']}, {job['heads']} heads, vocabulary {job['vocabulary']}, "
-        f"sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
-        f"{plan['rounds']} rounds of {plan['steps']} steps for each, interleaved, {plan['threads']} thread a rank. "
-        "Clock and CPU in ms a step; peak resident MiB of a rank.",
+        f"GPT of {shape}, sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
+        f"{turns}, {plan['threads']} thread a rank. Clock and CPU in ms a step; peak resident MiB of a rank.",
         "",
     ]
     headers = ["contestant", "min", "median", "CPU", "/ ddp_fused", "peak", "over import", "loss differs by"]
@@ -188,8 +188,8 @@ def write(runs: list[dict[str, Any]]) -> None:
         kept[key] for key in sorted(kept, key=lambda k: (k.split()[1], k.split()[2], k.split()[0] != "small"))
     ]
     head = (
-        "# One training step\n\nWritten by `python bench/train_step.py --write`; the ratios of every pair are in "
-        "the JSON file.\n"
+        "# One training step\n\nWritten by `python bench/train_step.py --write`; "
+        "the ratios of every pair are in the JSON file.\n"
     )
     rows = [row for run in merged for row in run["rows"]]
     data = {

@@ -1,0 +1,88 @@
+"""``thalweg bench NAME``: run one of the checkout's benchmarks.
+
+The benchmarks are scripts of the repository's ``bench/`` folder, not part of the installed package: they
+compare with other systems and need those installed.  This subcommand finds them beside the package and
+starts the one that is asked for with this interpreter; whatever follows NAME goes to the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import thalweg
+
+_EXAMPLES = """examples:
+  thalweg bench                          # what there is
+  thalweg bench train_step --quick
+  thalweg bench train_step --model 69m --ranks 2 4 --json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``thalweg bench`` to the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="run one of the benchmarks",
+        description="Run a benchmark of the checkout; what follows NAME goes to it (try NAME --help).",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the benchmark; without it, the list of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="a run of less than a minute")
+
+
+def split_passthrough(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Set apart what follows NAME: it is the script's."""
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            return list(arguments[: index + 1]), list(arguments[index + 1 :])
+    return list(arguments), []
+
+
+def benchmarks(folder: Path) -> dict[str, str]:
+    """Return the benchmarks of a ``bench/`` folder by name, each with the first line of its docstring."""
+    found = {}
+    for path in sorted(folder.glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.stem] = text.partition("\n")[0]
+    return found
+
+
+def bench_folder() -> Path:
+    """Return the checkout's ``bench/`` folder; FileNotFoundError when the package runs without a checkout."""
+    assert thalweg.__file__ is not None
+    root = Path(thalweg.__file__).resolve().parent.parent
+    if not ((root / "bench").is_dir() and (root / "pyproject.toml").is_file()):
+        raise FileNotFoundError(
+            f"the benchmarks are in the repository, and {root} is no checkout of it: clone the repository, "
+            "install it with `pip install -e .`, and run `thalweg bench` from that environment"
+        )
+    return root / "bench"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark and return its exit code; ValueError for a name that is none."""
+    folder = bench_folder()
+    known = benchmarks(folder)
+    if args.name is None:
+        listing = "\n".join(f"{name:<14} {text}" for name, text in known.items())
+        print(json.dumps({"benchmarks": known}) if args.json else listing)
+        return 0
+    if args.name not in known:
+        near = difflib.get_close_matches(args.name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"no benchmark {args.name!r}: {hint}there are {', '.join(known)}")
+    options = [option for option in ("--json", "--quick") if getattr(args, option[2:])]
+    command = [sys.executable, str(folder / f"{args.name}.py"), *options, *args.passthrough]
+    return subprocess.run(command, check=False).returncode
