@@ -1,1 +1,38 @@
-"""Thalweg."""
+"""Optimisers, schedules, loss scaling and clipping, right on sharded parameters.
+
+The picture: the engine holds parameters that are ``DTensor`` s (stages 1 to 3) or plain replicated tensors
+(stage 0), and their mean gradients in the same layout. A step is then
+
+    norm = global_grad_norm(params)            clip.py       one all-reduce of a few numbers
+    scaler.update(not isfinite(norm))          scaler.py     a state machine; skips the step on all ranks
+    clip_grads_(params, max_norm, norm)        clip.py       local
+    optimizer.step()                           elementwise.py local;  lamb.py, muon.py talk to other ranks
+    schedule.step()                            schedules.py  a function of the number of updates
+
+Invariants: every rank computes the same verdict, norm and rate, bit for bit; an optimiser's result does not
+depend on how its parameters are cut; what ``optimizer.state`` holds for a parameter has that parameter's
+logical shape and layout (or no shape at all), so that a checkpoint sees logical tensors.
+"""
+
+from __future__ import annotations
+
+from thalweg.optim.build import build_optimizer, build_schedule
+from thalweg.optim.clip import clip_grads_, global_grad_norm
+from thalweg.optim.scaler import LossScaleFloorError, LossScaler, ScalePolicy
+from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "LRRangeTest",
+    "LossScaleFloorError",
+    "LossScaler",
+    "OneCycle",
+    "ScalePolicy",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_optimizer",
+    "build_schedule",
+    "clip_grads_",
+    "global_grad_norm",
+]

@@ -1,0 +1,123 @@
+"""``torch.optim``'s elementwise optimisers, stepping on local pieces (see ``local.py``).
+
+An update is elementwise when each element of the new parameter depends on that element's own history alone.
+All the classes below are, so a shard is stepped exactly as that part of the whole parameter would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from thalweg.optim import foreach
+from thalweg.optim.local import Fp32State, LocalStep, like_param, local, working_copies
+
+# A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
+_LATE = 1e9
+
+
+class _AdamBase(LocalStep):
+    """Adds ``bias_correction=False``, which torch's Adam does not have (DeepSpeed's does)."""
+
+    def __init__(self, params: Any, *, bias_correction: bool = True, **hyper: Any) -> None:
+        super().__init__(params, **hyper)  # pyright: ignore[reportCallIssue]
+        self.defaults["bias_correction"] = bias_correction  # pyright: ignore[reportAttributeAccessIssue]
+        for group in self.param_groups:  # pyright: ignore[reportAttributeAccessIssue]
+            group.setdefault("bias_correction", bias_correction)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
+        found = super()._init_group(group, *lists, **named)
+        if not group.get("bias_correction", True):
+            steps = [*lists, *named.values()][-1]
+            if steps:
+                foreach.add_(steps, 1.0)
+                steps[:] = [torch.full_like(step, _LATE) for step in steps]
+        return found
+
+
+class Adam(_AdamBase, torch.optim.Adam):
+    """Adam with the L2 term in the gradient (Kingma and Ba, 2015)."""
+
+
+class AdamW(_AdamBase, torch.optim.AdamW):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+
+class Adagrad(LocalStep, torch.optim.Adagrad):
+    """Adagrad (Duchi et al., 2011)."""
+
+
+class Adadelta(LocalStep, torch.optim.Adadelta):
+    """Adadelta (Zeiler, 2012)."""
+
+
+class Adamax(LocalStep, torch.optim.Adamax):
+    """Adamax (Kingma and Ba, 2015, section 7)."""
+
+
+class ASGD(LocalStep, torch.optim.ASGD):
+    """Averaged SGD (Polyak and Juditsky, 1992)."""
+
+
+class NAdam(LocalStep, torch.optim.NAdam):
+    """Adam with Nesterov momentum (Dozat, 2016)."""
+
+
+class RAdam(LocalStep, torch.optim.RAdam):
+    """Rectified Adam (Liu et al., 2020)."""
+
+
+class RMSprop(LocalStep, torch.optim.RMSprop):
+    """RMSprop (Tieleman and Hinton, 2012)."""
+
+
+class Rprop(LocalStep, torch.optim.Rprop):
+    """Resilient propagation (Riedmiller and Braun, 1993)."""
+
+
+class SGD(Fp32State, torch.optim.SGD):
+    """SGD with momentum.
+
+    torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
+    exchanged; the step is spelt out here over torch's functional form.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] if group["momentum"] else {} for p in params]
+            buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
+            buffers = [b if b is None else local(b) for b in buffers]
+            with working_copies(params) as (work, grads):
+                keys = (
+                    "weight_decay",
+                    "momentum",
+                    "lr",
+                    "dampening",
+                    "nesterov",
+                    "maximize",
+                    "foreach",
+                    "fused",
+                )
+                sgd(work, grads, buffers, has_sparse_grad=False, **{key: group[key] for key in keys})
+            if group["momentum"]:
+                for param, state, buffer in zip(params, states, buffers, strict=True):
+                    if buffer is not None and "momentum_buffer" not in state:
+                        state["momentum_buffer"] = like_param(buffer, param)
+        return loss
+
+
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+}

@@ -1,0 +1,72 @@
+"""Sums over the pieces of sharded parameters: a few numbers, one all-reduce for each process group.
+
+``span`` of a parameter: the process groups over which its pieces are spread, one for each axis of its mesh
+that shards it. A plain tensor, or a ``DTensor`` replicated everywhere, has an empty span: each rank holds all
+of it, and adding up over ranks would count it more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Span = tuple[dist.ProcessGroup, ...]
+AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], object]
+
+
+def plain_all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """The default collective: ``torch.distributed.all_reduce`` in place."""
+    dist.all_reduce(tensor, op=op, group=group)
+
+
+def spans_of(params: Iterable[Tensor]) -> list[Span]:
+    """Return the span of each parameter; equal layouts share one look-up."""
+    known: dict[tuple[object, object], Span] = {}
+    spans = []
+    for param in params:
+        if not isinstance(param, DTensor):
+            spans.append(())
+            continue
+        key = (param.device_mesh, param.placements)
+        if key not in known:
+            known[key] = _span(param)
+        spans.append(known[key])
+    return spans
+
+
+def _span(param: DTensor) -> Span:
+    mesh = param.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(param.placements)
+        if not placement.is_replicate() and not placement.is_partial() and mesh.size(axis) > 1
+    )
+
+
+def reduce_over_spans(
+    rows: Tensor,
+    spans: Sequence[Span],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    all_reduce: AllReduce = plain_all_reduce,
+) -> Tensor:
+    """Complete each row of partial results over the groups of its span.
+
+    ``rows`` is [n, ...], row i belonging to a tensor with ``spans[i]``. All rows of one group travel in one
+    all-reduce; a row whose span has two groups (two axes of a mesh) passes through both. Every rank of a
+    group must hold the same spans in the same order, which it does if the ranks hold the same parameters.
+    """
+    groups = list(dict.fromkeys(group for span in spans for group in span))
+    for group in groups:
+        chosen = [i for i, span in enumerate(spans) if group in span]
+        if len(chosen) == len(spans):
+            all_reduce(rows, op, group)
+            continue
+        index = torch.tensor(chosen, device=rows.device)
+        part = rows.index_select(0, index)
+        all_reduce(part, op, group)
+        rows.index_copy_(0, index, part)
+    return rows
