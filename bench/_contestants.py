@@ -1,9 +1,9 @@
 """The contestants of the training benchmarks: one builder for each name.
 
-A builder gets the job and its rank and returns ``step(tokens_BT, labels_BT) -> loss``, one whole
-optimiser step on this rank's micro-batch.  All of them train the same model from the same seed with the
-same AdamW; each is written as its own documentation writes it.  They run inside `_worker.py`, which has
-initialised gloo.
+A builder gets the job, the model and the number of ranks, and returns ``step(tokens_BT, labels_BT) -> loss``,
+one whole optimiser step on this rank's micro-batch.  All of them train the same model from the same seed
+with the same AdamW; each is written as its own documentation writes it.  They run inside `_worker.py`,
+which has initialised gloo.
 
     ddp_fused, ddp          DistributedDataParallel, torch.optim.AdamW(fused=True) or its default
     ddp_zero_redundancy     DDP with ZeroRedundancyOptimizer around fused AdamW
@@ -104,12 +104,12 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bo
     return step
 
 
-def build_ddp(job: Job, rank: int, world: int, variant: str) -> Step:
+def build_ddp(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Plain data parallelism; variant "fused", "plain" or "zero_redundancy" names the optimiser."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(build_model(job))
+    model = DistributedDataParallel(model)
     if variant == "zero_redundancy":
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
             model.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **ADAMW
@@ -119,13 +119,12 @@ def build_ddp(job: Job, rank: int, world: int, variant: str) -> Step:
     return _plain_step(model, optimizer, autocast=job.dtype == "bf16")
 
 
-def build_fsdp2(job: Job, rank: int, world: int, variant: str) -> Step:
+def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Raw FSDP2; variant is the stage whose traffic it has, with "comm_" before it for our collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (world,))
-    model = build_model(job)
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.dtype == "bf16" else MixedPrecisionPolicy()
     )
@@ -142,11 +141,10 @@ def _use_thalweg_collectives(units: list[Any], mesh: Any) -> None:
     raise NotImplementedError("waits for thalweg.comm")
 
 
-def build_deepspeed(job: Job, rank: int, world: int, variant: str) -> Step:
+def build_deepspeed(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Real DeepSpeed at the stage that the variant names, clipping off, everything else its default."""
     import deepspeed
 
-    model = build_model(job)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
@@ -160,7 +158,7 @@ def build_deepspeed(job: Job, rank: int, world: int, variant: str) -> Step:
     return _engine_step(engine)
 
 
-def build_thalweg(job: Job, rank: int, world: int, variant: str) -> Step:
+def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Thalweg's engine: variant "0" to "3" is the stage, with "torch_" before it for torch's own kernels."""
     import thalweg
 
@@ -173,7 +171,7 @@ def build_thalweg(job: Job, rank: int, world: int, variant: str) -> Step:
     }
     if job.dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    engine, _, _, _ = thalweg.initialize(model=build_model(job), config=config)
+    engine, _, _, _ = thalweg.initialize(model=model, config=config)
     return _engine_step(engine)
 
 
@@ -187,7 +185,7 @@ def _engine_step(engine: Any) -> Step:
     return step
 
 
-_BUILDERS: tuple[tuple[str, Callable[[Job, int, int, str], Step]], ...] = (
+_BUILDERS: tuple[tuple[str, Callable[[Job, nn.Module, int, str], Step]], ...] = (
     ("ddp", build_ddp),
     ("fsdp2", build_fsdp2),
     ("deepspeed", build_deepspeed),
@@ -195,11 +193,11 @@ _BUILDERS: tuple[tuple[str, Callable[[Job, int, int, str], Step]], ...] = (
 )
 
 
-def build(name: str, job: Job, rank: int, world: int) -> Step:
-    """Build a contestant by name on this rank; ValueError for a name that is none."""
+def build(name: str, job: Job, model: nn.Module, world: int) -> Step:
+    """Set a contestant up by name around this rank's model; ValueError for a name that is none."""
     for family, builder in _BUILDERS:
         if name == family or name.startswith(f"{family}_"):
-            return builder(job, rank, world, name[len(family) + 1 :] or "plain")
+            return builder(job, model, world, name[len(family) + 1 :] or "plain")
     raise ValueError(f"no contestant {name!r}; the families are {', '.join(f for f, _ in _BUILDERS)}")
 
 
@@ -214,5 +212,6 @@ def preload(name: str) -> str:
     if name.startswith("thalweg"):
         import thalweg
 
+        _ = thalweg.initialize  # the package resolves its names on first use
         return f"torch {torch.__version__}, thalweg {thalweg.__version__}"
     return f"torch {torch.__version__}"

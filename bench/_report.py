@@ -137,7 +137,7 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def rows_table(rows: Sequence[Row | dict[str, Any]]) -> str:
-    """Return the comparison rows as a table."""
+    """Return the comparison rows as a table, and below it why some have no ratio."""
     fields = [row.to_dict() if isinstance(row, Row) else row for row in rows]
     lines = [
         [
@@ -145,11 +145,13 @@ def rows_table(rows: Sequence[Row | dict[str, Any]]) -> str:
             row["peer"],
             row["metric"],
             *(cell(row[key], 3 if (row[key] or 0) < 10 else 1) for key in ("ours", "theirs")),
-            cell(row["ratio"], 2) if row["ratio"] is not None else row.get("note", "-"),
+            "absent" if row.get("note") else cell(row["ratio"], 2),
         ]
         for row in fields
     ]
-    return table(["case", "peer", "metric", "ours", "theirs", "ratio"], lines)
+    notes = dict.fromkeys(row["note"] for row in fields if row.get("note"))
+    drawn = table(["case", "peer", "metric", "ours", "theirs", "ratio"], lines)
+    return "\n".join([drawn, *(f"\nAbsent: {note}" for note in notes)])
 
 
 def write_result(name: str, data: dict[str, Any], markdown: str) -> tuple[Path, Path]:

@@ -6,7 +6,8 @@ the rank sleeps in `readline` (gloo's own threads sleep too), so contestants tha
 not disturb the one whose turn it is.  When the driver goes away, `readline` ends and so does the rank.
 
     {"do": "run", "steps": k}  ->  {"seconds": [k], "cpu": [k], "losses": [k]}
-    {"do": "report"}           ->  {"peak_mib", "now_mib", "import_mib", "built_mib", "imports", "threads"}
+    {"do": "report"}           ->  {"peak_mib", "now_mib", "import_mib", "model_mib", "setup_mib",
+                                    "setup_seconds", "imports"}
     {"do": "stop"}
 """
 
@@ -39,20 +40,22 @@ class Rank:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
         import torch.distributed as dist
-        from _contestants import Job, build, preload
+        from _contestants import Job, build, build_model, preload
 
         torch.set_num_threads(args.threads)
         self.job = Job(**json.loads(args.job))
         self.rank, self.world = args.rank, args.world
-        self.facts: dict[str, Any] = {"imports": preload(args.contestant), "threads": args.threads}
+        self.facts: dict[str, Any] = {"imports": preload(args.contestant)}
         self.facts["import_mib"] = memory_mib()["peak_mib"]
         dist.init_process_group(
             "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
         )
+        model = build_model(self.job)
+        self.facts["model_mib"] = memory_mib()["peak_mib"]
         start = time.perf_counter()
-        self.step = build(args.contestant, self.job, self.rank, self.world)
-        self.facts["build_seconds"] = time.perf_counter() - start
-        self.facts["built_mib"] = memory_mib()["peak_mib"]
+        self.step = build(args.contestant, self.job, model, self.world)
+        self.facts["setup_seconds"] = time.perf_counter() - start
+        self.facts["setup_mib"] = memory_mib()["peak_mib"]
         self.done = 0
         self.dist = dist
 
