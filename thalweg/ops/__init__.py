@@ -1,1 +1,50 @@
-"""Thalweg."""
+"""Operators with a plain form and faster ones, and the measurement that picks.
+
+The picture: a linear layer is three matrix products (forward, input gradient, weight
+gradient), each a pure function of two 2-D tensors.  ``products.py`` lists, for each of the
+three, the candidates that the installed torch wheel offers: torch's own operator first, as
+the reference, then oneDNN's, then detours through another precision.  Nothing is compiled
+and nothing of torch is patched.
+
+The phases: at the first product of a new shape class, ``measure.py`` times the usable
+candidates for a few milliseconds; ``table.py`` keeps the winner, in the process and in a
+file that all processes of the machine share; ``linear.py`` looks the winner up at each call
+and runs it inside an ``autograd.Function``; ``switch.py`` moves a model's layers over and back.
+
+The invariants:
+
+- A candidate is used only after it has given the right result on a small case in the same
+  dtype; whatever is not known to be safe takes torch's own operator.
+- The choice is a fact about the machine, never about the data or the rank: the same product
+  goes the same way in forward, recomputation and backward, and on every rank of a host.
+- Results differ from torch's by rounding alone; the mode ``"torch"`` gives torch's bits.
+- Measuring consumes no random numbers and leaves no trace in whatever is being recorded.
+- Private names of torch appear in ``_private.py`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from thalweg.ops.linear import conv1d, linear
+from thalweg.ops.switch import restore_linear_layers, switch_linear_layers
+from thalweg.ops.table import default_table
+
+__all__ = [
+    "conv1d",
+    "export_table",
+    "import_table",
+    "linear",
+    "restore_linear_layers",
+    "switch_linear_layers",
+]
+
+
+def export_table() -> dict[str, str]:
+    """Return this process's choices of kernels, the machine's cache included, for :func:`import_table`."""
+    return default_table().export_table()
+
+
+def import_table(table: Mapping[str, str], *, fixed: bool = False) -> int:
+    """Take over another rank's choices (:meth:`KernelTable.import_table`); returns how many apply here."""
+    return default_table().import_table(table, fixed=fixed)

@@ -1,0 +1,44 @@
+"""The private names of torch that this room leans on, each touched here alone.
+
+Every one is looked up, never assumed: where a torch build lacks it, the caller sees
+``None`` or ``False`` and takes the plain operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def onednn_linear_op() -> Any:
+    """Return the overload ``mkldnn::_linear_pointwise``, or None where torch was built without it."""
+    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return getattr(packet, "default", None)
+
+
+_linear_op: Any = onednn_linear_op()
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` by oneDNN; x (..., K), weight (N, K), in the dtype of x.
+
+    ``weight`` may be a transposed view: its strides are passed on.  ``x`` is copied when it
+    is not contiguous.  Not differentiable.
+    """
+    return _linear_op(x, weight, bias, "none", [], "")
+
+
+functorch_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+"""True inside ``torch.func`` transforms, which cannot see through an autograd.Function."""
+
+
+tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
+"""True while ``torch.jit.trace`` records."""
+
+
+def forward_ad_active() -> bool:
+    """True inside ``torch.autograd.forward_ad.dual_level``."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0

@@ -1,0 +1,96 @@
+"""Time the candidates of one product, undisturbed and undisturbing.
+
+The measurement runs in a thread of its own, since everything that could change what it
+measures, or be changed by it, belongs to a thread: autocast, inference mode, functorch
+levels, dispatch modes (a selective checkpoint would record the trial products as the
+model's own), saved-tensor hooks.  Operands are constants: no random state is touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from thalweg.ops.products import CANDIDATES, REFERENCE, operands, usable
+
+_ROUNDS = 5
+_SECONDS = 0.012  # for all timed rounds of one product, once each candidate has run twice
+_MARGIN = 0.97  # a challenger must win by 3%: less is noise, and torch's own operator is the simpler one
+_HOPELESS = 1.5  # times the best so far: no further rounds
+_FLOPS = {torch.float32: 5.0e8}
+_FLOPS_HALF = 1.0e8  # less, as torch's own fp16 product may run at 1 GFLOP/s
+
+
+def trial_shape(rows: int, k: int, n: int, flops: float) -> tuple[int, int, int]:
+    """Halve the longest dimension until the product costs at most ``flops`` (2 rows k n)."""
+    dims = [rows, k, n]
+    while 2.0 * dims[0] * dims[1] * dims[2] > flops and max(dims) > 128:
+        longest = dims.index(max(dims))
+        dims[longest] = -(-dims[longest] // 2)
+    return dims[0], dims[1], dims[2]
+
+
+def measure_product(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> dict[str, float]:
+    """Return the best time in seconds of each usable candidate on a product of about this shape.
+
+    Uses as many threads as torch has now.  Large products are measured on a smaller one
+    (:func:`trial_shape`), so the times rank candidates and mean nothing else.
+    """
+    threads = torch.get_num_threads()
+    times: dict[str, float] = {}
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                times.update(_measure(kind, dtype, rows, k, n, threads))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="thalweg-measure")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return times
+
+
+def _measure(kind: str, dtype: torch.dtype, rows: int, k: int, n: int, threads: int) -> dict[str, float]:
+    names = [name for name in CANDIDATES[kind] if usable(kind, name, dtype)]
+    if names == [REFERENCE]:
+        return {REFERENCE: 0.0}
+    # CPU time of this thread does not count what other processes take; with more threads the
+    # slowest one decides, and only the wall clock sees it.
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    args = operands(kind, *trial_shape(rows, k, n, _FLOPS.get(dtype, _FLOPS_HALF)), dtype)
+    best: dict[str, float] = {}
+    for name in reversed(names):  # torch's own last: where it is hopeless, once is enough
+        best[name] = _timed(CANDIDATES[kind][name], args, clock)
+        if best[name] < 10 * min(best.values()):
+            best[name] = min(best[name], _timed(CANDIDATES[kind][name], args, clock))
+    deadline = time.perf_counter() + _SECONDS
+    for _ in range(_ROUNDS):
+        limit = _HOPELESS * min(best.values())
+        for name in names:
+            if best[name] <= limit:
+                best[name] = min(best[name], _timed(CANDIDATES[kind][name], args, clock))
+        if time.perf_counter() > deadline:
+            break
+    return best
+
+
+def _timed(product: Callable[..., Tensor], args: tuple[Tensor, ...], clock: Callable[[], float]) -> float:
+    start = clock()
+    product(*args)
+    return clock() - start
+
+
+def choose(times: Mapping[str, float]) -> str:
+    """Return the fastest candidate, or torch's own when it is within 3% of it."""
+    fastest = min(times, key=lambda name: times[name])
+    return fastest if times[fastest] < _MARGIN * times[REFERENCE] else REFERENCE
