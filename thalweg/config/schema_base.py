@@ -1,0 +1,210 @@
+"""The ground of the schema: one strict, frozen block of options and the types of its values.
+
+Rules that hold for every option of every block:
+
+- a value has the declared type; a text is never read as a number, nor 1 as true;
+- a whole number may be written 5e8; a number may be written without a point;
+- ``"auto"`` is taken at every option and stands in the tree until ``resolve`` replaces it.
+  Declared types leave it out, since a resolved config holds none (except where ``"auto"`` is
+  itself one of the choices, as in ``cpu_kernels``);
+- ``null`` in place of a block means that the block is absent, in place of a derived value ``"auto"``;
+- nothing can be changed after loading: blocks are frozen, lists are tuples, free-form
+  mappings are ``FrozenDict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+AUTO: Any = "auto"
+_INT64 = 2**63
+
+
+class FrozenDict(dict):
+    """A mapping that refuses every change; reads, prints, pickles and unpacks as a dict."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("the config is immutable; load a changed copy of its source instead")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+    def __copy__(self) -> FrozenDict:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> FrozenDict:
+        return self
+
+
+def freeze(value: Any) -> Any:
+    """The same tree with ``FrozenDict`` for mappings and tuples for lists."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and abs(value) >= _INT64:
+        raise PydanticCustomError("too_large", "a whole number of 64 bits")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _lowered(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _dtype_name(value: Any) -> Any:
+    return (
+        DTYPE_SPELLINGS.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
+    )
+
+
+DTYPE_SPELLINGS = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "bf16": "bf16", "bfloat16": "bf16",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(tupled)]
+Pair = Annotated[tuple[Decay, Decay], BeforeValidator(tupled)]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype_name)]
+Items = Annotated[tuple[Any, ...], BeforeValidator(tupled)]
+LowerCase = BeforeValidator(_lowered)
+Free = Annotated[dict[str, Any], Field(strict=True)]
+
+
+class Section(BaseModel):
+    """A block of options; every field is an option of that name in the JSON."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _auto_or_absent(cls, value: Any, handler: Any, info: Any) -> Any:
+        if isinstance(value, str) and value == "auto":
+            return value
+        if value is None:
+            field = cls.model_fields[info.field_name]
+            absent = section_of(field.annotation) is not None or field.default == AUTO
+            if absent and not accepts_none(field.annotation):
+                return field.default
+        return freeze(handler(value))
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The block class that an annotation such as ``Offload | None`` names, if it names one."""
+    for option in alternatives(annotation):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """The members of a union, seen through ``Annotated``; any other type by itself."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from alternatives(option)
+    else:
+        yield annotation
+
+
+def accepts_none(annotation: Any) -> bool:
+    """Whether ``null`` is itself a value of the option."""
+    return NoneType in alternatives(annotation)
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """The literal values that an annotation allows, in order."""
+    found = (get_args(option) for option in alternatives(annotation) if get_origin(option) is Literal)
+    return tuple(choice for group in found for choice in group)
+
+
+def options(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option below ``section`` as dotted path and field, depth first, blocks before their members."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path, field
+        inner = section_of(field.annotation)
+        if inner:
+            yield from options(inner, path + ".")
+
+
+def value_at(section: Any, path: str) -> Any:
+    """The value at a dotted path; ``None`` where a block on the way is absent or still ``"auto"``."""
+    for name in path.split("."):
+        if isinstance(section, Section):
+            section = getattr(section, name)
+        elif isinstance(section, dict):
+            section = section.get(name)
+        else:
+            return None
+    return section
+
+
+def with_values(section: Section, values: dict[str, Any]) -> Section:
+    """A copy with the given dotted paths replaced; the values are taken as they are."""
+    direct: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        head, _, rest = path.partition(".")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            direct[head] = value
+    for head, inner in nested.items():
+        below = direct.get(head, getattr(section, head))
+        if isinstance(below, Section):
+            direct[head] = with_values(below, inner)
+        else:
+            direct[head] = FrozenDict({**below, **inner})
+    return section.model_copy(update=direct)
+
+
+def plain(value: Any) -> Any:
+    """The JSON form of a block, mapping, tuple or scalar."""
+    if isinstance(value, Section):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

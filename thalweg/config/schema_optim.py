@@ -1,0 +1,349 @@
+"""The parameters that each optimiser and each schedule takes: names, types and defaults.
+
+The engine hands an optimiser only what the user gave, so that a library's own defaults hold;
+the tables here refuse what the optimiser would not understand, and give ``"auto"`` its value.
+The torch classes are listed by hand, since importing torch takes seconds; a test compares
+the list with the torch that is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from thalweg.config.schema_base import (
+    Count,
+    Decay,
+    Fraction,
+    Items,
+    NonNegative,
+    Pair,
+    Positive,
+    Section,
+    tupled,
+)
+
+Steps = Count
+Rates = NonNegative | Annotated[tuple[NonNegative, ...], BeforeValidator(tupled)]
+
+
+class Params(Section):
+    """What every optimiser takes."""
+
+    lr: NonNegative = 1e-3
+    weight_decay: NonNegative = 0.0
+
+
+class TorchFlags(Section):
+    """How torch's optimisers run."""
+
+    foreach: bool | None = None
+    maximize: bool = False
+    capturable: bool = False
+    differentiable: bool = False
+
+
+class AdamParams(Params, TorchFlags):
+    """``adam_w_mode`` decides between decoupled decay and L2, as in DeepSpeed; torch's Adam has L2."""
+
+    betas: Pair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    amsgrad: bool = False
+    fused: bool | None = None
+    bias_correction: bool = True
+    adam_w_mode: bool = True
+    adamw_mode: bool = True
+    torch_adam: bool = False
+    set_grad_none: bool = True
+    decoupled_weight_decay: bool = False
+    fp32_optimizer_states: bool = True
+    max_grad_norm: NonNegative = 0.0
+
+
+class AdamWParams(AdamParams):
+    """AdamW, with torch's default decay."""
+
+    weight_decay: NonNegative = 0.01
+
+
+class AdagradParams(Params, TorchFlags):
+    """Adagrad."""
+
+    lr: NonNegative = 1e-2
+    lr_decay: NonNegative = 0.0
+    initial_accumulator_value: NonNegative = 0.0
+    eps: NonNegative = 1e-10
+    fused: bool | None = None
+    amsgrad: bool = False
+    fp32_optimizer_states: bool = True
+
+
+class LambParams(Params):
+    """LAMB (arXiv 1904.00962)."""
+
+    betas: Pair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    bias_correction: bool = True
+    eps_inside_sqrt: bool = False
+    max_grad_norm: NonNegative = 0.0
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    amsgrad: bool = False
+    set_grad_none: bool = True
+
+
+class LionParams(Params):
+    """Lion (arXiv 2302.06675)."""
+
+    lr: NonNegative = 1e-4
+    betas: Pair = (0.9, 0.99)
+    set_grad_none: bool = True
+    fp32_optimizer_states: bool = True
+
+
+class MuonParams(Params):
+    """Muon on matrices, AdamW on the rest; ``muon_lr`` and ``adam_lr`` go before ``lr``."""
+
+    momentum: Decay = 0.95
+    muon_lr: NonNegative | None = None
+    adam_lr: NonNegative | None = None
+    betas: Pair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    nesterov: bool = True
+    ns_steps: Positive = 5
+    ns_method: Literal["gram", "standard"] = "gram"
+    ns_coefficients: Items = (3.4445, -4.775, 2.0315)
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+
+
+class SGDParams(Params):
+    """SGD."""
+
+    momentum: NonNegative = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    foreach: bool | None = None
+    differentiable: bool = False
+    fused: bool | None = None
+
+
+class ASGDParams(Params, TorchFlags):
+    """Averaged SGD."""
+
+    lr: NonNegative = 1e-2
+    lambd: NonNegative = 1e-4
+    alpha: NonNegative = 0.75
+    t0: NonNegative = 1e6
+
+
+class AdadeltaParams(Params, TorchFlags):
+    """Adadelta."""
+
+    lr: NonNegative = 1.0
+    rho: Fraction = 0.9
+    eps: NonNegative = 1e-6
+
+
+class AdafactorParams(Params):
+    """Adafactor."""
+
+    lr: NonNegative = 1e-2
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    eps: Items = (None, 1e-3)
+    d: Annotated[float, Field(ge=1)] = 1.0
+    foreach: bool | None = None
+    maximize: bool = False
+
+
+class AdamaxParams(Params, TorchFlags):
+    """Adamax."""
+
+    lr: NonNegative = 2e-3
+    betas: Pair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+
+
+class NAdamParams(AdamaxParams):
+    """NAdam."""
+
+    momentum_decay: NonNegative = 4e-3
+    decoupled_weight_decay: bool = False
+
+
+class RAdamParams(Params, TorchFlags):
+    """RAdam."""
+
+    betas: Pair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    decoupled_weight_decay: bool = False
+
+
+class RMSpropParams(Params, TorchFlags):
+    """RMSprop."""
+
+    lr: NonNegative = 1e-2
+    alpha: NonNegative = 0.99
+    eps: NonNegative = 1e-8
+    momentum: NonNegative = 0.0
+    centered: bool = False
+
+
+class RpropParams(Section):
+    """Rprop; it has no weight decay."""
+
+    lr: NonNegative = 1e-2
+    etas: Items = (0.5, 1.2)
+    step_sizes: Items = (1e-6, 50)
+    foreach: bool | None = None
+    maximize: bool = False
+    capturable: bool = False
+    differentiable: bool = False
+
+
+class OneBitAdamParams(AdamParams):
+    """1-bit Adam (arXiv 2102.02888)."""
+
+    freeze_step: Count = 100_000
+    cuda_aware: bool = False
+    comm_backend_name: str = "nccl"
+
+
+class ZeroOneAdamParams(AdamParams):
+    """0/1 Adam (arXiv 2202.06009)."""
+
+    var_freeze_step: Count = 100_000
+    var_update_scaler: Positive = 16
+    local_step_scaler: Positive = 32_678
+    local_step_clipper: Positive = 16
+    cuda_aware: bool = False
+    comm_backend_name: str = "nccl"
+
+
+class OneBitLambParams(LambParams):
+    """1-bit LAMB (arXiv 2104.06069)."""
+
+    freeze_step: Count = 100_000
+    cuda_aware: bool = False
+    comm_backend_name: str = "nccl"
+    coeff_beta: Decay = 0.9
+    factor_max: NonNegative = 4.0
+    factor_min: NonNegative = 0.5
+    factor_threshold: NonNegative = 0.1
+
+
+OPTIMIZERS: dict[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamWParams,
+    "Adagrad": AdagradParams,
+    "Lamb": LambParams,
+    "Lion": LionParams,
+    "Muon": MuonParams,
+    "SGD": SGDParams,
+    "ASGD": ASGDParams,
+    "Adadelta": AdadeltaParams,
+    "Adafactor": AdafactorParams,
+    "Adamax": AdamaxParams,
+    "NAdam": NAdamParams,
+    "RAdam": RAdamParams,
+    "RMSprop": RMSpropParams,
+    "Rprop": RpropParams,
+    "OneBitAdam": OneBitAdamParams,
+    "OneBitLamb": OneBitLambParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
+}
+
+UNUSABLE_OPTIMIZERS = {
+    "LBFGS": "evaluates the loss several times in a step, which needs a closure; drive it by your own loop",
+    "SparseAdam": "takes sparse gradients only, and reduced gradients are dense; use Adam",
+    "MuAdam": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
+    "MuAdamW": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
+    "MuSGD": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
+}
+
+
+class ScheduleParams(Section):
+    """``last_batch_iteration`` as DeepSpeed has it: -1 starts afresh."""
+
+    last_batch_iteration: Annotated[int, Field(ge=-1)] = -1
+
+
+class WarmupLRParams(ScheduleParams):
+    """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` (else the optimiser's rate), then constant."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: Steps = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """The same, then a straight fall to 0 at ``total_num_steps``."""
+
+    total_num_steps: Positive | None = None
+
+
+class WarmupCosineLRParams(ScheduleParams):
+    """A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``."""
+
+    total_num_steps: Positive | None = None
+    warmup_min_ratio: Fraction = 0.0
+    warmup_num_steps: Steps = 1000
+    cos_min_ratio: Fraction = 1e-4
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class LRRangeTestParams(ScheduleParams):
+    """Smith's range test (arXiv 1506.01186)."""
+
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+
+
+class OneCycleParams(ScheduleParams):
+    """Smith's 1-cycle (arXiv 1803.09820)."""
+
+    cycle_min_lr: Rates | None = None
+    cycle_max_lr: Rates | None = None
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Positive | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Fraction = 0.8
+    cycle_max_mom: Fraction = 0.9
+    decay_mom_rate: NonNegative = 0.0
+
+
+SCHEDULES: dict[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+}
+
+REQUIRED_PARAMS = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+
+
+def params_of(block: str, kind: object) -> type[Section] | None:
+    """The parameter table of ``optimizer`` or ``scheduler`` by its type, in any case of letters."""
+    name = proper_name(block, kind)
+    return (OPTIMIZERS if block == "optimizer" else SCHEDULES).get(name) if name else None
+
+
+def proper_name(block: str, kind: object) -> str | None:
+    """The type's name as the tables spell it, or ``None`` if no table has it."""
+    if not isinstance(kind, str):
+        return None
+    names = OPTIMIZERS if block == "optimizer" else SCHEDULES
+    return next((name for name in names if name.lower() == kind.lower()), None)
