@@ -1,0 +1,154 @@
+"""Every touch of a disk by the checkpoint room, in one small replaceable object.
+
+``FileSystem`` is passed as an argument down to whoever needs it; nothing else in this
+room calls ``os`` on a path.  A test replaces it by a ``Probe`` (or a subclass) that
+counts, delays, fails or kills at operation k.  Handles are file descriptors.  No
+method caches, so a sequence of calls is the exact sequence of system calls that a
+power-loss replay has to reorder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class FileSystem:
+    """Plain POSIX files.  Each method is one operation; errors are the ``OSError`` of the system."""
+
+    def open_write(self, path: Path) -> int:
+        """Create ``path``, which must not exist yet, for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def open_read(self, path: Path) -> int:
+        """Open ``path`` for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def pwrite(self, handle: int, data: Any, offset: int) -> None:
+        """Write all of ``data`` (bytes or a buffer) at byte ``offset``."""
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            done = os.pwrite(handle, view, offset)
+            view, offset = view[done:], offset + done
+
+    def pread_into(self, handle: int, buffer: Any, offset: int) -> int:
+        """Fill ``buffer`` from byte ``offset``; returns the bytes read, fewer only at the end of the file."""
+        view = memoryview(buffer).cast("B")
+        total = 0
+        while total < view.nbytes:
+            done = os.preadv(handle, [view[total:]], offset + total)
+            if not done:
+                break
+            total += done
+        return total
+
+    def fsync(self, handle: int) -> None:
+        """Make the file's bytes survive a loss of power."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Give the handle back."""
+        os.close(handle)
+
+    def size(self, path: Path) -> int:
+        """Bytes in the file."""
+        return os.stat(path).st_size
+
+    def exists(self, path: Path) -> bool:
+        """Whether anything has this name."""
+        return os.path.lexists(path)
+
+    def age(self, path: Path) -> float:
+        """Seconds since the entry was last changed."""
+        return time.time() - os.stat(path).st_mtime
+
+    def listdir(self, path: Path) -> list[str]:
+        """Sorted names in a directory."""
+        return sorted(os.listdir(path))
+
+    def mkdir(self, path: Path) -> None:
+        """Make one directory, which must not exist yet."""
+        os.mkdir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give ``source`` the name ``target`` in one step, replacing a file of that name."""
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def fsync_dir(self, path: Path) -> None:
+        """Make the names in a directory survive a loss of power."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+OPERATIONS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
+
+
+class Probe(FileSystem):
+    """A file system that calls ``before(index, operation, target)`` ahead of each operation.
+
+    ``before`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
+    counts from 0, ``target`` is the path or handle.  ``log`` keeps what was called.
+    """
+
+    def __init__(self, before: Callable[[int, str, Any], None] | None = None) -> None:
+        self.before = before
+        self.log: list[tuple[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        attribute = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return attribute
+
+        def watched(target: Any, *args: Any) -> Any:
+            index = len(self.log)
+            self.log.append((name, target))
+            if self.before is not None:
+                self.before(index, name, target)
+            return attribute(target, *args)
+
+        return watched
+
+
+def read_file(io: FileSystem, path: Path) -> bytes:
+    """The whole of a small file."""
+    handle = io.open_read(path)
+    try:
+        buffer = bytearray(io.size(path))
+        done = io.pread_into(handle, buffer, 0)
+        return bytes(buffer[:done])
+    finally:
+        io.close(handle)
+
+
+def write_file(io: FileSystem, path: Path, data: bytes) -> None:
+    """Write a new file and make its bytes durable (its name is durable after ``fsync_dir``)."""
+    handle = io.open_write(path)
+    try:
+        io.pwrite(handle, data, 0)
+        io.fsync(handle)
+    finally:
+        io.close(handle)
+
+
+def remove_tree(io: FileSystem, path: Path) -> None:
+    """Remove a directory of this room: one level of files, and directories below it where there are any."""
+    for name in io.listdir(path):
+        try:
+            io.remove(path / name)
+        except (IsADirectoryError, PermissionError):
+            remove_tree(io, path / name)
+    io.rmdir(path)

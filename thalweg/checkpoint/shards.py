@@ -1,0 +1,205 @@
+"""Shard files: safetensors, written and read piece by piece through ``FileSystem``.
+
+A file is ``u64 header length | JSON header | data``.  The header is written from the
+sizes alone, before any tensor is touched, so one piece at a time is in host memory.
+Each piece has its own sha256 (in the manifest), the header has one too, and pieces
+leave no gap: every byte of the file is under exactly one checksum.  The safetensors
+library reads these files; it is not used to write them because it would bypass
+``FileSystem`` and want all tensors at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thalweg.checkpoint.dtypes import DTYPES, header_dtype
+from thalweg.checkpoint.errors import DamagedCheckpoint
+from thalweg.checkpoint.io import FileSystem
+from thalweg.checkpoint.manifest import FileRecord, Piece
+
+BLOCK = 4 << 20  # bytes read and hashed at a time, small enough to stay in cache
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One entry of a shard to be written; ``fetch`` gives its values when its turn comes."""
+
+    key: str
+    dtype: str
+    size: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return math.prod(self.size) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a finished shard is committed with: the file's record and each key's sha256."""
+
+    record: FileRecord
+    digests: dict[str, str]
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor as host bytes in row-major order (a view where it already is that)."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().data
+
+
+def build_header(slots: Sequence[Slot]) -> bytes:
+    """The length word and JSON header for slots whose data follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for slot in slots:
+        dtype, shape = header_dtype(slot.dtype, slot.size)
+        stop = position + slot.nbytes
+        entries[slot.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(io: FileSystem, path: Path, slots: Sequence[Slot]) -> Written:
+    """Write one new safetensors file, make it durable, and return its checksums."""
+    ordered = sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))  # keeps data aligned
+    header = build_header(ordered)
+    position = len(header)
+    digests: dict[str, str] = {}
+    handle = io.open_write(path)
+    try:
+        io.pwrite(handle, header, 0)
+        with ThreadPoolExecutor(1) as hasher:  # hashes while this thread writes; both release the GIL
+            for slot in ordered:
+                data = raw_bytes(slot.fetch())
+                assert data.nbytes == slot.nbytes, slot.key
+                digest = hasher.submit(_sha256, data)
+                io.pwrite(handle, data, position)
+                digests[slot.key] = digest.result()
+                position += data.nbytes
+        io.fsync(handle)
+    finally:
+        io.close(handle)
+    record = FileRecord(size=position, header_bytes=len(header), header_sha256=_sha256(header))
+    return Written(record, digests)
+
+
+def _sha256(data: bytes | bytearray | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class ShardReader:
+    """Reads pieces of one committed shard; every byte it hands out has been checked."""
+
+    def __init__(self, io: FileSystem, path: Path, record: FileRecord) -> None:
+        self.io, self.path, self.record = io, path, record
+        self._lock = threading.Lock()
+        self._handle: int | None = None
+        self._entries: dict[str, tuple[str, list[int], int, int]] = {}
+
+    def close(self) -> None:
+        """Close the file if it was opened."""
+        if self._handle is not None:
+            self.io.close(self._handle)
+            self._handle = None
+
+    def check(self) -> None:
+        """Raise ``DamagedCheckpoint`` unless the file is there, has its size, and its header is intact."""
+        self._open()
+
+    def verify(self, name: str, piece: Piece, dtype: str) -> None:
+        """Read a piece without keeping it; raise ``DamagedCheckpoint`` if a byte has changed."""
+        handle, start, nbytes = self._locate(name, piece, dtype)
+        buffer = memoryview(bytearray(min(nbytes, BLOCK)))
+        digest = hashlib.sha256()
+        for position in range(0, nbytes, BLOCK):
+            self._fill(name, handle, buffer[: min(BLOCK, nbytes - position)], start + position, digest)
+        self._compare(name, piece, digest.hexdigest())
+
+    def read(self, name: str, piece: Piece, dtype: str) -> torch.Tensor:
+        """The checked values of a piece as a CPU tensor of ``piece.size``."""
+        handle, start, nbytes = self._locate(name, piece, dtype)
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        view = flat.numpy().data
+        digest = hashlib.sha256()
+        for position in range(0, nbytes, BLOCK):
+            self._fill(name, handle, view[position : position + BLOCK], start + position, digest)
+        self._compare(name, piece, digest.hexdigest())
+        return flat.view(DTYPES[dtype]).view(piece.size)
+
+    def _fill(self, name: str, handle: int, view: memoryview, offset: int, digest: hashlib._Hash) -> None:
+        try:
+            done = self.io.pread_into(handle, view, offset)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.path}: tensor {name} cannot be read: {error}") from error
+        if done < view.nbytes:
+            raise DamagedCheckpoint(f"{self.path}: the file ends inside tensor {name}")
+        digest.update(view)
+
+    def _compare(self, name: str, piece: Piece, actual: str) -> None:
+        if actual != piece.sha256:
+            where = f" at offset {list(piece.offset)}" if any(piece.offset) else ""
+            raise DamagedCheckpoint(
+                f"{self.path}: tensor {name}{where} has changed since it was saved "
+                f"(sha256 {actual[:12]}, committed {piece.sha256[:12]})"
+            )
+
+    def _locate(self, name: str, piece: Piece, dtype: str) -> tuple[int, int, int]:
+        handle = self._open()
+        stored, shape, start, stop = self._entries.get(piece.key, ("", [], 0, 0))
+        nbytes = math.prod(piece.size) * DTYPES[dtype].itemsize
+        inside = 0 <= start <= stop <= self.record.size - self.record.header_bytes
+        if (stored, shape) != header_dtype(dtype, piece.size) or stop - start != nbytes or not inside:
+            raise DamagedCheckpoint(
+                f"{self.path}: its header does not hold tensor {name} as the manifest says"
+            )
+        return handle, self.record.header_bytes + start, nbytes
+
+    def _open(self) -> int:
+        with self._lock:
+            if self._handle is None:
+                self._handle = self._open_checked()
+            return self._handle
+
+    def _open_checked(self) -> int:
+        try:
+            actual = self.io.size(self.path)
+            if actual != self.record.size:
+                raise DamagedCheckpoint(f"{self.path} has {actual} bytes; {self.record.size} were committed")
+            handle = self.io.open_read(self.path)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{self.path} is missing") from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.path} cannot be opened: {error}") from error
+        try:
+            header = bytearray(self.record.header_bytes)
+            self._fill("(header)", handle, memoryview(header), 0, hashlib.sha256())
+            if _sha256(header) != self.record.header_sha256:
+                raise DamagedCheckpoint(f"{self.path}: its header has changed since it was saved")
+            self._entries = dict(_parse_header(self.path, bytes(header)))
+        except BaseException:
+            self.io.close(handle)
+            raise
+        return handle
+
+
+def _parse_header(path: Path, header: bytes) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:
+    try:
+        for key, entry in json.loads(header[8:]).items():
+            if key != "__metadata__":
+                start, stop = entry["data_offsets"]
+                yield key, (entry["dtype"], [int(n) for n in entry["shape"]], int(start), int(stop))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: its header is not that of a safetensors file: {error}") from error
