@@ -1,1 +1,35 @@
-"""Thalweg."""
+"""Collectives as swappable objects, and the ledger that counts them.
+
+FSDP2 takes its collectives as objects with two verbs, ``allocate`` and ``__call__``
+(``set_custom_all_gather``, ``set_custom_reduce_scatter``).  This room holds ours:
+
+* :mod:`.plain`   the wire forms: what gloo does well (all-to-all with a local sum);
+* :mod:`.arena`   one anonymous memory mapping shared by the ranks of a host, with
+  counters in its first page instead of messages;
+* :mod:`.ring`    reductions through slots of that arena: FSDP2's copy-in writes the
+  gradients in place and each rank sums the rows it owns, a single pass;
+* :mod:`.ledger`  what was moved, for which module, in how many bytes and seconds.
+
+Invariants.  Sums run over ranks in rank order and in fp32, so each rank and each form
+gives the same bits.  A slot is rewritten only after every peer has read it.  Nothing
+has a name in a file system, so nothing is left behind however the job ends.  These
+objects know nothing of ZeRO.
+"""
+
+from thalweg.comm.arena import Arena, CommError
+from thalweg.comm.ledger import Ledger
+from thalweg.comm.plain import AllToAllReduceScatter, PlainAllGather, PlainAllReduce
+from thalweg.comm.ring import Ring, SharedAllGather, SharedAllReduce, SharedReduceScatter
+
+__all__ = [
+    "AllToAllReduceScatter",
+    "Arena",
+    "CommError",
+    "Ledger",
+    "PlainAllGather",
+    "PlainAllReduce",
+    "Ring",
+    "SharedAllGather",
+    "SharedAllReduce",
+    "SharedReduceScatter",
+]

@@ -1,0 +1,225 @@
+"""Memory that the ranks of one host share, and the counters they meet at.
+
+The picture: one anonymous mapping (``memfd``), opened by the peers through ``/proc``,
+so it has no name anywhere and vanishes with its last process, however that ends::
+
+    | control page(s): 16 counters a rank, a cache line each | buffers ... |
+
+A rank announces progress by storing into its own counters and waits by reading those
+of its peers; no counter has two writers.  On x86-64 stores become visible in program
+order, so data written before a counter is there when the counter is seen; elsewhere
+the arena is not used (:func:`supported`).  A waiting rank spins briefly, yields, then
+sleeps in growing naps, looking now and then whether its peers still live: a dead peer,
+a late one or one that is somewhere else gives an error that says who, where and what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LINE = 8  # one cache line in 8-byte cells
+_CELLS = 16 * _LINE  # counters a rank
+_ALIGN = 4096
+
+# The counters, by column; TAG is the first of MAX_DEPTH columns, one for each slot of a ring.
+FENCE, DEPOSIT, CONSUMED, PID, CLOSED, TAG = range(6)
+MAX_DEPTH = 8
+
+
+class CommError(RuntimeError):
+    """A collective failed: the message names the rank, the collective and the module."""
+
+
+def supported() -> bool:
+    """Whether shared arenas can work here: Linux on a processor with ordered stores."""
+    ordered = platform.machine() in ("x86_64", "AMD64")
+    wanted = os.environ.get("THALWEG_SHARED_MEMORY", "1") != "0"
+    return sys.platform == "linux" and ordered and hasattr(os, "memfd_create") and wanted
+
+
+class Arena:
+    """A mapping of ``num_bytes`` shared by all ranks of ``group``.
+
+    Use :meth:`create`, which is collective and returns None on every rank when the
+    ranks do not share a host (or the mapping fails on any of them).
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, world_size: int, *, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._memory = memory
+        self._cells = memoryview(memory).cast("Q")
+        self._used = _control_bytes(world_size)
+        self._fences = 0
+        self._set(PID, os.getpid())
+
+    @classmethod
+    def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> Arena | None:
+        """Map an arena with room for ``num_bytes`` of buffers; collective over ``group``."""
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        total = _control_bytes(world_size) + _round_up(num_bytes, _ALIGN) + _ALIGN
+        token = secrets.token_bytes(24)
+        fd = _open_new(total, token) if rank == 0 and supported() else -1
+        header = torch.zeros(6, dtype=torch.int64)
+        if rank == 0:
+            words = [int.from_bytes(token[i : i + 7], "little") for i in (0, 7, 14)]
+            header = torch.tensor([os.getpid(), fd, *words, total], dtype=torch.int64)
+        dist.broadcast(header, src=dist.get_global_rank(group, 0), group=group)
+        memory = _map(header.tolist(), fd) if supported() else None
+        agreed = torch.tensor([0 if memory is None else 1])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        if fd >= 0:
+            os.close(fd)
+        if int(agreed) == 0:
+            return None
+        assert memory is not None
+        arena = cls(memory, rank, world_size, timeout=timeout)
+        dist.barrier(group=group)  # every pid cell is written before anybody reads one
+        return arena
+
+    def reserve(self, num_bytes: int) -> int:
+        """Return the offset of a fresh aligned range; every rank reserves in the same order."""
+        offset = self._used
+        self._used = _round_up(offset + num_bytes, 64)
+        if self._used > len(self._memory):
+            raise AssertionError(f"arena of {len(self._memory)} bytes is full")
+        return offset
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over the mapping, with a storage (and version counter) of its own."""
+        numel = prod(shape)
+        if numel == 0:
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset).view(*shape)
+
+    def post(self, column: int, value: int) -> None:
+        """Publish this rank's ``value`` in ``column``."""
+        self._set(column, value)
+
+    def read(self, rank: int, column: int) -> int:
+        """The value that ``rank`` last published in ``column``."""
+        return self._cells[rank * _CELLS + column * _LINE]
+
+    def wait(self, column: int, value: int, what: str) -> None:
+        """Return once every peer's ``column`` has reached ``value``.
+
+        Raises:
+            CommError: a peer died, or did not come within the timeout.
+        """
+        cells = self._cells
+        for rank in range(self.world_size):
+            index = rank * _CELLS + column * _LINE
+            if cells[index] >= value or rank == self.rank:
+                continue
+            for _ in range(400):
+                if cells[index] >= value:
+                    break
+            else:
+                self._wait_long(rank, index, value, what)
+
+    def fence(self, what: str) -> None:
+        """Return when every rank has called it as often: all earlier stores are then visible."""
+        self._fences += 1
+        self._set(FENCE, self._fences)
+        self.wait(FENCE, self._fences, what)
+
+    def close(self) -> None:
+        """Tell the peers that this rank has left; the mapping goes with its last tensor."""
+        self._set(CLOSED, 1)
+
+    def _set(self, column: int, value: int) -> None:
+        self._cells[self.rank * _CELLS + column * _LINE] = value
+
+    def _wait_long(self, rank: int, index: int, value: int, what: str) -> None:
+        cells, start, nap = self._cells, time.monotonic(), 2e-5
+        next_look = start + 0.05
+        for _ in range(50):
+            os.sched_yield()
+            if cells[index] >= value:
+                return
+        while cells[index] < value:
+            time.sleep(nap)
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + 0.05
+            nap = min(nap * 1.5, 1e-3)
+            self._look(rank, what, now - start)
+
+    def _look(self, rank: int, what: str, waited: float) -> None:
+        pid = self.read(rank, PID)
+        if self.read(rank, CLOSED):
+            raise CommError(f"rank {self.rank} waits in {what}, but rank {rank} has closed its engine")
+        if not _alive(pid):
+            raise CommError(f"rank {self.rank} waits in {what}, but rank {rank} (process {pid}) has died")
+        if waited > self.timeout:
+            raise CommError(
+                f"rank {self.rank} waited {waited:.0f} s in {what} for rank {rank}, which has done "
+                f"{self.read(rank, FENCE)} fences and {self.read(rank, DEPOSIT)} reductions; "
+                f"this rank {self._fences} and {self.read(self.rank, DEPOSIT)}. "
+                "Some ranks took another branch, or one of them is stuck: see its traceback."
+            )
+
+
+def tag_of(name: str) -> int:
+    """A 63-bit tag of a collective's name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _control_bytes(world_size: int) -> int:
+    return _round_up(world_size * _CELLS * 8, _ALIGN)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _open_new(total: int, token: bytes) -> int:
+    fd = os.memfd_create("thalweg", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, total)
+    os.pwrite(fd, token[:21], total - _ALIGN)
+    return fd
+
+
+def _map(header: list[int], own_fd: int) -> mmap.mmap | None:
+    pid, remote_fd, *words, total = header
+    if remote_fd < 0:
+        return None
+    token = b"".join(word.to_bytes(7, "little") for word in words)
+    try:
+        fd = (
+            os.dup(own_fd)
+            if own_fd >= 0
+            else os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
+        )
+    except OSError:
+        return None
+    try:
+        # Another host may have a process of the same number: the token settles it.
+        if os.pread(fd, 21, total - _ALIGN) != token:
+            return None
+        return mmap.mmap(fd, total)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False

@@ -1,0 +1,191 @@
+"""Collectives through slots of an arena, in the form that FSDP2 takes.
+
+The ring holds ``depth`` slots a rank.  Reduction number ``s`` uses slot ``s % depth``:
+
+1. ``allocate`` waits until every peer has consumed reduction ``s - depth`` and hands
+   out this rank's slot, into which FSDP2 writes the unsharded gradients;
+2. ``__call__`` posts "deposited s", waits for the peers' posts, sums the rows that this
+   rank owns straight out of their slots, and posts "consumed s".
+
+``allocate`` is called twice a reduction, the second time for the output, which must be
+private as it becomes the sharded gradient.  Each post carries a tag of the module, so
+ranks that reduce different modules find out at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm.arena import CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
+from thalweg.comm.ledger import Ledger
+from thalweg.comm.sums import sum_rows
+
+_AVERAGE = dist.ReduceOp.AVG
+
+
+class Ring:
+    """``depth`` slots of ``slot_bytes`` for each rank of ``arena``, used in order."""
+
+    def __init__(self, arena: Arena, slot_bytes: int, depth: int = 2) -> None:
+        self.arena, self.slot_bytes, self.depth = arena, slot_bytes, depth
+        assert depth <= MAX_DEPTH
+        self._offsets = [[arena.reserve(slot_bytes) for _ in range(depth)] for _ in range(arena.world_size)]
+        self._sequence = 0
+
+    @staticmethod
+    def num_bytes(world_size: int, slot_bytes: int, depth: int = 2) -> int:
+        """Bytes of arena that such a ring needs."""
+        return world_size * depth * (slot_bytes + 64)
+
+    def slot(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+        """This rank's next slot, free to write."""
+        if prod(shape) * dtype.itemsize > self.slot_bytes:
+            raise AssertionError(f"{what} needs more than a slot of {self.slot_bytes} bytes")
+        self.arena.wait(CONSUMED, max(0, self._sequence + 1 - self.depth), what)
+        return self._view(self.arena.rank, shape, dtype)
+
+    def exchange(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Post the slot just written and return every rank's, in rank order."""
+        arena, number = self.arena, self._sequence + 1
+        # One tag a slot: a peer that is ahead has not yet overwritten this slot's.
+        tag, column = tag_of(name), TAG + self._sequence % self.depth
+        arena.post(column, tag)
+        arena.post(DEPOSIT, number)
+        arena.wait(DEPOSIT, number, f"the collective on {name!r}")
+        for rank in range(arena.world_size):
+            if arena.read(rank, column) != tag:
+                raise CommError(
+                    f"rank {arena.rank} reduces {name!r} while rank {rank} reduces another module: the "
+                    "ranks took different branches. Run the same modules on every rank in each step."
+                )
+        return [self._view(rank, shape, dtype) for rank in range(arena.world_size)]
+
+    def done(self) -> None:
+        """Post that this rank has read every slot of the current reduction."""
+        self._sequence += 1
+        self.arena.post(CONSUMED, self._sequence)
+
+    def _view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.arena.tensor(self._offsets[rank][self._sequence % self.depth], shape, dtype)
+
+
+class _SlotInput:
+    """``allocate`` for a reduction: first the input, from the ring; then the private output."""
+
+    def __init__(self, ring: Ring, name: str, ledger: Ledger, output_dtype: torch.dtype | None) -> None:
+        self._ring, self._name, self._ledger = ring, name, ledger
+        self._output_dtype = output_dtype
+        self._input: Tensor | None = None
+        # What FSDP2's average is divided by besides the number of ranks: the loss scale.
+        self.divisor = 1.0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's hook; the input of a reduction is this rank's slot, its output private memory."""
+        if self._input is None:
+            self._input = self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
+            return self._input
+        # A low-precision sum is kept in the master's dtype: FSDP2 would cast it there next.
+        return torch.empty(*size, dtype=self._output_dtype or dtype, device=device)
+
+    def _sum(self, output: Tensor, shape: Sequence[int], own_row: bool, scale: float, kind: str) -> None:
+        assert self._input is not None
+        start, ring, dtype = time.perf_counter(), self._ring, self._input.dtype
+        full_bytes = self._input.nbytes
+        self._input = None
+        rows = ring.exchange(self._name, shape, dtype)
+        if own_row:
+            rows = [row[ring.arena.rank] for row in rows]
+        sum_rows(rows, output, scale / self.divisor)
+        ring.done()
+        seconds, world_size = time.perf_counter() - start, ring.arena.world_size
+        self._ledger.record(
+            kind, self._name, "shared", full_bytes=full_bytes, world_size=world_size, seconds=seconds
+        )
+
+
+class SharedReduceScatter(_SlotInput):
+    """Reduce-scatter of one module's gradients through ``ring``; averages divide by ``divisor`` too."""
+
+    def __init__(
+        self, ring: Ring, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(ring, name, ledger or Ledger(), output_dtype)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        world_size = self._ring.arena.world_size
+        scale = 1.0 / world_size if op == _AVERAGE else 1.0
+        shape = (world_size, input_tensor.numel() // world_size)
+        self._sum(output_tensor, shape, True, scale, "reduce_scatter")
+        return None
+
+
+class SharedAllReduce(_SlotInput):
+    """All-reduce (mean) of one module's gradients, for FSDP2 over a mesh of one rank.
+
+    FSDP2 copies such gradients from input to output without a collective; give
+    :meth:`reduce` to ``set_all_reduce_hook``, which it then calls with the output.
+    """
+
+    def __init__(
+        self, ring: Ring, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(ring, name, ledger or Ledger(), output_dtype)
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("a mesh of one rank has no reduce-scatter")
+
+    def reduce(self, output: Tensor) -> None:
+        """Replace ``output`` (1-D) by the mean over all ranks."""
+        scale = 1.0 / self._ring.arena.world_size
+        self._sum(output, output.shape, False, scale, "all_reduce")
+
+
+class SharedAllGather:
+    """All-gather through a ring of its own: FSDP2's copy-in writes this rank's row in place.
+
+    All ranks share one set of slots.  A slot is read until the reader's next gather but
+    one (FSDP2 may hold the previous result while it copies it out), hence the lag of two.
+    """
+
+    LAG = 2
+
+    def __init__(self, ring: Ring, name: str, ledger: Ledger | None = None) -> None:
+        if ring.depth <= self.LAG:
+            raise AssertionError(f"a gather needs a ring of at least {self.LAG + 1} slots")
+        self._ring, self._name, self._ledger = ring, name, ledger or Ledger()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's hook; the output is rank 0's slot, whose rows the ranks fill."""
+        ring = self._ring
+        number = ring._sequence + 1
+        ring.arena.post(CONSUMED, max(0, number - self.LAG))
+        ring.arena.wait(CONSUMED, max(0, number - ring.depth), f"the gather of {self._name!r}")
+        return ring._view(0, size, dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        ring, nbytes = self._ring, output_tensor.nbytes
+        with self._ledger.timed(
+            "all_gather",
+            self._name,
+            "shared",
+            full_bytes=output_tensor.nbytes,
+            world_size=ring.arena.world_size,
+        ):
+            ring.exchange(self._name, (0,), output_tensor.dtype)
+            ring._sequence += 1
+        return None

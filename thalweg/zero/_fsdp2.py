@@ -1,0 +1,176 @@
+"""Every private name of FSDP2 that Thalweg touches, in one place.
+
+FSDP2 keeps a parameter in one of two states, sharded or unsharded, a group of them at
+a time, and swaps the module's attribute between two Parameters.  What is done here
+and has no public form:
+
+* ``replant``: give the sharded parameter a storage of our choice (shared memory, say);
+* ``set_home``: name the tensor that *is* the unsharded parameter, so that unsharding
+  needs no gather and no copy;
+* ``to_unsharded`` and ``flush``: make those transitions outside of a forward pass.
+
+``tests/dist/test_fsdp2_names.py`` says which of them a new torch has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+
+class Group:
+    """One FSDP2 parameter group: the parameters of one unit."""
+
+    def __init__(self, name: str, module: FSDPModule, inner: Any) -> None:
+        self.name, self.module, self._inner = name, module, inner
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the modules hold the sharded parameters now."""
+        return self._inner.is_sharded
+
+    @property
+    def params(self) -> list[Param]:
+        """The group's parameters, in the order in which they are communicated."""
+        return [Param(inner) for inner in self._inner.fsdp_params]
+
+    def to_unsharded(self) -> None:
+        """Put the unsharded parameters (their homes) in place, without communication."""
+        self._inner._to_unsharded()
+
+    def to_sharded(self) -> None:
+        """Put the sharded parameters in place."""
+        self._inner._to_sharded()
+
+    def set_reduce(self, reduce: bool, reshard: bool) -> None:
+        """Whether the next backward reduces this unit's gradients and reshards its parameters."""
+        self._inner.reduce_grads = reduce
+        self._inner.all_reduce_grads = reduce
+        self._inner.reshard_after_backward = reshard
+
+    def flush(self) -> bool:
+        """Reduce gradients that earlier backwards kept unsharded; whether there were any."""
+        if not any(_has_unsharded_grad(param) for param in self._inner.fsdp_params):
+            return False
+        self.set_reduce(True, True)
+        self._inner.post_backward()
+        self._inner.finalize_backward()
+        self._inner.comm_ctx.reduce_scatter_states.clear()
+        self._inner._training_state = type(self._inner._training_state).IDLE
+        return True
+
+    def drop_unsharded_grads(self) -> None:
+        """Forget gradients that were kept unsharded."""
+        for param in self._inner.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+class Param:
+    """One FSDP2 parameter."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The sharded parameter: a DTensor."""
+        return self._inner.sharded_param
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Every module attribute that is this parameter, tied ones included."""
+        info = self._inner._module_info
+        first = [(info.module, info.param_name)]
+        return first + list(zip(info.shared_modules, info.shared_param_names, strict=True))
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Shape of a shard with its padding: the same on every rank."""
+        return self._inner.padded_sharded_param_size
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's shard without padding."""
+        return self._inner.sharded_size
+
+    def replant(self, padded_local: Tensor, replicated_on: DeviceMesh | None) -> None:
+        """Make ``padded_local`` (padded shard shape) the storage of the sharded parameter.
+
+        With ``replicated_on`` the parameter is announced as replicated over that mesh
+        (stage 0, where FSDP2 itself knows a mesh of one rank).
+        """
+        inner = self._inner
+        rows = inner.sharded_size[0]
+        local = padded_local.narrow(0, 0, rows)
+        requires_grad = inner.sharded_param.requires_grad
+        spec = inner._sharding_spec
+        if replicated_on is not None:
+            spec = DTensor.from_local(local, replicated_on, [Replicate()], run_check=False)._spec
+        elif spec.tensor_meta.dtype != local.dtype:
+            meta = spec.tensor_meta._replace(dtype=local.dtype)
+            spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+        inner._sharding_spec = spec
+        inner._sharded_param_data = padded_local.view(-1)
+        inner.sharded_param = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=requires_grad)
+        inner._setattr_on_modules(inner.sharded_param)
+
+    def set_home(self, home: Tensor) -> None:
+        """Make ``home`` (the parameter's full shape, compute dtype) the unsharded parameter."""
+        inner = self._inner
+        inner._unsharded_param = nn.Parameter(home, requires_grad=inner.sharded_param.requires_grad)
+
+    def replanted_at(self, padded_local: Tensor) -> bool:
+        """Whether the shard still lies where :meth:`replant` put it."""
+        data = self._inner._sharded_param_data
+        local = self._inner.sharded_param._local_tensor
+        same = data.data_ptr() == padded_local.data_ptr()
+        return same and (local.numel() == 0 or local.data_ptr() == padded_local.data_ptr())
+
+
+def groups_of(root: nn.Module) -> list[Group]:
+    """All parameter groups below ``root``, in module order, the root's own first."""
+    found = []
+    for name, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            inner = getattr(state, "_fsdp_param_groups", None)
+            if inner is None:  # torch 2.11 has at most one group a module
+                inner = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            found += [Group(name, module, group) for group in inner]
+    return found
+
+
+def lazy_init(root: FSDPModule) -> None:
+    """Make ``root`` the root now, not at its first forward, so that groups are final."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def abandon_iteration(root: FSDPModule) -> None:
+    """Bring FSDP2 back to rest after a forward or backward that raised."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+
+
+def register_root_hook(
+    modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any]
+) -> list[Any]:
+    """Run ``before`` ahead of FSDP2's pre-forward hook and ``after`` behind its forward hook."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    return handles
+
+
+def _has_unsharded_grad(param: Any) -> bool:
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None

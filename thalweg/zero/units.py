@@ -1,0 +1,105 @@
+"""Which modules FSDP2 wraps: the units that are gathered and reduced together.
+
+A unit is the model's own repeated block where it names one (``_no_split_modules``),
+else each child of its module lists, else submodules by size.  What no unit holds
+(embeddings, the head, small stragglers) belongs to the root unit, and so does every
+parameter that is shared across units: FSDP2 wants each parameter in one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """User's wishes: modules below ``min_num_params`` are no units; ``leaf_*`` are kept whole."""
+
+    min_num_params: int = 0
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+
+    def is_leaf(self, name: str, module: nn.Module) -> bool:
+        """Whether the user asked for this module to be one unit."""
+        types = {cls.__name__ for cls in type(module).__mro__}
+        types |= {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
+        by_suffix = any(name.endswith(suffix) for suffix in self.leaf_suffixes)
+        return bool(types & set(self.leaf_classes)) or name in self.leaf_names or by_suffix
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of elements of the module's parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> dict[str, nn.Module]:
+    """Return the modules to wrap, by name, in the model's own order; the root is not among them."""
+    policy = policy or UnitPolicy()
+    candidates = _named_blocks(model, policy) or _list_children(model) or _by_size(model)
+    chosen: dict[str, nn.Module] = {}
+    for name, module in candidates:
+        inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        if name and not inside and num_parameters(module) > policy.min_num_params:
+            chosen[name] = module
+    return _without_shared(model, chosen)
+
+
+def _named_blocks(model: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    found = []
+    for name, module in model.named_modules():
+        wanted = type(module).__name__ in names or policy.is_leaf(name, module)
+        if wanted and module is not model and not isinstance(module, _CONTAINERS):
+            found.append((name, module))
+    return found
+
+
+def _list_children(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children of every outermost list of two modules or more."""
+    found: list[tuple[str, nn.Module]] = []
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in taken):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            taken.append(name)
+            found += [(f"{name}.{key}", child) for key, child in module.named_children()]
+    if any(isinstance(child, _CONTAINERS) for _, child in found):
+        return []
+    return found
+
+
+def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Submodules that hold at least a hundredth of the model, as deep as that goes."""
+    least = max(1, num_parameters(model) // 100)
+
+    def descend(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in module.named_children():
+            name = f"{prefix}{key}"
+            size = num_parameters(child)
+            deeper = list(descend(f"{name}.", child)) if size > 10 * least else []
+            if len(deeper) > 1 or (deeper and isinstance(child, _CONTAINERS)):
+                yield from deeper
+            elif size >= least and not isinstance(child, _CONTAINERS):
+                yield name, child
+
+    return list(descend("", model))
+
+
+def _without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Drop the units that share a parameter with another unit or with the rest of the model."""
+    owners: dict[int, set[str]] = {}
+    names: Sequence[str] = list(units)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((unit for unit in names if name.startswith(f"{unit}.")), "")
+        owners.setdefault(id(parameter), set()).add(owner)
+    shared = {unit for owned in owners.values() if len(owned) > 1 for unit in owned}
+    return {name: module for name, module in units.items() if name not in shared}
