@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Outcome:
     batch: int
     turns: list[Turn] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
+    metered: list[float] = field(default_factory=list)
     error: str = ""
 
     def clock_ms(self) -> list[float]:
@@ -62,10 +63,15 @@ class Plan:
 
 
 class Duel:
-    """The outcomes of one run; `outcomes[name]` is the contestant's first (the anchor has one a batch)."""
+    """The outcomes of one run; `outcomes[name]` is the contestant's first (the anchor has one a batch).
 
-    def __init__(self, job: Job, world: int, plan: Plan, anchor: str) -> None:
-        self.job, self.world, self.plan, self.anchor = job, world, plan, anchor
+    `meter()` is a counter read before and after each turn; `Outcome.metered` has its rise per step.
+    """
+
+    def __init__(
+        self, job: Job, world: int, plan: Plan, anchor: str, *, meter: Callable[[], float] | None = None
+    ) -> None:
+        self.job, self.world, self.plan, self.anchor, self.meter = job, world, plan, anchor, meter
         self.outcomes: dict[str, Outcome] = {}
         self.anchors: list[Outcome] = []
 
@@ -128,7 +134,10 @@ class Duel:
         group.run(self.plan.warmup)
 
     def _turn(self, group: Group, outcome: Outcome) -> None:
+        before = self.meter() if self.meter else 0.0
         outcome.turns.append(group.run(self.plan.steps))
+        if self.meter:
+            outcome.metered.append((self.meter() - before) / self.plan.steps)
 
     def _report(self, group: Group, outcome: Outcome) -> None:
         outcome.reports = group.report()

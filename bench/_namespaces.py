@@ -1,0 +1,168 @@
+"""Two hosts on one machine: network namespaces joined by one virtual cable, for the time of a `with`.
+
+Each host has its own network, host name, IPC and /dev/shm, so that nothing but the cable joins the two:
+shared-memory collectives must find out by themselves that they end at the host.  The cable can be held to
+a rate by a token bucket on both ends.  Addresses exist inside the namespaces alone; no packet leaves them.
+
+Names carry the driver's pid.  A driver that was killed outright leaves empty namespaces (their holders read
+from a pipe of the driver's and end with it); the next one sweeps them away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+from _groups import Placement
+
+_PREFIX = "thalweg-bench-"
+_CABLE = "cable0"
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+
+
+class NamespaceError(RuntimeError):
+    """The machine does not let us make hosts; the message says what it lacks."""
+
+
+def why_not() -> str | None:
+    """Return what is missing for namespace hosts here, or None."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"needs {', '.join(missing)}: install iproute2 and util-linux (Linux only)"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces: run it with sudo, or in a container with that right"
+    return None
+
+
+def _command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NamespaceError(f"`{' '.join(words)}` failed: {done.stderr.strip() or 'no message'}")
+    return done.stdout
+
+
+def sweep() -> list[str]:
+    """Delete the namespaces of drivers that are no longer alive, and return their names."""
+    gone = []
+    for line in _command("ip", "netns", "list").splitlines():
+        name = line.split()[0] if line.strip() else ""
+        pid = name.removeprefix(_PREFIX).partition("-")[0]
+        if name.startswith(_PREFIX) and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _command("ip", "netns", "del", name)
+            gone.append(name)
+    return gone
+
+
+class Hosts:
+    """Two hosts and their cable; `rate` as `tc` writes it ("1gbit"), None for an unlimited one."""
+
+    def __init__(self, rate: str | None = None) -> None:
+        self.rate = rate
+        self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(2)]
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Hosts:
+        reason = why_not()
+        if reason:
+            raise NamespaceError(reason)
+        sweep()
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _build(self) -> None:
+        first, second = self.names
+        for name in self.names:
+            _command("ip", "netns", "add", name)
+        _command(
+            "ip",
+            "link",
+            "add",
+            _CABLE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            _CABLE,
+            "netns",
+            second,
+        )
+        for host, name in enumerate(self.names):
+            _command("ip", "-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", _CABLE)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+            _command("ip", "-n", name, "link", "set", _CABLE, "up")
+            if self.rate:
+                bucket = ("rate", self.rate, "burst", "256kb", "latency", "50ms")
+                _command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *bucket)
+            self._holders.append(self._hold(name))
+
+    def _hold(self, name: str) -> subprocess.Popen[bytes]:
+        """Start the process that keeps the host's other namespaces; it ends when we do, or close its pipe."""
+        script = f"hostname {name} && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat"
+        holder = subprocess.Popen(
+            ["ip", "netns", "exec", name, "unshare", "--uts", "--ipc", "--mount", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"ready\n":
+            holder.kill()
+            holder.wait()
+            raise NamespaceError(
+                "a host with its own name and /dev/shm could not be made (unshare was refused)"
+            )
+        return holder
+
+    def _remove(self) -> None:
+        for holder in self._holders:
+            assert holder.stdin is not None and holder.stdout is not None
+            holder.stdin.close()
+            try:
+                holder.wait(5)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.wait()
+            holder.stdout.close()
+        self._holders = []
+        present = _command("ip", "netns", "list")
+        for name in self.names:
+            if name in present:
+                _command("ip", "netns", "del", name)
+
+    def placements(self, ranks_per_host: int) -> list[Placement]:
+        """Return where each rank runs, host by host, with the variables that a launcher would set there."""
+        return [
+            Placement(
+                ("nsenter", "--target", str(holder.pid), "--net", "--uts", "--ipc", "--mount"),
+                {
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(ranks_per_host),
+                    "LOCAL_SIZE": str(ranks_per_host),
+                    "GROUP_RANK": str(host),
+                    "MASTER_ADDR": "10.77.0.1",
+                    "GLOO_SOCKET_IFNAME": _CABLE,
+                },
+            )
+            for host, holder in enumerate(self._holders)
+            for local in range(ranks_per_host)
+        ]
+
+    def sent_mib(self) -> float:
+        """Return how much the first host has sent over the cable so far, in MiB."""
+        (link,) = json.loads(_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE))
+        return link["stats64"]["tx"]["bytes"] / 2**20
