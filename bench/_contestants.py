@@ -1,7 +1,7 @@
 """The contestants of the training benchmarks: one builder for each name.
 
-A builder gets the job, the model and the number of ranks, and returns ``step(tokens_BT, labels_BT) -> loss``,
-one whole optimiser step on this rank's micro-batch.  All of them train the same model from the same seed
+A builder gets the job, the model and the number of ranks, and returns ``step(tokens_BT, labels_BT) -> loss``
+(detached), one whole optimiser step on this rank's micro-batch.  All of them train the same model from the same seed
 with the same AdamW; each is written as its own documentation writes it.  They run inside `_worker.py`,
 which has initialised gloo.
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Step = Callable[[Tensor, Tensor], float]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 SEED = 20
@@ -31,7 +31,10 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Job:
-    """One training benchmark: the shape of the model and of its batch on each rank."""
+    """One training benchmark: the shape of the model and of its batch on each rank.
+
+    `family` is "gpt" (the reference GPT) or "llama" (`_llama.py`, which has `kv_heads` and `hidden`).
+    """
 
     name: str
     layers: int
@@ -42,6 +45,16 @@ class Job:
     micro_batch: int
     tied: bool
     dtype: str = "fp32"
+    device: str = "cpu"
+    family: str = "gpt"
+    kv_heads: int = 0
+    hidden: int = 0
+    compiled: bool = False
+
+    def llama_shape(self) -> dict[str, int]:
+        """Return what `_llama.Llama` and its arithmetic take."""
+        names = ("layers", "heads", "kv_heads", "width", "hidden", "vocabulary")
+        return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready scalars."""
@@ -56,10 +69,15 @@ JOBS = {
 
 
 def build_model(job: Job) -> nn.Module:
-    """Return the reference GPT of the job, in fp32, the same on every rank."""
+    """Return the job's model, in fp32, on its device, the same on every rank."""
+    torch.manual_seed(SEED)
+    if job.family == "llama":
+        from _llama import Llama
+
+        with torch.device(job.device):
+            return Llama(**job.llama_shape())
     from thalweg.nn.transformer import GPT, GPTConfig
 
-    torch.manual_seed(SEED)
     return GPT(
         GPTConfig(
             vocab_size=job.vocabulary,
@@ -93,13 +111,13 @@ def _adamw(parameters: Iterable[nn.Parameter], fused: bool) -> torch.optim.Optim
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Step:
-    def step(tokens_BT: Tensor, labels_BT: Tensor) -> float:
+    def step(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(tokens_BT, labels_BT)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
@@ -124,13 +142,15 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(job.device, (world,))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.dtype == "bf16" else MixedPrecisionPolicy()
     )
     reshard = variant.endswith("3")
     units = [*model.get_submodule("blocks").children(), model]
     for unit in units:
+        if job.compiled and unit is not model:
+            unit.compile()
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if variant.startswith("comm_"):
         _use_thalweg_collectives(units, mesh)
@@ -171,16 +191,18 @@ def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     }
     if job.dtype == "bf16":
         config["bf16"] = {"enabled": True}
+    if job.compiled:
+        config["compile"] = {"enabled": True}
     engine, _, _, _ = thalweg.initialize(model=model, config=config)
     return _engine_step(engine)
 
 
 def _engine_step(engine: Any) -> Step:
-    def step(tokens_BT: Tensor, labels_BT: Tensor) -> float:
+    def step(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         loss = engine(tokens_BT, labels_BT)
         engine.backward(loss)
         engine.step()
-        return loss.item()
+        return loss.detach()
 
     return step
 
