@@ -1,0 +1,112 @@
+"""The import graph of the package: who imports whom, at module level or inside a function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+
+from tests.repo.source import PACKAGE, Module, resolve_from
+
+# Imports point only upwards in this list: a room may use those named before it.
+# fmt: off
+ORDER = [
+    "config", "utils", "observe", "device", "mesh", "comm", "ops", "store", "zero", "parallel", "nn", "adapt",
+    "remat", "optim", "assemble", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "plan", "study",
+    "launch", "compat", "cli", "__main__",
+]
+# fmt: on
+ALONE = {"config", "utils"}  # these import nothing of ours
+
+
+def edges(module: Module, names: set[str], lazy: Mapping[str, str]) -> dict[str, int]:
+    """The modules of ours that ``module`` imports, with a line each.
+
+    ``names`` are all modules of the package; ``lazy`` maps the public names that ``thalweg`` resolves on
+    first use to the module they live in.
+    """
+    found: dict[str, int] = {}
+
+    def add(name: str, line: int) -> None:
+        while name not in names and "." in name:
+            name = name.rpartition(".")[0]
+        if name in names and name != module.name:
+            found.setdefault(name, line)
+
+    for node in module.nodes:
+        if node in module.type_checking:
+            continue
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                if item.name.split(".")[0] == PACKAGE:
+                    add(item.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_from(module, node)
+            if base.split(".")[0] == PACKAGE:
+                for item in node.names:
+                    name = f"{base}.{item.name}"
+                    add(lazy.get(item.name, name) if base == PACKAGE else name, node.lineno)
+        elif isinstance(node, ast.Attribute):
+            dotted = module.dotted(node) or ""
+            parts = dotted.split(".")
+            if parts[0] == PACKAGE and len(parts) == 2 and parts[1] in lazy:
+                add(lazy[parts[1]], node.lineno)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            value = node.args[0].value
+            ours = isinstance(value, str) and value.split(".")[0] == PACKAGE
+            if ours and called in ("import_module", "__import__"):
+                add(value, node.lineno)
+    return found
+
+
+def graph(modules: Iterable[Module], lazy: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """The edges of each module by name."""
+    modules = list(modules)
+    names = {module.name for module in modules}
+    return {module.name: edges(module, names, lazy) for module in modules}
+
+
+def downward(modules: Iterable[Module], lazy: Mapping[str, str]) -> list[str]:
+    """Imports that point the wrong way in ``ORDER``, and rooms that are not in it."""
+    modules = list(modules)
+    rooms = {module.name: module.room for module in modules}
+    wrong = [f"{m.path}: {m.room} is not in the layout" for m in modules if m.room and m.room not in ORDER]
+    for module, targets in zip(modules, graph(modules, lazy).values(), strict=True):
+        if module.room not in ORDER:
+            continue
+        for target, line in targets.items():
+            room = rooms[target]
+            if not room or room == module.room or room not in ORDER:
+                continue
+            if module.room in ALONE or ORDER.index(room) > ORDER.index(module.room):
+                wrong.append(f"{module.path}:{line}: {module.room} imports {target}")
+    return wrong
+
+
+def cycles(imports: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in imports.get(name, ()):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            start = stack.index(name)
+            component = stack[start:]
+            del stack[start:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in imports:
+        if name not in index:
+            visit(name)
+    return found

@@ -1,0 +1,244 @@
+"""The hard limits of the style guide as functions from one module to its violations.
+
+Each returns lines ``path:line: what is wrong``.  They read the syntax tree, so they see what is written and
+not what a clever program could do; tests/repo/test_rules.py has a bad snippet for each.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+from tests.repo.source import Module, resolve_from
+
+MAX_FILE, MAX_FUNCTION, MAX_CLASS = 450, 100, 350
+PARAMETER_NAMES = re.compile(r"^(p|param|parameter|.*_param|.*_parameter)$")
+PARAMETER_ATTRIBUTES = {"grad", "requires_grad"}
+UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+UNSAFE_CALLS = {
+    "torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save", "torch.jit.load",
+    "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load",
+    "builtins.eval", "builtins.exec", "builtins.compile",
+}  # fmt: skip
+FSDP2_HOME = "thalweg/zero/_fsdp2.py"
+OPERATORS_HOME = "thalweg/ops/"
+# Private names with a reason to be elsewhere than ops/, each in one file.
+PRIVATE_HOMES = {
+    "_C._swap_tensor_impl": "thalweg/zero/gather.py",  # as torch.utils.swap_tensors does
+    "_C._disabled_torch_function_impl": "thalweg/zero/gather.py",  # the idiom for tensor subclasses
+}
+PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}
+
+Rule = Callable[[Module], Iterator[str]]
+
+
+def _at(module: Module, node: ast.AST, message: str) -> str:
+    return f"{module.path}:{getattr(node, 'lineno', 1)}: {message}"
+
+
+def sizes(module: Module) -> Iterator[str]:
+    """Files, functions and classes stay small."""
+    num_lines = module.text.count("\n") + (not module.text.endswith("\n"))
+    if num_lines > MAX_FILE:
+        yield f"{module.path}:1: {num_lines} lines, at most {MAX_FILE}"
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            limit = MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > limit:
+                yield _at(module, node, f"{node.name} has {length} lines, at most {limit}")
+
+
+def no_globals(module: Module) -> Iterator[str]:
+    """No ``global`` and no star import."""
+    for node in module.nodes:
+        starred = isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names)
+        if starred or isinstance(node, ast.Global):
+            yield _at(module, node, ast.unparse(node))
+
+
+def no_patching(module: Module) -> Iterator[str]:
+    """Nothing of torch, and no class by way of an instance, is assigned to."""
+    for node, target in _targets(module):
+        if isinstance(target, ast.Subscript):
+            target = target.value
+        if not isinstance(target, ast.Attribute):
+            continue
+        name = module.dotted(target)
+        if name is not None and name.split(".")[0] == "torch":
+            yield _at(module, node, f"assignment to {name}")
+        owner = target.value
+        by_type = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "type"
+        if by_type or (isinstance(owner, ast.Attribute) and owner.attr == "__class__"):
+            yield _at(module, node, f"assignment to a class: {ast.unparse(target)}")
+    for call in _calls(module):
+        if _is_builtin(module, call, "setattr") and call.args:
+            name = module.dotted(call.args[0])
+            if name is not None and name.split(".")[0] == "torch":
+                yield _at(module, call, f"setattr on {name}")
+
+
+def no_parameter_attributes(module: Module) -> Iterator[str]:
+    """Nothing is hung on a Parameter, and its ``data`` is not exchanged."""
+    if module.path == FSDP2_HOME:  # its "params" are FSDP2's own FSDPParam objects
+        return
+    for node, target in _targets(module):
+        if (
+            isinstance(target, ast.Attribute)
+            and isinstance(target.value, ast.Name)
+            and PARAMETER_NAMES.match(target.value.id)
+            and target.attr not in PARAMETER_ATTRIBUTES
+        ):
+            yield _at(module, node, f"attribute {target.attr} set on {target.value.id}")
+    for call in _calls(module):
+        if (
+            _is_builtin(module, call, "setattr")
+            and call.args
+            and isinstance(call.args[0], ast.Name)
+            and PARAMETER_NAMES.match(call.args[0].id)
+        ):
+            yield _at(module, call, f"setattr on {call.args[0].id}")
+
+
+def no_unsafe_calls(module: Module) -> Iterator[str]:
+    """Data never executes: no pickle, no eval, no shell."""
+    for node in module.nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [item.name for item in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{item.name}" for item in node.names)]
+        for name in names:
+            if name.split(".")[0] in UNSAFE_IMPORTS or name in UNSAFE_CALLS:
+                yield _at(module, node, f"import of {name}")
+    for call in _calls(module):
+        name = module.dotted(call.func)
+        if isinstance(call.func, ast.Name) and call.func.id not in module.aliases:
+            name = f"builtins.{call.func.id}"
+        if name in UNSAFE_CALLS or (name or "").split(".")[0] in UNSAFE_IMPORTS:
+            yield _at(module, call, f"call of {name}")
+        for keyword in call.keywords:
+            if keyword.arg in ("shell", "allow_pickle") and not _is_false(keyword.value):
+                yield _at(module, call, f"{keyword.arg}={ast.unparse(keyword.value)}")
+            if keyword.arg == "weights_only" and _is_false(keyword.value):
+                yield _at(module, call, "weights_only=False")
+
+
+def no_print(module: Module) -> Iterator[str]:
+    """Only the command line prints."""
+    if module.room == "cli":
+        return
+    for call in _calls(module):
+        if _is_builtin(module, call, "print"):
+            yield _at(module, call, "print outside cli/")
+
+
+def private_fsdp(module: Module) -> Iterator[str]:
+    """FSDP2's private names are touched in one file."""
+    if module.path == FSDP2_HOME:
+        return
+    private = re.compile(r"^torch\.distributed\.fsdp(\.\w+)*\._|^torch\.distributed\._composable")
+    for node in module.nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [item.name for item in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_from(module, node)
+            names = [f"{base}.{item.name}" for item in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [module.dotted(node) or ""]
+            if re.match(r"^_\w*fsdp", node.attr):
+                yield _at(module, node, f"private attribute {node.attr} outside {FSDP2_HOME}")
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"_\w*fsdp\w*", str(node.value)):
+            yield _at(module, node, f"private name {node.value!r} outside {FSDP2_HOME}")
+        for name in names:
+            if private.match(name):
+                yield _at(module, node, f"{name} outside {FSDP2_HOME}")
+
+
+def private_operators(module: Module) -> Iterator[str]:
+    """torch's private operators are touched in ops/ alone (``torch._foreach_*`` is documented, so public)."""
+    if module.path.startswith(OPERATORS_HOME):
+        return
+    for node, name in operator_uses(module):
+        if PRIVATE_HOMES.get(name) == module.path:
+            continue
+        yield _at(module, node, f"private operator {name} outside {OPERATORS_HOME}")
+
+
+def operator_uses(module: Module) -> list[tuple[ast.AST, str]]:
+    """The private operators of torch that a module names."""
+    found = []
+    for node in module.nodes:
+        if not isinstance(node, ast.Attribute):
+            continue
+        parts = (module.dotted(node) or "").split(".")
+        if parts[:2] == ["torch", "ops"] and len(parts) == 4:
+            if parts[2] in PRIVATE_NAMESPACES or parts[3].startswith("_"):
+                found.append((node, ".".join(parts[2:])))
+        elif parts[:2] == ["torch", "_C"] and len(parts) == 3:
+            found.append((node, f"_C.{parts[2]}"))
+        elif parts[0] == "torch" and len(parts) == 2 and re.match(r"^_(?!foreach_|_|C$)", parts[1]):
+            found.append((node, parts[1]))
+    return found
+
+
+def annotated(module: Module) -> Iterator[str]:
+    """Public modules have docstrings, public functions return types."""
+    if not module.name.split(".")[-1].startswith("_") and ast.get_docstring(module.tree) is None:
+        yield f"{module.path}:1: no module docstring"
+    bodies: list[list[ast.stmt]] = [module.tree.body]
+    while bodies:
+        for node in bodies.pop():
+            public = not getattr(node, "name", "").startswith("_") or getattr(node, "name", "") == "__init__"
+            if isinstance(node, ast.ClassDef | ast.If | ast.Try | ast.With) and public:
+                bodies.append(node.body)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and public and node.returns is None:
+                yield _at(module, node, f"{node.name} has no return type")
+
+
+RULES: tuple[Rule, ...] = (
+    sizes,
+    no_globals,
+    no_patching,
+    no_parameter_attributes,
+    no_unsafe_calls,
+    no_print,
+    private_fsdp,
+    private_operators,
+    annotated,
+)
+
+
+def _calls(module: Module) -> Iterator[ast.Call]:
+    return (node for node in module.nodes if isinstance(node, ast.Call))
+
+
+def _is_builtin(module: Module, call: ast.Call, name: str) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == name and name not in module.aliases
+
+
+def _is_false(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _targets(module: Module) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Each assignment or deletion with each of its targets, tuples taken apart."""
+    for node in module.nodes:
+        if isinstance(node, ast.Assign | ast.Delete):
+            found = list(node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
+            found = [node.target]
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            found = [node.optional_vars]
+        else:
+            continue
+        while found:
+            target = found.pop()
+            if isinstance(target, ast.Tuple | ast.List):
+                found.extend(target.elts)
+            elif isinstance(target, ast.Starred):
+                found.append(target.value)
+            else:
+                yield node, target

@@ -1,0 +1,93 @@
+"""``import thalweg`` is quick, silent, creates no device context and forks safely (row 27)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+REPEATS = 3
+LIMIT = 0.3  # seconds of process CPU time beyond `import torch`
+FIRST_USE_LIMIT = 0.6  # the config's schema is half of it
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "an import wrote to standard error"
+    return done.stdout
+
+
+def _cost(statement: str) -> float:
+    """CPU seconds that ``statement`` adds to `import torch`, the least of several runs."""
+    code = f"import time, torch\nstart = time.process_time()\n{statement}\nprint(time.process_time() - start)"
+    return min(float(_run(code)) for _ in range(REPEATS))
+
+
+def test_import_is_quick() -> None:
+    assert _cost("import thalweg") < LIMIT
+
+
+def test_the_first_use_is_quick() -> None:
+    """Public names are resolved on first use; beyond the parts of torch that the engine needs, that is cheap."""
+    parts = "import torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data"
+    assert (
+        _cost(f"{parts}\nstart = time.process_time()\nimport thalweg; thalweg.initialize") < FIRST_USE_LIMIT
+    )
+
+
+def test_the_clock_would_notice() -> None:
+    """Negative control: a module that takes its time at import is over the limit."""
+    assert _cost("while time.process_time() < start + 0.35: pass") > LIMIT
+
+
+def test_import_alone_loads_no_torch_and_says_nothing() -> None:
+    assert _run("import sys, thalweg; assert 'torch' not in sys.modules; dir(thalweg)") == ""
+
+
+def test_using_a_public_name_prints_nothing_and_creates_no_context() -> None:
+    code = """
+import os, torch
+def threads():
+    return os.path.isdir("/proc/self/task") and len(os.listdir("/proc/self/task")), torch.get_num_threads()
+before = threads()
+import thalweg
+for name in thalweg.__all__:
+    getattr(thalweg, name)
+assert before == threads(), f"threads {before} -> {threads()}"
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+import logging
+assert not logging.getLogger().handlers and not logging.getLogger("thalweg").handlers
+"""
+    assert _run(code) == ""
+
+
+def test_a_process_that_imported_it_forks_safely() -> None:
+    code = """
+import os, torch, thalweg
+thalweg.initialize
+pid = os.fork()
+if pid == 0:
+    ok = bool((torch.ones(64, 64) @ torch.ones(64, 64) == 64).all())
+    os._exit(0 if ok else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    assert _run(code) == ""
+
+
+def test_torch_is_left_as_it_was() -> None:
+    """No name of torch's is exchanged by using Thalweg's (row 13)."""
+    code = """
+import torch, torch.distributed as dist, torch.nn.functional as F, torch.utils.checkpoint
+import torch.distributed.fsdp, torch.distributed.tensor
+spaces = (torch, torch.nn, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.Tensor, F, dist,
+          torch.optim, torch.utils.checkpoint, torch.distributed.fsdp, torch.autograd, torch.autograd.Function)
+before = [dict(vars(space)) for space in spaces]
+import thalweg
+for name in thalweg.__all__:
+    getattr(thalweg, name)
+for space, old in zip(spaces, before):
+    changed = [k for k, v in old.items() if vars(space).get(k) is not v and not k.startswith("__")]
+    assert not changed, (space, changed)
+"""
+    assert _run(code) == ""
