@@ -183,6 +183,8 @@ _MEMORY_FACTOR = {"ddp": 6.0, "fsdp2": 7.0, "deepspeed": 9.0, "thalweg": 7.5}
 
 def estimate_mib(name: str, job: Job, world: int) -> float:
     """Return a guess of the resident MiB of all ranks of a contestant."""
+    if job.device != "cpu":
+        return 0.0
     embedding = job.vocabulary * job.width * (1 if job.tied else 2)
     parameters = 4 * (embedding + 12 * job.layers * job.width**2) / 2**20
     logits = 4 * job.micro_batch * job.sequence * job.vocabulary / 2**20

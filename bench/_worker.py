@@ -47,8 +47,9 @@ class Rank:
         self.rank, self.world = args.rank, args.world
         self.facts: dict[str, Any] = {"imports": preload(args.contestant)}
         self.facts["import_mib"] = memory_mib()["peak_mib"]
+        backend = "nccl" if self.job.device == "cuda" else "gloo"
         dist.init_process_group(
-            "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
+            backend, init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
         )
         model = build_model(self.job)
         self.facts["model_mib"] = memory_mib()["peak_mib"]
@@ -61,18 +62,45 @@ class Rank:
 
     def run(self, steps: int) -> dict[str, list[float]]:
         """Take `steps` optimiser steps together with the other ranks; seconds and CPU seconds of each."""
-        from _contestants import make_batch
-
-        batches = [make_batch(self.job, self.done + i, self.rank, self.world) for i in range(steps)]
+        if self.job.device == "cuda":
+            return self._run_cuda(steps)
+        batches = self._batches(steps)
         answer: dict[str, list[float]] = {"seconds": [], "cpu": [], "losses": []}
         self.dist.barrier()
         for tokens_BT, labels_BT in batches:
             clock, cpu = time.perf_counter(), time.process_time()
-            answer["losses"].append(self.step(tokens_BT, labels_BT))
+            answer["losses"].append(self.step(tokens_BT, labels_BT).item())
             answer["seconds"].append(time.perf_counter() - clock)
             answer["cpu"].append(time.process_time() - cpu)
-        self.done += steps
         return answer
+
+    def _batches(self, steps: int) -> list[tuple[Any, Any]]:
+        from _contestants import make_batch
+
+        first = self.done
+        self.done += steps
+        batches = [make_batch(self.job, first + i, self.rank, self.world) for i in range(steps)]
+        return [(tokens.to(self.job.device), labels.to(self.job.device)) for tokens, labels in batches]
+
+    def _run_cuda(self, steps: int) -> dict[str, list[float]]:
+        """The same on a GPU that others share in turns: its memory is taken and given back within the turn.
+
+        One step that is not counted fills the allocator; the host then runs ahead, so only the turn has a
+        clock, and each step gets its mean.
+        """
+        import torch
+
+        batches = self._batches(steps + 1)
+        self.step(*batches.pop(0))
+        torch.cuda.synchronize()
+        clock, cpu = time.perf_counter(), time.process_time()
+        losses = [self.step(tokens_BT, labels_BT) for tokens_BT, labels_BT in batches]
+        torch.cuda.synchronize()
+        seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu
+        values = [loss.item() for loss in losses]
+        torch.cuda.empty_cache()
+        self.facts["cuda_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        return {"seconds": [seconds / steps] * steps, "cpu": [cpu_seconds / steps] * steps, "losses": values}
 
     def report(self) -> dict[str, Any]:
         """Return what the memory table needs."""

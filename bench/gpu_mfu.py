@@ -139,8 +139,8 @@ def render(data: dict[str, Any]) -> str:
             "# MFU on one GPU",
             "",
             f"{data['date']}, commit {data['commit']}, {gpu['name']}, {machine_line(data['machine'])}.",
-            f"Peak by the data sheet {gpu['peak_tflops'] or 'unknown'} TFLOP/s, a bf16 matrix product of 8,192 "
-            f"reaches {gpu['matmul_tflops']}.",
+            f"TFLOP/s by the data sheet: {gpu['peak_tflops'] or 'unknown'}; of a large bf16 matrix product: "
+            f"{gpu['matmul_tflops']}.",
             f"Llama shape, {job['layers']} layers x {job['width']}, sequence {job['sequence']}, micro-batch "
             f"{job['micro_batch']}, {job['dtype']}{', compiled' if job['compiled'] else ''}.",
             "",
