@@ -1,0 +1,383 @@
+"""GatheredParameters: the same parameter objects, whole for a while.
+
+The picture.  After sharding, the object that a user holds (``model.head.weight``) is a
+DTensor whose local tensor is a view of FSDP2's padded shard.  Inside the context the very
+same Python object is a full, plain parameter; on exit it is the DTensor again, over the
+same local storage.
+
+    phase     the user's object        the spare object
+    before    DTensor                  (none)
+    inside    full tensor              DTensor
+    after     DTensor                  (dropped)
+
+* **Enter.**  Each DTensor is all-gathered, and the two objects exchange their tensors (class
+  and storage; the attributes and the identity of the user's object stay).  Where FSDP2 shows
+  an unsharded copy at the moment, that object becomes an alias of the same full tensor.
+* **Exit.**  With ``modifier_rank=r`` the value of rank ``r`` is broadcast over the
+  parameter's mesh and each rank copies its part *into* the shard that was there before:
+  FSDP2 gathers from that storage and the optimizer's state hangs on that object.
+
+``torch.utils.swap_tensors`` is not used: it refuses two classes with different slots, and
+it poisons the AccumulateGrad node of a parameter that is part of a live graph.  Nothing of
+that node is lost here, as the exchange is undone on exit.
+
+Invariants: parameters are visited in the same order on each rank (the caller passes the
+same list everywhere); an exception restores every object and changes no value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
+
+
+class _FullParameter(torch.Tensor):
+    """A plain tensor with DTensor's slots, so that Python lets an object change between the two."""
+
+    __slots__ = _SLOTS
+    # As nn.Parameter: what is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return "Parameter containing:\n" + repr(self.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """One parameter while it is full: the user's object, and the spare that keeps the DTensor."""
+
+    param: Tensor
+    sharded: Any  # a DTensor while the context is open
+    version: int
+
+
+# Parameters that are full at present, by the id of the user's object: a context inside
+# another one finds here what the outer one has gathered.
+_open: dict[int, _Gathered] = {}
+
+# Roots of sharded models -> {name: sharded parameter}.  FSDP2 shows other objects under the
+# same names while a unit is unsharded.
+_roots: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[DTensor]]] = weakref.WeakKeyDictionary()
+
+
+def track(root: nn.Module) -> None:
+    """Make known that ``root`` has been sharded with ``fully_shard`` (the core calls this once).
+
+    Between a forward and the next reshard FSDP2 shows unsharded parameters in its modules;
+    with this knowledge a context finds the shards behind them.
+    """
+    named = root.named_parameters()
+    _roots[root] = {name: weakref.ref(p) for name, p in named if isinstance(p, DTensor)}
+
+
+class GatheredParameters:
+    """Context in which sharded parameters are full plain tensors, under their own identity.
+
+    Args:
+        params: parameters, an iterable of them, or one parameter; each may be sharded (a
+            DTensor on any mesh), replicated or plain.  Every rank passes the same ones.
+        modifier_rank: global rank whose modifications are kept: on exit its values are
+            broadcast and sharded again.  ``None``: the full tensors are for reading, and what
+            is written to them is dropped on exit (as in DeepSpeed).  A parameter that is not
+            sharded *is* the full tensor: nothing is dropped there, and ``modifier_rank``
+            broadcasts it.
+        fwd_module: the sharded model (or a part of it) that the parameters belong to; needed
+            only for models that ``thalweg.initialize`` has not made.
+        enabled: ``False`` makes the context do nothing.
+
+    ``.grad`` is ``None`` inside and back after exit.  ``requires_grad`` set inside is kept.
+    A forward pass inside (after the model's first one) uses the values from before the context.
+
+    Raises ``ValueError`` for anything that is not a parameter, a ``modifier_rank`` outside of
+    the parameter's mesh, or a parameter whose shape was changed inside.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Tensor,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.modifier_rank = modifier_rank
+        self.fwd_module = fwd_module
+        self.params = _distinct(params) if enabled else []
+        self._mine: list[_Gathered] = []
+        self._full: list[Tensor] = []
+        self._aliases: list[tuple[Tensor, Tensor]] = []
+        self._owners: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        self._owners = _owners(self.params, self.fwd_module)
+        behind: dict[int, DTensor] = {}
+        shown: dict[int, Tensor] = {}
+        for root in self._owners:
+            behind |= {id(param): shard for param, shard in _shown(root)}
+            _free_copies(root)
+            shown |= {id(shard): param for param, shard in _shown(root)}
+        try:
+            for param in self.params:
+                target = behind.get(id(param), param)
+                self._open(target)
+                for other in (param, shown.get(id(target), target)):
+                    if other is not target:
+                        self._alias(other, target)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _open(self, param: Tensor) -> None:
+        record = _open.get(id(param))
+        _check_rank(self.modifier_rank, record.sharded if record else param)
+        if isinstance(param, DTensor):
+            self._mine.append(_gather(param))
+        elif not param.is_meta and param.numel() and not param.untyped_storage().size():
+            raise ValueError(
+                "this parameter is a gathered copy that has been freed since; take it from the module again "
+                "(model.parameters()), or pass fwd_module=model"
+            )
+        if not any(param is full for full in self._full):
+            self._full.append(param)
+
+    def _alias(self, unsharded: Tensor, full: Tensor) -> None:
+        """Make FSDP2's unsharded object the same full tensor, so that a write to either counts."""
+        if any(unsharded is x for x, _ in self._aliases):
+            return
+        spare = nn.Parameter(full.detach(), full.requires_grad)
+        torch._C._swap_tensor_impl(unsharded, spare)
+        self._aliases.append((unsharded, spare))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.enabled:
+            return
+        values: list[tuple[Tensor, Tensor]] = []
+        try:
+            if kind is None:
+                values = self._values()
+        finally:
+            self._restore()
+        for param, value in values:
+            assert isinstance(param, DTensor)
+            _write(param, value)
+        if values:
+            self._refresh({id(param): value for param, value in values})
+
+    def _refresh(self, values: dict[int, Tensor]) -> None:
+        """Bring gathered copies up to date that FSDP2 holds now and would use again as they are."""
+        for root in self._owners:
+            for unsharded, shard in _shown(root):
+                if id(shard) in values and unsharded.untyped_storage().size():
+                    unsharded.data.copy_(values[id(shard)])
+
+    @torch.no_grad()
+    def _values(self) -> list[tuple[Tensor, Tensor]]:
+        """Broadcast what the modifier left; return (parameter, value) to write once they are DTensors."""
+        _check_shapes(self._mine)
+        if self.modifier_rank is None:
+            _warn_if_written(self._mine)
+            return []
+        values = []
+        for param in self._full:
+            value = param.detach().contiguous()
+            record = _open.get(id(param))
+            _broadcast(value, self.modifier_rank, record.sharded if record else None)
+            if record in self._mine:
+                values.append((param, value))
+                continue
+            param.copy_(value)
+            if record is not None:  # an outer context keeps it open; its shard takes the value now
+                _write(record.sharded, value)
+        return values
+
+    def _restore(self) -> None:
+        for param, alias in reversed(self._aliases):
+            torch._C._swap_tensor_impl(param, alias)
+        for record in reversed(self._mine):
+            requires_grad = record.param.requires_grad
+            _exchange(record.param, record.sharded)
+            record.param.requires_grad_(requires_grad)
+            del _open[id(record.param)]
+        self._mine, self._aliases, self._full = [], [], []
+
+
+def _distinct(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    for param in listed:
+        if not isinstance(param, Tensor):
+            raise ValueError(
+                f"GatheredParameters takes parameters, but got {type(param).__name__}: "
+                "pass model.parameters() or [model.head.weight]"
+            )
+    return list({id(param): param for param in listed}.values())
+
+
+def _owners(params: list[Tensor], fwd_module: nn.Module | None) -> list[nn.Module]:
+    """Return the sharded models that any of ``params`` belongs to."""
+    if fwd_module is not None and fwd_module not in _roots:
+        _reshard(fwd_module)
+        track(fwd_module)
+    wanted = {id(param) for param in params}
+    return [
+        root
+        for root, shards in list(_roots.items())
+        if any(id(ref()) in wanted for ref in shards.values())
+        or any(id(param) in wanted for param in root.parameters())
+    ]
+
+
+def _shown(root: nn.Module) -> list[tuple[Tensor, DTensor]]:
+    """Return (object that the modules show, its shard) for what is unsharded in ``root`` now."""
+    shown = dict(root.named_parameters())
+    pairs = [(shown[name], ref()) for name, ref in _roots[root].items() if name in shown]
+    return [(param, shard) for param, shard in pairs if shard is not None and param is not shard]
+
+
+def _free_copies(root: nn.Module) -> None:
+    """Free the gathered copies, so that a forward inside the context gathers by itself.
+
+    Under a live graph they stay: the graph may have saved them.
+    """
+    pairs = _shown(root)
+    if pairs and all(param._use_count() == 1 for param, _ in pairs):  # pyright: ignore[reportAttributeAccessIssue]
+        _reshard(root)
+
+
+def _reshard(root: nn.Module) -> None:
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def _gather(param: DTensor) -> _Gathered:
+    """All-gather ``param`` and make its object the full tensor."""
+    mesh, local = param.device_mesh, param.to_local()
+    source = param
+    if local.device.type != mesh.device_type:  # shards that rest on the host
+        source = DTensor.from_local(
+            local.to(mesh.device_type),
+            mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    full = source.full_tensor().detach()
+    if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        full = full.clone()  # one rank, or replicated: writes must not reach the shard
+    spare = torch.Tensor._make_subclass(_FullParameter, full, param.requires_grad)
+    _exchange(param, spare)
+    record = _Gathered(param, spare, param._version)
+    _open[id(param)] = record
+    return record
+
+
+def _exchange(a: Tensor, b: Tensor) -> None:
+    """Exchange class and tensor of two objects; attributes and identities stay.
+
+    Both keep (or get) the slots of the DTensor: FSDP2 looks at the local tensor of the user's
+    object when a forward runs inside the context.
+    """
+    for slot in _SLOTS:
+        held = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
+        setattr(a, slot, held)
+        setattr(b, slot, held)
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    torch._C._swap_tensor_impl(a, b)
+
+
+@torch.no_grad()
+def _write(param: DTensor, value: Tensor) -> None:
+    """Copy this rank's part of ``value`` (the full tensor) into the shard that ``param`` holds."""
+    local = param.to_local()
+    value = value.to(param.device_mesh.device_type)
+    part = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    local.copy_(part.to_local())
+
+
+def _broadcast(value: Tensor, rank: int, sharded: DTensor | None) -> None:
+    """Give every rank of the mesh (of the world, for a plain tensor) the value of ``rank``, in place."""
+    if sharded is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(value, rank)
+        return
+    mesh = sharded.device_mesh
+    at = (mesh.mesh == rank).nonzero()[0].tolist()
+    # Axis by axis: after axis i each rank holds the value of the rank that has the source's
+    # coordinates on the axes up to i and its own on the others.
+    for axis, coordinate in enumerate(at):
+        if mesh.size(axis) > 1:
+            group = mesh.get_group(axis)
+            dist.broadcast(value, dist.get_global_rank(group, coordinate), group=group)
+
+
+def _check_rank(rank: int | None, param: Tensor) -> None:
+    if rank is None:
+        return
+    if isinstance(param, DTensor):
+        ranks = param.device_mesh.mesh.flatten().tolist()
+    else:
+        ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
+    if rank not in ranks:
+        raise ValueError(
+            f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {_brief(ranks)}; "
+            "name one of them, or None to read only"
+        )
+
+
+def _brief(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 8 else f"{min(ranks)} to {max(ranks)}"
+
+
+def _check_shapes(records: Iterable[_Gathered]) -> None:
+    for record in records:
+        if record.param.shape != record.sharded.shape:
+            raise ValueError(
+                f"a gathered parameter was resized from {tuple(record.sharded.shape)} to "
+                f"{tuple(record.param.shape)}: the shape of a sharded parameter is fixed; resize the model "
+                "before thalweg.initialize"
+            )
+
+
+def _warn_if_written(records: list[_Gathered]) -> None:
+    written = sum(record.param._version != record.version for record in records)
+    if written:
+        _log.warning(
+            "GatheredParameters: %d parameter(s) were written to and modifier_rank is None, so the writes "
+            "are dropped; pass modifier_rank=0 to keep those of rank 0",
+            written,
+        )
+
+
+def gathered(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``(param, full)`` one parameter at a time: at most one full tensor is alive (read only)."""
+    for param in params:
+        with GatheredParameters(param):
+            yield param, param.detach()
