@@ -92,18 +92,24 @@ def _from_total(
     return values, why, problems
 
 
-def _mismatch(
-    total: int, micro: int, steps: int, ranks: int, world_size: int, why: Mapping[str, str]
-) -> Problem:
-    right = f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {ranks} = {micro * steps * ranks}"
-    expected = f"{right} (both sides: {total} != {micro * steps * ranks}"
+def _mismatch(total: int, micro: int, steps: int, ranks: int, world_size: int, why: Mapping[str, str]) -> Problem:
+    product = micro * steps * ranks
     if why:
-        derived = " and ".join(path for path in (MICRO, STEPS) if path in why)
-        expected += f"; {derived} was derived, and no whole number makes the sides equal"
-    ranks_that_fit = total // (micro * steps)
-    fits = ranks_that_fit * micro * steps == total and ranks_that_fit != ranks
-    wanted = ranks_that_fit * world_size // ranks if fits and not why else None
-    return Problem(TOTAL, total, expected + ")" + _launcher_hint(world_size, wanted))
+        open_term = MICRO if MICRO in why else STEPS
+        known, size = (STEPS, steps) if open_term == MICRO else (MICRO, micro)
+        step = size * ranks
+        expected = (
+            f"a multiple of {known} x data-parallel ranks = {size} x {ranks} = {step}, so that {open_term} "
+            f"is a whole number ({total} / {step} = {total / step:g})"
+        )
+        return Problem(TOTAL, total, expected + _launcher_hint(world_size, None))
+    expected = (
+        f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {ranks} = {product} "
+        f"(the two sides: {total} != {product})"
+    )
+    fitting = total // (micro * steps)
+    fits = fitting > 0 and fitting * micro * steps == total
+    return Problem(TOTAL, total, expected + _launcher_hint(world_size, fitting * world_size // ranks if fits else None))
 
 
 def _launcher_hint(world_size: int, wanted: int | None) -> str:

@@ -36,7 +36,7 @@ def describe(config: Section, provenance: Any) -> str:
     idle = dict(no_effect_notes(provenance.given))
     lines = ["config"]
     block = ""
-    for path, value in _shown(config, provenance, filled):
+    for path, value in _shown(config, provenance):
         if any(is_below(path, one) for one in idle):
             continue
         head, _, name = path.rpartition(".")
@@ -53,7 +53,7 @@ def describe(config: Section, provenance: Any) -> str:
     return printable("\n".join(lines))
 
 
-def _shown(config: Section, provenance: Any, filled: dict[str, str]) -> list[tuple[str, Any]]:
+def _shown(config: Section, provenance: Any) -> list[tuple[str, Any]]:
     rows = []
     for path, field in options(type(config)):
         value = value_at(config, path)
@@ -61,7 +61,7 @@ def _shown(config: Section, provenance: Any, filled: dict[str, str]) -> list[tup
             continue
         if path in ("optimizer.params", "scheduler.params"):
             rows += [(f"{path}.{name}", item) for name, item in (value or {}).items()]
-        elif path in ALWAYS or path in filled or any(is_below(one, path) for one in provenance.given):
+        elif path in ALWAYS or any(is_below(one, path) for one in provenance.given):
             rows.append((path, value))
     return sorted(rows, key=lambda row: "." in row[0])
 

@@ -109,6 +109,9 @@ def resolve_all(
         return config, [Problem("world_size", world_size, "a whole number of ranks, at least 1")]
     values, why, problems = solve(config, world_size)
     problems = [p for p in problems if not any(is_below(bad, p.path) or bad in _BATCH for bad in skipped)]
+    why["data_parallel_size"] = (
+        f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
+    )
     solved = with_values(config, values)
     assert isinstance(solved, Config)
     known = Known(solved, world_size, model)

@@ -1,0 +1,67 @@
+"""``thalweg config FILE``: check a config and print it resolved, in well under a second and without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from thalweg.config import ConfigError, load_config
+from thalweg.utils.env import read_ranks
+
+_EXAMPLES = """examples:
+  thalweg config ds_config.json
+  thalweg config ds_config.json --world-size 8 --json
+  thalweg config - < ds_config.json
+
+A config with faults: each of them on standard error, exit code 2.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``thalweg config``."""
+    parser = subparsers.add_parser(
+        "config",
+        help="check a ds_config.json and print it resolved",
+        description="Check a config, all faults at once, and print what each option resolves to.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
+    )
+    parser.add_argument(
+        "--world-size", type=_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def _ranks(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number, at least 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the resolved config and return 0, or the problems on standard error and return 2."""
+    ranks = args.world_size or read_ranks(os.environ).world_size
+    try:
+        config = load_config(_source(args.file), world_size=ranks)
+    except ConfigError as error:
+        print(f"thalweg config: {error}", file=sys.stderr)
+        if args.world_size is None and any(
+            p.path in ("train_batch_size", "data_parallel_size") for p in error.problems
+        ):
+            print("  (to check the config for another number of ranks, add --world-size N)", file=sys.stderr)
+        return 2
+    print(json.dumps(config.to_dict(), indent=2) if args.json else config.describe())
+    return 0
+
+
+def _source(name: str) -> str:
+    if name != "-":
+        return name
+    text = sys.stdin.read()
+    return text if text.lstrip().startswith("{") else "{" + text + "\n}"
