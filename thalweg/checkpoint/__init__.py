@@ -15,7 +15,8 @@ from thalweg.checkpoint.errors import (
     UnstorableState,
 )
 from thalweg.checkpoint.io import FileSystem, Probe
-from thalweg.checkpoint.load import Checkpoint, Damage, load
+from thalweg.checkpoint.load import load
+from thalweg.checkpoint.reader import Checkpoint, Damage
 from thalweg.checkpoint.rng import capture_rng, restore_rng
 from thalweg.checkpoint.save import Snapshot, save
 from thalweg.checkpoint.state import collect, model_tensors, restore

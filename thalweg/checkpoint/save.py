@@ -48,13 +48,15 @@ class Snapshot:
     tensors: logical name -> DTensor (any mesh, Shard and Replicate) or plain tensor, which
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
-    per_rank: this rank's own tree.  See ``tree.py`` for what trees may hold.
+    per_rank: this rank's own tree.
+    unsynced: plain tensors in which ranks may differ; the first holder's values are kept.  See ``tree.py`` for what trees may hold.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     per_rank: Mapping[str, Any] = field(default_factory=dict)
+    unsynced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def save(
         described: dict[str, Any] = {
             "tensors": list(_describe(local[0].tensors)),
             "aliases": dict(snapshot.aliases),
+            "unsynced": sorted(snapshot.unsynced),
             "state": local[0].per_rank,
         }
         if ranks.rank == 0:
@@ -138,18 +141,21 @@ def save(
         if temporary:
             publish.abandon(io, temporary[0])
         raise
-    ranks.together(what, lambda: _tidy(io, directory, tag, keep) if ranks.rank == 0 else None)
-    settled = directory / tag
-    return settled if io.exists(settled) else public
+    settled = ranks.together(what, lambda: _tidy(io, directory, tag, keep, public) if ranks.rank == 0 else "")
+    return Path(settled[0])
 
 
-def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None) -> None:
+def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None, public: Path) -> str:
     try:
-        publish.settle(io, directory, tag)
+        public = publish.settle(io, directory, tag)
         if keep is not None:
             publish.keep_newest(io, directory, keep)
-    except OSError as error:  # the commit stands; what is left over goes with the next save
+    except (
+        OSError,
+        CheckpointError,
+    ) as error:  # the commit stands; what is left over goes with the next save
         _log.warning("checkpoint %r is committed, but older ones could not be removed: %s", tag, error)
+    return str(public)
 
 
 def _encode(snapshot: Snapshot, rank: int) -> _Local:
@@ -199,6 +205,9 @@ def ranks_plan(described: list[dict[str, Any]]) -> tuple[list[_Planned], dict[st
                 )
             for offset, size in boxes:
                 holders.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(size)), []).append(rank)
+    for name in {name for description in described for name in description["unsynced"]}:
+        for box, owners in holders.get(name, {}).items():
+            holders[name][box] = owners[:1]
     for name, record in records.items():
         if not tiles(list(holders.get(name, {})), record.shape):
             raise CheckpointError(
