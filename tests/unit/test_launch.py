@@ -1,0 +1,197 @@
+"""The launcher's decisions, without a process: cores, hostfiles, the first failure, argument splitting."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thalweg.cli import run as cli_run
+from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, plan_cores
+from thalweg.launch.failure import collect, report
+from thalweg.launch.hosts import read_hostfile, select_slots
+from thalweg.launch.watch import RankExit
+
+
+@settings(deadline=None)
+@given(
+    nproc=st.integers(1, 20),
+    sizes=st.lists(st.integers(1, 2), min_size=1, max_size=24),
+    quota=st.none() | st.floats(0.1, 64),
+)
+def test_cores_are_disjoint_and_all_dealt(nproc: int, sizes: list[int], quota: float | None) -> None:
+    cores, start = [], 0
+    for size in sizes:
+        cores.append(tuple(range(start, start + size)))
+        start += size
+    plan = plan_cores(nproc, cores, quota=quota)
+    assert plan.threads >= 1
+    assert plan.threads * nproc <= max(nproc, len(cores))
+    if len(cores) < nproc:
+        assert plan.cpus == ()
+        return
+    dealt = [cpu for share in plan.cpus for cpu in share]
+    assert sorted(dealt) == list(range(start)), "each processor belongs to exactly one rank"
+    assert len(plan.cpus) == nproc and min(len(share) for share in plan.cpus) >= 1
+    for core in cores:
+        assert sum(bool(set(core) & set(share)) for share in plan.cpus) == 1, (
+            "one core's threads stay together"
+        )
+
+
+def test_cores_are_not_bound_on_request_and_a_quota_counts() -> None:
+    cores = [(0,), (1,), (2,), (3,)]
+    assert plan_cores(2, cores, bind=False).cpus == ()
+    assert plan_cores(2, cores).threads == 2
+    assert plan_cores(2, cores, quota=2.5).threads == 1
+
+
+def test_siblings_and_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
+    for cpu in range(4):  # two nodes, processors 0 and 2 share a core, so do 1 and 3
+        folder = tmp_path / f"cpu{cpu}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / "topology/thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+        (folder / f"node{1 - cpu % 2}").mkdir()
+    assert physical_cores([0, 1, 2, 3], tmp_path) == [(1, 3), (0, 2)]
+    assert physical_cores([0, 1], tmp_path) == [(1,), (0,)], "only what this process may use"
+    assert physical_cores([0, 1], tmp_path / "none") == [(0,), (1,)]
+
+
+def test_cpu_lists_and_quotas() -> None:
+    assert parse_cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
+    for text in ("", "a", "1-", "-1", "1,,2"):
+        with pytest.raises(ValueError, match="0-3,8"):
+            parse_cpu_list(text)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("250000 100000", 2.5), ("max 100000", None), ("junk", None)])
+def test_cgroup_quota(tmp_path: Path, text: str, expected: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(tmp_path / "cpu.max") == expected
+    assert cpu_quota(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [("localhost slots=4", 4), ("# mine\n\nlocalhost  slots=2 # two\n", 2), ("127.0.0.1\n", None)],
+)
+def test_hostfile_of_this_host(tmp_path: Path, text: str, slots: int | None) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    assert read_hostfile(path) == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("localhost slots=2\nworker-2 slots=2", "not built yet"),
+        ("worker-2 slots=2", "not built yet"),
+        ("localhost slots=two", "line 1"),
+        ("localhost\nlocalhost", "twice"),
+        ("# nothing\n", "names no host"),
+    ],
+)
+def test_other_hostfiles_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_hostfile(path)
+
+
+def test_filters() -> None:
+    assert select_slots(None, None, None) is None
+    assert select_slots(4, None, None).count == 4  # type: ignore[union-attr]
+    assert select_slots(4, "localhost:3,1", None).chosen == (1, 3)  # type: ignore[union-attr]
+    assert select_slots(None, "localhost:0,1", None).count == 2  # type: ignore[union-attr]
+    assert select_slots(4, None, "localhost:0").chosen == (1, 2, 3)  # type: ignore[union-attr]
+    for slots, include, exclude, problem in (
+        (4, "localhost:0", "localhost:1", "one of them"),
+        (4, "worker-1:0", None, "not built yet"),
+        (4, "localhost:0@worker-1:0", None, "not built yet"),
+        (4, "localhost:7", None, "slots 0 to 3"),
+        (2, None, "localhost:0,1", "no slot"),
+        (2, None, "localhost", "no slot"),
+        (None, None, "localhost:0", "hostfile"),
+        (4, "localhost:a", None, "localhost:0,1"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            select_slots(slots, include, exclude)
+
+
+def _record(folder: Path, rank: int, time_ns: int, kind: str, summary: str) -> None:
+    record = {"rank": rank, "time_ns": time_ns, "type": kind, "summary": summary, "shown": False}
+    record["traceback"] = f"Traceback of {rank}\n{summary}\n"
+    (folder / f"{rank}.error").write_text(json.dumps(record))
+
+
+PEER = ("builtins.RuntimeError", "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1")
+BUG = ("builtins.ValueError", "ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    ("records", "codes", "exits", "first", "code"),
+    [
+        # the bug is first, whatever the clock says about those who lost their peer
+        ({0: (1, *PEER), 1: (2, *BUG)}, {0: 1, 1: 1}, {}, 1, 1),
+        ({0: (1, *BUG), 1: (2, *PEER)}, {0: 1, 1: 1}, {}, 0, 1),
+        ({0: (5, *BUG), 1: (2, *BUG)}, {0: 1, 1: 1}, {}, 1, 1),
+        # killed: no record, a peer wrote an error before anyone saw the death
+        ({0: (5, *PEER)}, {0: 1, 1: -9}, {1: (7, -9)}, 1, 137),
+        ({0: (5, *PEER)}, {0: 1, 1: 3}, {1: (7, 3)}, 1, 3),
+        # a bug, and the others ended by the launcher
+        ({0: (5, *BUG)}, {0: 1, 1: -15, 2: -9}, {1: (7, -15), 2: (8, -9)}, 0, 1),
+        # nobody but the killed one failed
+        ({}, {1: -11, 0: -15}, {1: (7, -11), 0: (9, -15)}, 1, 139),
+        # only lost peers: the earliest
+        ({0: (5, *PEER), 1: (4, *PEER)}, {0: 1, 1: 1}, {}, 1, 1),
+        # the agent collected the status before the watch could read it
+        ({}, {2: 7}, {2: (7, None)}, 2, 7),
+    ],
+)
+def test_the_first_failure_is_found(
+    tmp_path: Path, records: dict, codes: dict, exits: dict, first: int, code: int
+) -> None:
+    for rank, (time_ns, kind, summary) in records.items():
+        _record(tmp_path, rank, time_ns, kind, summary)
+    noted = {rank: RankExit(rank, time_ns, exit_code) for rank, (time_ns, exit_code) in exits.items()}
+    failures = collect(tmp_path, codes, noted)
+    assert (failures[0].rank, failures[0].exit_code) == (first, code)
+    text = report(failures, 4)
+    assert f"rank {first} of 4 failed first, exit code {code}" in text
+    assert text.count("Traceback") <= 1
+
+
+def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
+    for number, hint in (
+        (signal.SIGKILL, "out-of-memory"),
+        (signal.SIGBUS, "/dev/shm"),
+        (signal.SIGSEGV, "FAULT"),
+    ):
+        text = report(collect(tmp_path, {0: -number}, {}), 1)
+        assert number.name in text and hint in text
+    assert "64" in report(collect(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mine", "script"),
+    [
+        (["a.py", "--nproc", "3"], ["a.py"], ["--nproc", "3"]),
+        (["--nproc", "2", "a.py", "--", "-x"], ["--nproc", "2", "a.py"], ["--", "-x"]),
+        (["--nproc=2", "-m", "pkg", "--help"], ["--nproc=2", "-m", "pkg"], ["--help"]),
+        (["--no-bind", "a.py", ""], ["--no-bind", "a.py"], [""]),
+        (["--", "-odd.py", "x"], ["--", "-odd.py"], ["x"]),
+        (["--nproc"], ["--nproc"], []),
+        (["-i", "localhost:0", "a.py", "-i"], ["-i", "localhost:0", "a.py"], ["-i"]),
+    ],
+)
+def test_the_scripts_arguments_are_set_apart(
+    arguments: list[str], mine: list[str], script: list[str]
+) -> None:
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    cli_run.add_parser(subparsers)
+    assert cli_run.split_passthrough(subparsers.choices["run"], arguments) == (mine, script)
