@@ -1,0 +1,309 @@
+"""The benchmarks: that they measure what they say, compare the right way up, and clean up after themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thalweg
+from thalweg.cli import main as cli_main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BENCH = ROOT / "bench"
+sys.path.insert(0, str(BENCH))
+contestants, duel, goals, groups, llama, namespaces, report = (
+    importlib.import_module(name)
+    for name in ("_contestants", "_duel", "_goals", "_groups", "_llama", "_namespaces", "_report")
+)
+TINY = contestants.JOBS["tiny"]
+
+
+def script(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of bench/ as a user does."""
+    command = [sys.executable, str(BENCH / f"{name}.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+# ---- the command line -------------------------------------------------------------------------------
+
+
+def test_bench_lists_every_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main(["bench", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["benchmarks"]
+    assert set(listed) == {path.stem for path in BENCH.glob("[!_]*.py")}
+    assert {"train_step", "start", "hosts", "gpu_mfu"} <= set(listed)
+    assert all(listed.values()), "every benchmark says in one line what it compares"
+
+
+def test_bench_names_the_nearest_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main(["bench", "trian_step"]) == 2
+    captured = capsys.readouterr()
+    assert "did you mean 'train_step'" in captured.err
+    assert not captured.out
+
+
+def test_bench_without_a_checkout_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(thalweg, "__file__", str(tmp_path / "site-packages" / "thalweg" / "__init__.py"))
+    assert cli_main(["bench", "train_step"]) == 2
+    assert "clone the repository" in capsys.readouterr().err
+
+
+def test_bench_passes_options_and_exit_code_on() -> None:
+    command = [sys.executable, "-m", "thalweg", "bench", "train_step", "--only", "nobody"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "nobody" in done.stderr
+
+
+# ---- arithmetic of comparisons ----------------------------------------------------------------------
+
+
+def test_a_ratio_above_one_means_that_thalweg_is_better() -> None:
+    assert report.compare("case", "peer", "clock_ms", 10.0, 25.0).ratio == 2.5
+    assert report.compare("case", "peer", "mfu", 0.5, 0.4, lower_is_better=False).ratio == 1.25
+    absent = report.compare("case", "peer", "clock_ms", None, 1.0, note="absent: why").to_dict()
+    assert absent["ratio"] is None
+    assert absent["note"] == "absent: why"
+
+
+def outcome(name: str, batch: int, seconds: list[list[float]]) -> Any:
+    """Return an outcome with one turn for each inner list, two ranks, the second a little faster."""
+    made = duel.Outcome(name, batch)
+    for turn in seconds:
+        made.turns.append(groups.Turn([turn, [0.9 * s for s in turn]], [turn, turn], [[1.0] * len(turn)] * 2))
+    return made
+
+
+def test_ratios_survive_a_slow_minute_and_different_batches() -> None:
+    run = duel.Duel(TINY, 2, duel.Plan(), "anchor")
+    slow = [1.0, 1.0, 7.0]  # the machine is seven times slower in the last round, for all alike
+    a = outcome("ours", 0, [[0.2 * s] * 3 for s in slow])
+    b = outcome("theirs", 1, [[0.5 * s] * 3 for s in slow])
+    # The second batch met a machine at half speed.
+    anchors = [
+        outcome("anchor", 0, [[0.3 * s] * 3 for s in slow]),
+        outcome("anchor", 1, [[0.6 * s] * 3 for s in slow]),
+    ]
+    run.outcomes, run.anchors = {"ours": a, "theirs": b, "anchor": anchors[0]}, anchors
+    assert run.relative("ours", "anchor") == pytest.approx(1.5)
+    assert run.relative("anchor", "theirs") == pytest.approx(0.5 / 0.6)
+    assert run.relative("ours", "theirs") == pytest.approx((0.5 / 0.6) / (0.2 / 0.3))
+    assert a.clock_ms()[0] == pytest.approx(200.0), "the slowest rank's clock counts"
+
+
+@settings(deadline=None)
+@given(
+    names=st.lists(st.sampled_from(["ddp", "fsdp2_2", "fsdp2_3", "deepspeed_3", "thalweg_1"]), unique=True),
+    world=st.integers(1, 8),
+    budget=st.floats(100, 50000),
+)
+def test_batches_hold_everyone_once_and_fit(names: list[str], world: int, budget: float) -> None:
+    job = contestants.JOBS["69m"]
+    batches = duel.pack(names, "ddp_fused", job, world, budget)
+    assert [name for batch in batches for name in batch[1:]] == names
+    assert all(batch[0] == "ddp_fused" for batch in batches)
+    for batch in batches:
+        need = sum(duel.estimate_mib(name, job, world) for name in batch)
+        assert need <= budget or len(batch) <= 2, "only a pair that does not fit may exceed the budget"
+
+
+def test_goals_are_measured_never_assumed() -> None:
+    run = duel.Duel(contestants.JOBS["69m"], 2, duel.Plan(), "ddp_fused")
+    ours, theirs = outcome("thalweg_torch_3", 0, [[0.5]] * 5), outcome("deepspeed_3", 0, [[1.0]] * 5)
+    for made, peak in ((ours, 1500.0), (theirs, 2500.0)):
+        made.reports = [{"peak_mib": peak, "import_mib": 200.0}]
+    run.outcomes = {"thalweg_torch_3": ours, "deepspeed_3": theirs}
+    found = {(g["peer"], g["metric"]): g for g in goals.check(run)}
+    assert set(found) == {("deepspeed_3", "clock"), ("deepspeed_3", "memory")}
+    assert not found["deepspeed_3", "clock"]["met"], "2.0 is below the promised 2.2"
+    assert found["deepspeed_3", "memory"]["met"]
+
+
+def test_reference_models_have_the_sizes_that_the_results_name() -> None:
+    import torch
+
+    for name, millions in (("small", 5.3), ("69m", 69.3)):
+        with torch.device("meta"):
+            model = contestants.build_model(contestants.JOBS[name])
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_flop_count_of_the_llama_shape_equals_what_torch_counts() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 64, "hidden": 96, "vocabulary": 128}
+    model, tokens_BT = llama.Llama(**shape), torch.randint(0, 128, (2, 32))
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens_BT, tokens_BT).backward()
+    assert counter.get_total_flops() == llama.flops_per_token(shape, 32) * tokens_BT.numel()
+    whole, masked = (llama.flops_per_token(shape, 32, causal=c) for c in (False, True))
+    assert whole - masked == 6 * 2 * 64 * 32
+
+
+# ---- the processes ----------------------------------------------------------------------------------
+
+
+def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> None:
+    changed = dataclasses.replace(TINY, heads=4)  # the same weights, other arithmetic
+    made = [
+        groups.Group(n, j, 2) for n, j in (("ddp_fused", TINY), ("fsdp2_3", TINY), ("ddp_fused", changed))
+    ]
+    folders = [group._folder for group in made]
+    pids = [process.pid for group in made for process in group._ranks]
+    try:
+        for group in made:
+            group.wait_ready()
+        turns = [[group.run(steps) for group in made] for steps in (1, 2)]
+        memory = made[0].report()
+    finally:
+        for group in made:
+            group.stop()
+    losses = [[loss for turn in turns for loss in turn[i].loss()] for i in range(3)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    assert losses[0] != pytest.approx(losses[2], abs=1e-5), "the check on fairness must be able to fail"
+    assert len(turns[1][0].clock()) == 2
+    assert all(second > 0 for second in turns[1][0].clock())
+    assert 50 < memory[0]["import_mib"] <= memory[0]["model_mib"] <= memory[0]["peak_mib"]
+    assert not any(folder.exists() for folder in folders)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -> None:
+    group = groups.Group("nobody_3", TINY, 2)
+    pids = [process.pid for process in group._ranks]
+    with pytest.raises(groups.GroupError, match="no contestant 'nobody_3'"), group:
+        group.wait_ready()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ranks_end_when_their_driver_is_killed(tmp_path: Path) -> None:
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(BENCH)!r}); import _groups, _contestants\n"
+        "g = _groups.Group('ddp', _contestants.JOBS['tiny'], 1); g.wait_ready()\n"
+        "print(g._ranks[0].pid, g._folder, flush=True); time.sleep(60)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pid, folder = driver.stdout.readline().split()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    driver.stdout.close()
+    shutil.rmtree(folder)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in _state(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _state(pid) in ("", "Z")
+
+
+def _state(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_train_step_prints_one_object_whose_rows_compare() -> None:
+    options = ["--model", "tiny", "--only", "thalweg_3", "thalweg_torch_2", "fsdp2_3", "fsdp2_comm_2"]
+    done = script("train_step", *options, "--rounds", "2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert {"date", "commit", "machine", "rows", "contestants"} <= set(data)
+    assert {"case", "peer", "metric", "ours", "theirs", "ratio"} <= set(data["rows"][0])
+    found = {(row["case"].split(", ")[1], row["peer"], row["metric"]) for row in data["rows"]}
+    assert ("stage 3", "fsdp2_3", "clock_ms_median") in found
+    assert ("stage 2", "fsdp2_comm_2", "peak_mib") in found
+    for row in data["rows"]:
+        if row["metric"] == "peak_mib":
+            assert row["ratio"] == pytest.approx(row["theirs"] / row["ours"], rel=1e-3)
+    assert all(line["loss_difference"] < 1e-5 for line in data["contestants"])
+
+
+def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = script("gpu_mfu", "--quick", "--json")
+    assert done.returncode == 2
+    assert "needs an NVIDIA GPU" in done.stderr
+    assert not done.stdout
+
+
+# ---- hosts ------------------------------------------------------------------------------------------
+
+
+def test_hosts_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert "iproute2" in namespaces.why_not()
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(namespaces, "os", SimpleNamespace(geteuid=lambda: 1000))
+    assert "root" in namespaces.why_not()
+
+
+def _make_hosts() -> Any:
+    reason = namespaces.why_not()
+    if reason:
+        pytest.skip(f"namespace hosts: {reason}")
+    try:
+        with namespaces.Hosts():
+            pass
+    except namespaces.NamespaceError as error:
+        pytest.skip(f"namespace hosts: {error}")
+    return namespaces.Hosts("1gbit")
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_hosts_have_names_and_memory_of_their_own_and_go_with_an_error() -> None:
+    hosts = _make_hosts()
+    asked = (
+        "import socket, pathlib; print(socket.gethostname(), len(list(pathlib.Path('/dev/shm').iterdir())))"
+    )
+    with pytest.raises(RuntimeError, match="as planned"), hosts:
+        places = hosts.placements(2)
+        answers = [
+            subprocess.run(
+                [*p.prefix, sys.executable, "-c", asked], capture_output=True, text=True, check=True
+            ).stdout
+            for p in places
+        ]
+        assert [answer.split() for answer in answers] == [[hosts.names[i // 2], "0"] for i in range(4)]
+        assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+        assert all(name in _namespaces() for name in hosts.names)
+        raise RuntimeError("as planned")
+    assert not any(name in _namespaces() for name in hosts.names)
+
+
+def test_hosts_of_a_dead_driver_are_swept() -> None:
+    _make_hosts()
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    name = f"{namespaces._PREFIX}{child.pid}-0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    alive = f"{namespaces._PREFIX}{os.getpid()}-9"
+    subprocess.run(["ip", "netns", "add", alive], check=True)
+    try:
+        assert namespaces.sweep() == [name]
+    finally:
+        subprocess.run(["ip", "netns", "del", alive], check=True)
