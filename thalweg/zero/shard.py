@@ -74,7 +74,7 @@ class Sharded:
         self._stores = stores
         self._stores_of: dict[str, list[Store]] = {}
         self._reducers: list[Any] = []
-        self._loss_scale = 1.0
+        self.loss_scale = 1.0
         self._flags: tuple[bool, bool] | None = None
         self._entered_sharded = False
         self._handles: list[Any] = []
@@ -103,7 +103,7 @@ class Sharded:
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
-        self._loss_scale = scale
+        self.loss_scale = scale
         divisor = scale / (self._world_size if self.options.sum_gradients else 1)
         for reducer in self._reducers:
             reducer.divisor = divisor
@@ -188,7 +188,7 @@ class Sharded:
         flat = torch.stack([grad.reshape(()) for grad in present])
         if self._world_size > 1:
             dist.all_reduce(flat, group=self._group)
-        divisor = self._loss_scale * (1 if self.options.sum_gradients else self._world_size)
+        divisor = self.loss_scale * (1 if self.options.sum_gradients else self._world_size)
         trained = [parameter for parameter in self.loose if parameter.requires_grad]
         for parameter, value in zip(trained, (flat / divisor).unbind(), strict=True):
             if parameter.grad is not None:

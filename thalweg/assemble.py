@@ -1,0 +1,343 @@
+"""The ordered recipe: from a plain model and a resolved config to the parts of an engine.
+
+    recompute activations -> pick CPU kernels -> compile -> shard -> optimizer -> schedule
+
+The order matters.  Recomputation and kernels change how a module computes, so compiling
+comes after them; sharding replaces parameters, so it comes last on the model, and the
+optimizer is built over what it leaves.  Each optional feature is an object made here;
+the engine does not know their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg import ops
+from thalweg.config import Config, ModelFacts
+from thalweg.observe import build_recorder, flops_per_token, resident_mib
+from thalweg.observe.meter import Meter
+from thalweg.optim import LossScaler, build_optimizer, build_schedule
+from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
+from thalweg.optim.window import Window
+from thalweg.remat import RematPolicy, apply_activation_checkpointing
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.timing import PhaseTimer
+from thalweg.zero.logical import like
+from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.shard import Sharded, ShardOptions, shard
+from thalweg.zero.units import UnitPolicy, find_units, num_parameters
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Parts:
+    """What an engine drives."""
+
+    module: nn.Module
+    sharded: Sharded
+    optimizer: ManagedOptimizer | None
+    lr_scheduler: Any
+    window: Window
+    scaler: LossScaler
+    meter: Meter
+    phases: PhaseTimer
+    forward_context: ForwardContext
+    mesh: DeviceMesh
+    device: torch.device
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """What the config's ``"auto"`` values may depend on."""
+    config = getattr(model, "config", None)
+
+    def first(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
+
+    return ModelFacts(
+        num_parameters=num_parameters(model),
+        hidden_size=first("hidden_size", "n_embd", "d_model"),
+        num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
+    )
+
+
+def assemble(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: Config,
+    device: torch.device,
+    *,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+) -> Parts:
+    """Build the parts in order; the model is changed in place.  Collective over ``mesh``.
+
+    Raises:
+        ValueError: the model has no parameters, or the optimizer holds foreign ones.
+    """
+    facts = model_facts(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    wanted = _parameter_names(optimizer, model_parameters, names)
+    options = shard_options(model, config)
+    units = find_units(model, options.units)
+    _recompute(model, list(units.values()), config)
+    _pick_kernels(model, mesh, config, device)
+    _compile(model, list(units.values()), config)
+    sharded = shard(model, mesh, options, device)
+    _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
+    scaler = LossScaler.from_config(config.fp16)
+    managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)
+    schedule = _schedule(config, managed, lr_scheduler)
+    if config.seed is not None:
+        torch.manual_seed(config.seed + mesh.get_local_rank())
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    return Parts(
+        module=model,
+        sharded=sharded,
+        optimizer=managed,
+        lr_scheduler=schedule,
+        window=window,
+        scaler=scaler,
+        meter=_meter(config, mesh, facts),
+        phases=PhaseTimer(enabled=config.wall_clock_breakdown),
+        forward_context=_forward_context(config, device),
+        mesh=mesh,
+        device=device,
+    )
+
+
+def precision_of(config: Config) -> Precision:
+    """The dtypes that the config asks for, spelled out."""
+    compute = torch.float32
+    low_master = False
+    if config.bf16.enabled:
+        compute, low_master = torch.bfloat16, config.bf16.bf16_master_weights_and_grads
+    if config.fp16.enabled:
+        compute, low_master = torch.float16, config.fp16.fp16_master_weights_and_grads
+    if config.data_types.param_dtype is not None:
+        compute = parse_dtype(config.data_types.param_dtype)
+    master = compute if low_master else torch.float32
+    wire = config.communication_data_type or config.data_types.grad_accum_dtype
+    buffer = config.data_types.buffer_dtype
+    return Precision(
+        compute=compute,
+        master=master,
+        reduce=parse_dtype(wire) if wire is not None else master,
+        buffer=None if buffer is None else parse_dtype(buffer),
+    )
+
+
+def shard_options(model: nn.Module, config: Config) -> ShardOptions:
+    """How the model is to be sharded."""
+    zero, precision = config.zero_optimization, precision_of(config)
+    leaf = zero.leaf_module
+    units = UnitPolicy(
+        min_num_params=zero.stage3_module_granularity_threshold,
+        leaf_classes=tuple(leaf.classes or ()),
+        leaf_names=tuple(leaf.names or ()),
+        leaf_suffixes=tuple(leaf.name_suffixes or ()),
+    )
+    return ShardOptions(
+        policy=ZeroPolicy(zero.stage),
+        precision=precision,
+        units=units,
+        sum_gradients=config.gradient_allreduce_op == "sum",
+        fp32_modules=_fp32_modules(model, config, precision),
+    )
+
+
+def _fp32_modules(model: nn.Module, config: Config, precision: Precision) -> tuple[str, ...]:
+    """Names of the modules that stay in fp32 while the rest computes in a lower precision."""
+    if precision.compute == torch.float32:
+        return ()
+    keys: Iterable[str] = config.data_types.keep_in_fp32_modules or ()
+    if config.data_types.keep_in_fp32_modules == "auto":
+        found: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        if precision.compute == torch.float16:
+            found |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        keys = found
+    wanted = set(keys)
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name and wanted & {name, name.rpartition(".")[2]} and any(True for _ in module.parameters())
+    )
+
+
+def _recompute(model: nn.Module, units: list[nn.Module], config: Config) -> None:
+    section = config.activation_checkpointing
+    policy = RematPolicy(policy=section.policy, every=section.every)
+    apply_activation_checkpointing(model, units, policy)
+
+
+def _pick_kernels(model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
+    """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
+    if device.type != "cpu" or config.compile.enabled:
+        return
+    if ops.switch_linear_layers(model, config.cpu_kernels) == 0:
+        return
+    if mesh.size() > 1:
+        table = [ops.export_table()] if mesh.get_local_rank() == 0 else [None]
+        root = dist.get_global_rank(mesh.get_group(), 0)
+        dist.broadcast_object_list(table, src=root, group=mesh.get_group())
+        if table[0] is not None:
+            ops.import_table(table[0])
+
+
+def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
+    section = config.compile
+    if not section.enabled:
+        return
+    options: dict[str, Any] = {"backend": section.backend, "fullgraph": section.fullgraph, **section.kwargs}
+    for key in ("mode", "dynamic"):
+        if getattr(section, key) is not None:
+            options[key] = getattr(section, key)
+    for unit in units or [model]:
+        unit.compile(**options)
+
+
+def _forward_context(config: Config, device: torch.device) -> ForwardContext:
+    section = config.torch_autocast
+    if not section.enabled:
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=parse_dtype(section.dtype))
+
+
+def _scale_plain_backwards(model: nn.Module, config: Config, window: Window, sharded: Sharded) -> None:
+    """In fp16, scale the gradients of ``loss.backward()`` where they enter the model.
+
+    ``engine.backward`` scales the loss itself; a plain loop does not know of a scale, and
+    the reduction divides by one in any case.
+    """
+    if not config.fp16.enabled:
+        return
+
+    def scale(grad: Tensor) -> Tensor:
+        return grad if window.in_backward else grad * sharded.loss_scale
+
+    def mark(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(scale)
+
+    model.register_forward_hook(mark)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _parameter_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
+    """The user's parameter groups with names in place of parameters, which sharding will replace."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        source: Any = optimizer.param_groups
+    else:
+        source = list(model_parameters) if model_parameters is not None else []
+    if source and not isinstance(source[0], Mapping):
+        source = [{"params": source}]
+    groups = []
+    for index, group in enumerate(source):
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        members = [member[1] if isinstance(member, tuple) else member for member in members]
+        foreign = sum(1 for member in members if id(member) not in names)
+        if foreign:
+            raise ValueError(
+                f"group {index} of the optimizer holds {foreign} of {len(members)} parameters that are not "
+                "the model's: build it from model.parameters() of the very model given to initialize()"
+            )
+        groups.append({**group, "params": [names[id(member)] for member in members]})
+    return groups
+
+
+def _optimizer(
+    model: nn.Module,
+    sharded: Sharded,
+    mesh: DeviceMesh,
+    config: Config,
+    given: Any,
+    wanted: list[dict[str, Any]],
+    window: Window,
+    scaler: LossScaler,
+) -> ManagedOptimizer | None:
+    new = dict(model.named_parameters(remove_duplicate=False))
+    groups = [{**group, "params": [new[name] for name in group["params"]]} for group in wanted]
+    if not groups:
+        groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    if isinstance(given, torch.optim.Optimizer):
+        inner = _rebind(given, groups)
+    elif callable(given):
+        inner = given(groups)
+    elif config.optimizer is not None:
+        inner = build_optimizer(config.optimizer.type, groups, config.optimizer.params)
+    else:
+        return None
+    hooks = UpdateHooks(sharded.finish_window, sharded.set_loss_scale, sharded.drop_gradients)
+    replicate_group = mesh.get_group() if mesh.size() > 1 else None
+    return ManagedOptimizer(
+        inner,
+        hooks,
+        window,
+        scaler,
+        max_norm=config.gradient_clipping,
+        replicate_group=replicate_group,
+    )
+
+
+def _rebind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Let the user's optimizer, with any state it has, work on the sharded parameters."""
+    old_state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group, renewed in zip(optimizer.param_groups, groups, strict=True):
+        for old, parameter in zip(group["params"], renewed["params"], strict=True):
+            entries = old_state.pop(old, None)
+            if entries:
+                optimizer.state[parameter] = {key: like(v, parameter) for key, v in entries.items()}
+        group["params"] = renewed["params"]
+    return optimizer
+
+
+def _schedule(config: Config, optimizer: ManagedOptimizer | None, given: Any) -> Any:
+    if optimizer is None:
+        return given
+    if given is not None:
+        built = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        if getattr(built, "optimizer", None) is optimizer.inner:
+            built.optimizer = optimizer
+        return built
+    if config.scheduler is None:
+        return None
+    return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+
+
+def _meter(config: Config, mesh: DeviceMesh, facts: ModelFacts) -> Meter:
+    rank = dist.get_rank()
+    recorder = build_recorder(config, rank=rank)
+    monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
+    every = config.steps_per_print
+    wanted = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
+    return Meter(
+        recorder,
+        group=mesh.get_group(),
+        wanted=wanted,
+        flops_per_token=flops_per_token(facts),
+        memory_mib=lambda: resident_mib(peak=True),
+    )

@@ -1,0 +1,451 @@
+"""The engine: forward, backward, step; save and load.
+
+``initialize`` reads top to bottom: load the config, build the mesh, assemble the parts,
+wrap them.  The engine then only drives them.  Three facts hold at every stage:
+
+* the window of accumulation ends in a step, ``engine.step()`` or the optimizer's own;
+* a gradient that can be seen is the true mean, unscaled, in the master dtype;
+* an update happens on every rank or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg import checkpoint
+from thalweg.assemble import Parts, assemble, model_facts
+from thalweg.comm import Ledger
+from thalweg.config import Config, load, resolve
+from thalweg.data.batches import call_with, forever, loss_of, to_device
+from thalweg.data.for_engine import make_loader
+from thalweg.device import keep_freed_memory, pick_device, synchronize
+from thalweg.mesh import build_mesh, init_distributed
+from thalweg.utils.log import get_logger
+from thalweg.zero.logical import full_state_dict, load_full_state_dict
+
+_log = get_logger(__name__)
+_PRIVATE = "engine"  # the key of the engine's own entries in a checkpoint's state
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh: DeviceMesh | None = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of a plain model; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
+
+    ``config``: a path, dict or JSON text of DeepSpeed's keys (or ``args.deepspeed_config``).
+    ``optimizer``: an optimizer over the model's parameters, a callable that makes one, or
+    None for the config's.  ``model_parameters``: parameters or groups for the config's
+    optimizer, by default all that require gradients.  ``training_data``: a dataset or a
+    DataLoader.  ``lr_scheduler``: an object with ``step()`` or a callable of the optimizer.
+
+    The model is changed in place.  Called by every rank of the job, or by a plain
+    ``python`` process, which is a job of one.
+
+    Raises:
+        ConfigError: with every problem of the config at once.
+        ValueError: a model without parameters, an optimizer over foreign ones, data that
+            cannot fill the ranks, an environment that contradicts itself.
+    """
+    if model is None:
+        raise ValueError("initialize() needs a model: thalweg.initialize(model=model, config=...)")
+    if mpu is not None:
+        raise ValueError("mpu= is not built yet: tensor and pipeline parallelism belong to a later version")
+    source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
+    parsed = load(source)
+    if not any(True for _ in model.parameters()):
+        raise ValueError("the model has no parameters: there is nothing to train")
+    info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    device = pick_device(info.local_rank)
+    world = build_mesh(device, mesh)
+    resolved = resolve(parsed, world_size=world.size(), model=model_facts(model))
+    if device.type == "cpu":
+        keep_freed_memory()
+    loader = make_loader(training_data, resolved, world.get_local_rank(), world.size(), collate_fn)
+    parts = assemble(
+        model,
+        world,
+        resolved,
+        device,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+    )
+    engine = Engine(parts, resolved, loader)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class Engine(nn.Module):
+    """Drives one model; several engines may live in one process.
+
+    Attributes: ``module`` the model, ``optimizer``, ``lr_scheduler``, ``config`` (resolved,
+    immutable), ``device``, ``global_steps`` (windows closed, skipped ones included),
+    ``skipped_steps``, ``micro_steps``, ``ledger`` (what was communicated).
+    """
+
+    def __init__(self, parts: Parts, config: Config, loader: Any = None) -> None:
+        super().__init__()
+        self.module = parts.module
+        self.config = config
+        self.device = parts.device
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.lr_scheduler
+        self.training_dataloader = loader
+        self.global_steps = 0
+        self.global_samples = 0
+        self._parts = parts
+        self._window = parts.window
+        self._sync = True
+        self._batches: Iterator[Any] | None = None
+        if self.optimizer is not None:
+            self.optimizer.after_step(self._count_update)
+        if config.dump_state:
+            _log.info("resolved config\n%s", config.describe())
+
+    # Forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; its gradients will be those of the window at hand."""
+        if torch.is_grad_enabled():
+            self._parts.meter.saw_batch(args, kwargs)
+            self._parts.sharded.prepare_backward(self._window.is_last, self._sync)
+        with self._parts.phases.span("forward"), self._parts.forward_context():
+            return self.module(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+    ) -> Tensor:
+        """Run the backward pass of ``loss`` (a 0-dim tensor), divided by the accumulation steps.
+
+        Returns the loss as it was differentiated.  A plain ``loss.backward()`` does the
+        same, but for that division.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"backward() needs a scalar loss, got {kind}: pass output.loss or loss.mean()")
+        window, size = self._window, self._window.size
+        self._parts.meter.saw_loss(loss)
+        self._parts.sharded.prepare_backward(window.is_last, self._sync)
+        scaled = loss / size if scale_wrt_gas and size > 1 else loss
+        window.note_backward(scaled=scale_wrt_gas)
+        window.in_backward = True
+        try:
+            with self._parts.phases.span("backward"):
+                scale = self._parts.scaler.scale
+                (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
+        finally:
+            window.in_backward = False
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; the last of a window updates the parameters and the schedule."""
+        if self.optimizer is None:
+            raise ValueError(
+                "step() needs an optimizer: give initialize() one, or name it in the config, as in "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+            )
+        if not (self._window.end_micro_batch() or self._loader_is_done()):
+            return
+        with self._parts.phases.span("step"):
+            self.optimizer.step()
+        if self.lr_scheduler is not None and not self.optimizer.overflow:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.optimizer.zero_grad()
+
+    def _count_update(self) -> None:
+        """After every update, the engine's own or the optimizer's."""
+        assert self.optimizer is not None
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._parts.meter.step(
+            self.global_steps,
+            lr=self.get_lr()[0],
+            grad_norm=self.optimizer.grad_norm,
+            loss_scale=self.optimizer.loss_scale,
+            skipped=self.optimizer.overflow,
+            phases=self._parts.phases.take(),
+        )
+
+    def _loader_is_done(self) -> bool:
+        """Whether the engine's own loader has just given its epoch's last batch: the window ends there."""
+        return bool(getattr(self.training_dataloader, "at_epoch_end", False))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the window's last."""
+        return self._window.is_last
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batch at hand is the window's last; None counts again."""
+        self._window.force(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients on this rank; the step reduces them."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients and begin a new window."""
+        self._window.close()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            self._parts.sharded.drop_gradients()
+            self.module.zero_grad(set_to_none=True)
+
+    # Whole batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one window of micro-batches; returns their mean loss over all ranks (0-dim).
+
+        A batch may be a mapping (keyword arguments), a tuple (positional) or a tensor; the
+        model returns the loss, or an object with a ``loss``.  An iterator that ends in the
+        middle of a window makes that window shorter.
+        """
+        self.train()
+        total = torch.zeros((), device=self.device)
+        count = 0
+        for batch in self._take(data_iter, self._window.size):
+            loss = loss_of(self._call(batch))
+            self.backward(loss)
+            total += loss.detach()
+            count += 1
+            if count < self._window.size:
+                self.step()
+        if count == 0:
+            raise StopIteration("the data iterator is empty")
+        if count < self._window.size:
+            # step() has counted the short window's micro-batches; close it as it is.
+            assert self.optimizer is not None
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.overflow:
+                self.lr_scheduler.step()
+            self.optimizer.zero_grad()
+        else:
+            self.step()
+        return self._mean(total / count)
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Mean loss over all ranks of one window of micro-batches, without gradients."""
+        was_training = self.training
+        self.eval()
+        losses = []
+        with torch.no_grad():
+            for batch in self._take(data_iter, self._window.size):
+                losses.append(loss_of(self._call(batch)).detach())
+        self.train(was_training)
+        if not losses:
+            raise StopIteration("the data iterator is empty")
+        return self._mean(torch.stack(losses).mean())
+
+    def _take(self, data_iter: Iterator[Any] | None, count: int) -> Iterator[Any]:
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError(
+                    "train_batch() needs data: pass data_iter=, or training_data= to initialize()"
+                )
+            if self._batches is None:
+                self._batches = forever(self.training_dataloader)
+            data_iter = self._batches
+        for _ in range(count):
+            try:
+                yield next(data_iter)
+            except StopIteration:
+                return
+
+    def _call(self, batch: Any) -> Any:
+        return call_with(self, to_device(batch, self.device))
+
+    def _mean(self, value: Tensor) -> Tensor:
+        if self._parts.mesh.size() > 1:
+            dist.all_reduce(value, group=self._parts.mesh.get_group())
+        return value / self._parts.mesh.size()
+
+    # Facts
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because a gradient was not finite."""
+        return self.optimizer.skipped_steps if self.optimizer is not None else 0
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches ended so far."""
+        return self._window.micro_steps
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was communicated, by kind and module."""
+        return self._parts.sharded.ledger
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss (1 except in fp16)."""
+        return self._parts.scaler.scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global gradient norm of the last update, before clipping; None before the first."""
+        return self.optimizer.grad_norm if self.optimizer is not None else None
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else [0.0]
+
+    def train_batch_size(self) -> int:
+        """Samples of one update over all ranks."""
+        return int(self.config.train_batch_size)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return int(self.config.train_micro_batch_size_per_gpu)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one update."""
+        return self._window.size
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return int(self.config.zero_optimization.stage)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The model's full tensors on the CPU, under the names of the plain model; collective."""
+        return full_state_dict(self.module)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+        """Load full tensors (or shards of this layout) into the model; collective."""
+        return load_full_state_dict(self.module, state_dict, strict)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write and commit a checkpoint under ``save_dir/tag`` (``global_step<N>``); collective.
+
+        ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
+        """
+        synchronize(self.device)
+        self._parts.sharded.finish_window()
+        state = {"client_state": dict(client_state or {}), _PRIVATE: self._own_state()}
+        snapshot = checkpoint.collect(self.module, self.optimizer, state=state)
+        keep = self.config.checkpoint.keep
+        return checkpoint.save(
+            save_dir,
+            tag or f"global_step{self.global_steps}",
+            snapshot,
+            step=self.global_steps,
+            group=self._parts.mesh.get_group(),
+            keep=None if keep == "all" else keep,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of any stage and world size; returns ``(path, client_state)``; collective.
+
+        Without a tag, the newest good one.  ``(None, None)`` only where the directory holds
+        none and the config's ``checkpoint.resume`` allows a fresh start.
+        """
+        group = self._parts.mesh.get_group()
+        found = checkpoint.load(load_dir, tag, resume=self.config.checkpoint.resume, group=group)
+        if found is None:
+            return None, None
+        with found:
+            optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+            self.zero_grad()
+            state = checkpoint.restore(
+                found,
+                self.module,
+                optimizer,
+                strict=load_module_strict,
+                group=group,
+                rng=not load_module_only,
+            )
+            if not load_module_only:
+                self._take_state(state.get(_PRIVATE, {}), load_lr_scheduler_states)
+            return str(found.path), state.get("client_state", {})
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights in 16 bits in the Hugging Face layout; collective."""
+        dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
+        from thalweg.checkpoint.hf import save_16bit
+
+        save_16bit(self.module, save_dir, dtype=dtype, group=self._parts.mesh.get_group())
+        return True
+
+    def _own_state(self) -> dict[str, Any]:
+        loader = self.training_dataloader
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self._window.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._parts.scaler.state_dict(),
+            "lr_scheduler": _state_of(self.lr_scheduler),
+            "loader": _state_of(loader),
+        }
+
+    def _take_state(self, own: dict[str, Any], with_schedule: bool) -> None:
+        self.global_steps = own.get("global_steps", self.global_steps)
+        self.global_samples = own.get("global_samples", self.global_samples)
+        self._window.micro_steps = own.get("micro_steps", self._window.micro_steps)
+        if self.optimizer is not None:
+            self.optimizer.skipped_steps = own.get("skipped_steps", 0)
+        if own.get("scaler"):
+            self._parts.scaler.load_state_dict(own["scaler"])
+            self._parts.sharded.set_loss_scale(self._parts.scaler.scale)
+        if with_schedule and self.lr_scheduler is not None and own.get("lr_scheduler"):
+            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
+        if own.get("loader") and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(own["loader"])
+            self._batches = None
+
+    def close(self) -> None:
+        """Leave shared memory and close the writers; the model stays usable for its state."""
+        self._parts.meter.close()
+        self._parts.sharded.close()
+
+    destroy = close
+
+
+def _state_of(thing: Any) -> Any:
+    return thing.state_dict() if hasattr(thing, "state_dict") else None

@@ -1,0 +1,105 @@
+"""The meter: what happened between two updates, gathered into one :class:`StepRecord`.
+
+Counting is local and cheap; only a record that somebody reads costs a collective, one
+all-reduce of five numbers, and which steps are read is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.observe.record import StepRecord
+from thalweg.observe.recorder import Recorder
+
+
+class Meter:
+    """Counts losses, samples and tokens of a window and hands them to ``recorder``."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        group: dist.ProcessGroup | None = None,
+        wanted: bool = False,
+        flops_per_token: float = 0.0,
+        memory_mib: Callable[[], float] | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self._group, self._wanted = group, wanted
+        self._flops_per_token = flops_per_token
+        self._memory_mib = memory_mib
+        self._start = time.perf_counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss: Tensor | float = 0.0
+        self._num_losses = 0
+        self._samples = 0
+        self._tokens = 0
+
+    def saw_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the first tensor among the inputs: its rows, and its elements if they are token ids."""
+        if not self._wanted:
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.ndim > 0:
+                self._samples += value.shape[0]
+                if not value.is_floating_point() and value.ndim == 2:
+                    self._tokens += value.numel()
+                return
+
+    def saw_loss(self, loss: Tensor) -> None:
+        """Add one micro-batch's loss, undivided."""
+        if self._wanted:
+            self._loss = self._loss + loss.detach().float()
+            self._num_losses += 1
+
+    def step(
+        self,
+        step: int,
+        *,
+        lr: float | None,
+        grad_norm: float | None,
+        loss_scale: float | None,
+        skipped: bool,
+        phases: Mapping[str, float] | None = None,
+    ) -> StepRecord | None:
+        """Close the window: the record of the whole job, on every rank; None if nobody reads it."""
+        if not self._wanted:
+            return None
+        totals = torch.tensor(
+            [float(self._loss), self._num_losses, self._samples, self._tokens], dtype=torch.float64
+        )
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(totals, group=self._group)
+        loss, num_losses, samples, tokens = totals.tolist()
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        record = StepRecord(
+            step=step,
+            loss=loss / num_losses if num_losses else None,
+            lr=lr,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            skipped=skipped,
+            samples=int(samples) or None,
+            tokens=int(tokens) or None,
+            seconds=seconds,
+            tokens_per_s=tokens / seconds if tokens else None,
+            model_tflops=tokens * self._flops_per_token / seconds / 1e12 if tokens else None,
+            memory_mib=self._memory_mib() if self._memory_mib else None,
+            phases=phases or {},
+        )
+        self.recorder.step(record)
+        self._reset()
+        return record
+
+    def close(self) -> None:
+        """Close the writers."""
+        self.recorder.close()

@@ -1,0 +1,167 @@
+"""The optimizer that users hold: any torch optimizer, stepped the one right way.
+
+An update is, in this order and the same on every rank: reduce what is still unreduced;
+take the global norm; skip if it is not finite; scale by the clip factor; step; move the
+loss scale.  ``engine.step()`` and a plain ``optimizer.step()`` both come here, so a
+training loop that knows nothing of the engine gets the same result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.optim import foreach
+from thalweg.optim.clip import global_grad_norm
+from thalweg.optim.local import local
+from thalweg.optim.scaler import LossScaler
+from thalweg.optim.window import Window
+
+
+@dataclass(frozen=True)
+class UpdateHooks:
+    """What an update asks of the sharded model.
+
+    ``finish_window``: reduce and reshard whatever is left; ``set_loss_scale``: divide
+    later gradients by it; ``drop_gradients``: forget unreduced ones.
+    """
+
+    finish_window: Callable[[], None]
+    set_loss_scale: Callable[[float], None]
+    drop_gradients: Callable[[], None]
+
+
+class ManagedOptimizer(torch.optim.Optimizer):
+    """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
+
+    Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
+    ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
+    nan if not finite).
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        hooks: UpdateHooks,
+        window: Window,
+        scaler: LossScaler,
+        *,
+        max_norm: float = 0.0,
+        replicate_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
+        self.inner, self.scaler, self.window = inner, scaler, window
+        self.max_norm = max_norm
+        self.overflow = False
+        self.skipped_steps = 0
+        self.num_updates = 0
+        self.grad_norm: float | None = None
+        self._hooks, self._replicate_group = hooks, replicate_group
+        self._after: list[Callable[[], None]] = []
+        hooks.set_loss_scale(scaler.scale)
+
+    # The face of torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state dict."""
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the sharded model's parameters."""
+        self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, reduced or not."""
+        self._hooks.drop_gradients()
+        self.inner.zero_grad(set_to_none=True)
+
+    def train(self) -> None:
+        """Schedule-free optimizers have this mode; others ignore it."""
+        getattr(self.inner, "train", _nothing)()
+
+    def eval(self) -> None:
+        """See :meth:`train`."""
+        getattr(self.inner, "eval", _nothing)()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an engine's optimizer cannot be pickled; use engine.save_checkpoint")
+
+    def __repr__(self) -> str:
+        return f"ManagedOptimizer({self.inner!r})"
+
+    # The update
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the next loss is multiplied with (1 except in fp16)."""
+        return self.scaler.scale
+
+    def after_step(self, call: Callable[[], None]) -> None:
+        """Call ``call`` at the end of each :meth:`step`, skipped or not."""
+        self._after.append(call)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Close the window and update, or skip if a gradient anywhere is not finite; collective."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._hooks.finish_window()
+        params = [p for group in self.param_groups for p in group["params"]]
+        factor = self.window.mean_factor
+        norm = float(global_grad_norm(params, replicate_group=self._replicate_group)) * factor
+        self.overflow = not math.isfinite(norm)
+        self.grad_norm = math.nan if self.overflow else norm
+        if self.overflow:
+            self.skipped_steps += 1
+        else:
+            self._apply(params, factor, norm)
+        self.scaler.update(self.overflow)
+        self._hooks.set_loss_scale(self.scaler.scale)
+        self.window.close()
+        for call in self._after:
+            call()
+        return result
+
+    def _apply(self, params: list[Tensor], factor: float, norm: float) -> None:
+        if self.max_norm > 0:
+            factor *= min(1.0, self.max_norm / (norm + 1e-6))
+        if factor != 1.0:
+            pieces = list(_grad_pieces(params))
+            if pieces:
+                foreach.mul_(pieces, factor)
+        self.inner.step()
+        self.num_updates += 1
+
+
+def _grad_pieces(params: list[Tensor]) -> Iterator[Tensor]:
+    for param in params:
+        if param.grad is not None:
+            yield local(param.grad)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,61 @@
+"""The accumulation window: the micro-batches between two updates.
+
+Only a step closes a window.  ``engine.step()`` is called after every micro-batch and
+closes it when it is full; the optimizer's own ``step()`` closes it whatever it holds.
+A window closed early (the ragged tail of an epoch) still means the mean over the
+micro-batches that it did see, as one big batch of them would.
+"""
+
+from __future__ import annotations
+
+
+class Window:
+    """Counts micro-batches; ``size`` is ``gradient_accumulation_steps``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.micro_steps = 0
+        self._seen = 0
+        self._open = False
+        self._scaled = False
+        self._forced: bool | None = None
+        # True while the engine itself runs a backward pass, whose loss it has scaled.
+        self.in_backward = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch at hand is expected to be the window's last."""
+        return self._seen + 1 >= self.size if self._forced is None else self._forced
+
+    @property
+    def mean_factor(self) -> float:
+        """What the accumulated gradient must be multiplied by to be the window's mean.
+
+        Losses were divided by ``size`` in the backward pass, when the number that would
+        come was not known yet.
+        """
+        seen = self._seen + (1 if self._open else 0)
+        return self.size / seen if self._scaled and 0 < seen != self.size else 1.0
+
+    def force(self, last: bool | None) -> None:
+        """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
+        self._forced = last
+
+    def note_backward(self, scaled: bool) -> None:
+        """A backward pass of the micro-batch at hand has run, its loss divided by ``size`` or not."""
+        self._open = True
+        self._scaled = self._scaled or scaled
+
+    def end_micro_batch(self) -> bool:
+        """Count the micro-batch; whether it completes the window."""
+        last = self.is_last
+        self._seen += 1
+        self.micro_steps += 1
+        self._open = False
+        return last
+
+    def close(self) -> None:
+        """Begin a new window."""
+        self._seen = 0
+        self._open = self._scaled = False
+        self._forced = None
