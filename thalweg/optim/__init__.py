@@ -18,13 +18,20 @@ from __future__ import annotations
 
 from thalweg.optim.build import build_optimizer, build_schedule
 from thalweg.optim.clip import clip_grads_, global_grad_norm
+from thalweg.optim.lamb import Lamb
+from thalweg.optim.lion import Lion
+from thalweg.optim.muon import Muon
+from thalweg.optim.muon_params import muon_groups
 from thalweg.optim.scaler import LossScaleFloorError, LossScaler, ScalePolicy
 from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "LRRangeTest",
+    "Lamb",
+    "Lion",
     "LossScaleFloorError",
     "LossScaler",
+    "Muon",
     "OneCycle",
     "ScalePolicy",
     "Schedule",
@@ -35,4 +42,5 @@ __all__ = [
     "build_schedule",
     "clip_grads_",
     "global_grad_norm",
+    "muon_groups",
 ]

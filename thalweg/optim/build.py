@@ -8,21 +8,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim.elementwise import ELEMENTWISE
-from thalweg.optim.names import check_keys, nearest, parameters_of, pick
+from thalweg.optim.lamb import Lamb
+from thalweg.optim.lion import Lion
+from thalweg.optim.muon import Muon
+from thalweg.optim.names import check_keys, parameters_of, pick
 from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    **ELEMENTWISE,
+    **{cls.__name__: cls for cls in (Lamb, Lion, Muon)},
+}
 
-# Accepted because old configs carry them; nothing here has a use for them.
-_NO_EFFECT = frozenset({"set_grad_none", "torch_adam", "adam_w_mode", "fp32_optimizer_states"})
-# A gradient through the step, or a step inside a CUDA graph, is not something that local pieces can offer.
-_WITHHELD = frozenset({"params", "differentiable", "capturable", "decoupled_weight_decay"})
+_ADAM = frozenset({"Adam", "AdamW"})
+_FROM_DEEPSPEED = frozenset({*_ADAM, "Adagrad", "Lamb", "Lion", "Muon"})
+# Keys of old configs that say how DeepSpeed computes and not what; nothing here has a use for them.
+_NO_EFFECT = frozenset(
+    {"set_grad_none", "torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "comm_backend_name"}
+)
+# Keys that may be given as false (or 0): what they switch on is not to be had.
+_ONLY_OFF = {
+    "differentiable": "a step on local pieces has no gradient of its own",
+    "capturable": "a step on local pieces is not captured into a CUDA graph",
+    "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
+}
+_COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 _FUSED_DEVICES = {
     "Adam": ("cpu", "cuda"),
     "AdamW": ("cpu", "cuda"),
@@ -32,44 +49,41 @@ _FUSED_DEVICES = {
 
 
 def build_optimizer(
-    type_name: str, params: Iterable[Any], hyper: Mapping[str, Any] | None = None
+    type_name: str,
+    params: Iterable[Any],
+    hyper: Mapping[str, Any] | None = None,
+    *,
+    replicate_group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
 
     ``params``: parameters, ``(name, parameter)`` pairs, or dicts of parameter groups, plain or ``DTensor``.
     ``hyper``: its keywords, as in ``optimizer.params`` of a ``ds_config.json``. Groups may override them.
+    ``replicate_group``: the ranks that hold the plain parameters as copies, if any (Muon shares its work).
 
-    Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``. As
-    in DeepSpeed, **Adam means AdamW** unless ``adam_w_mode`` is false, and ``weight_decay`` defaults to 0
-    for both (with ``torch_adam: true`` to torch's own: 0.01 for AdamW). ``bias_correction: false`` and
-    ``amsgrad`` work for both. Where torch has a fused kernel it is used, unless ``fused`` or ``foreach``
-    says otherwise; the step runs on local pieces, while ``state`` and ``state_dict()`` hold tensors of the
-    parameters' layout.
+    Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
+    others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
+    unless ``adam_w_mode`` is false; ``weight_decay`` defaults to 0 for both (``torch_adam: true`` brings
+    torch's own default, 0.01 for AdamW); ``bias_correction: false`` and ``amsgrad`` work for both. Where
+    torch has a fused kernel it is used, unless ``fused`` or ``foreach`` says otherwise. Steps run on local
+    pieces, ``state`` and ``state_dict()`` hold tensors of the parameters' layout; for 16-bit parameters see
+    ``local.py``.
 
     Raises ``ValueError``, before anything is allocated, for an unknown name or keyword (with the nearest), a
     value of the wrong kind, an empty parameter list, and optimisers that cannot work on shards.
     """
-    hyper = dict(hyper or {})
-    name = _optimizer_name(type_name, hyper)
+    name = _optimizer_name(type_name, hyper or {})
     groups = _groups(params)
     tensors = [p for group in groups for p in _tensors(group["params"])]
     if not tensors:
-        raise ValueError(
-            "the optimiser got no parameters: the model has none, or all of them were filtered out"
-        )
+        raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
     cls = _optimizer_class(name, tensors)
-    keywords = _keywords(name, cls, hyper)
-    known = parameters_of(cls, without=_WITHHELD)
-    check_keys(f"optimizer {name}", keywords, known)
-    for key, value in keywords.items():
-        keywords[key] = _checked(f"optimizer {name}: {key}", value, known[key].default)
-    if (
-        "fused" in known
-        and "fused" not in keywords
-        and keywords.get("foreach") is None
-        and _can_fuse(name, tensors)
-    ):
-        keywords["fused"] = True
+    keywords = _keywords(name, cls, hyper or {})
+    if "fused" in parameters_of(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
+        devices = _FUSED_DEVICES.get(name, ())
+        keywords["fused"] = all(p.device.type in devices and p.is_floating_point() for p in tensors) or None
+    if cls is Muon:
+        keywords["replicate_group"] = replicate_group
     return cls(groups, **keywords)
 
 
@@ -99,14 +113,15 @@ def build_schedule(type_name: str, params: Mapping[str, Any] | None, optimizer: 
     return classes[name](optimizer, **keywords)
 
 
-def _optimizer_name(type_name: Any, hyper: dict[str, Any]) -> str:
-    name = pick("optimizer", type_name, {*ELEMENTWISE, *_torch_classes()})
-    if "max_grad_norm" in hyper:
-        raise ValueError(
-            f"optimizer {name} does not clip: remove optimizer.params.max_grad_norm and set the top-level "
-            f'"gradient_clipping": {hyper["max_grad_norm"]!r}'
-        )
-    return "AdamW" if name == "Adam" and hyper.get("adam_w_mode", True) else name
+def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
+    plain = _COMPRESSED.get(str(type_name).replace("_", "").lower())
+    if plain:
+        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {plain}")
+    name = pick("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
+    if name not in _ADAM:
+        return name
+    decoupled = hyper.get("adam_w_mode", hyper.get("adamw_mode", True)) or hyper.get("decoupled_weight_decay")
+    return "AdamW" if name == "AdamW" or decoupled else "Adam"
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -120,15 +135,15 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:
-    if name in ELEMENTWISE:
-        return ELEMENTWISE[name]
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
     if name == "LBFGS":
         raise ValueError(
             "LBFGS calls the loss again and again within one step, which engine.step() cannot do: use it in "
             "a loop of your own, or choose AdamW"
         )
     if any(isinstance(p, DTensor) for p in params):
-        others = ", ".join(sorted(ELEMENTWISE))
+        others = ", ".join(sorted(OPTIMIZERS))
         raise ValueError(
             f"torch.optim.{name} does not work on each element alone, and would see shards as if they "
             f'were whole parameters: use "zero_optimization": {{"stage": 0}}, or one of {others}'
@@ -137,11 +152,24 @@ def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:
 
 
 def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    own = parameters_of(cls)
-    keywords = {key: value for key, value in hyper.items() if key not in _NO_EFFECT or key in own}
-    if name in ("Adam", "AdamW") and not hyper.get("torch_adam", False):
+    """Return the keywords for ``cls``: every key known, every value of the right kind."""
+    where = f"optimizer {name}"
+    own = parameters_of(cls, without=("params", "replicate_group", *_ONLY_OFF))
+    if name in _ADAM:
+        own.pop("decoupled_weight_decay", None)
+    silent = {*_ONLY_OFF} | (_NO_EFFECT if name in _FROM_DEEPSPEED else set())
+    silent |= {"decoupled_weight_decay"} if name in _ADAM else set()
+    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") else set()
+    silent -= own.keys()
+    for key in silent & hyper.keys() & (_ONLY_OFF.keys() | {"amsgrad"}):
+        if hyper[key]:
+            reason = _ONLY_OFF.get(key, f"{name} has no such variant")
+            raise ValueError(f"{where}: {key} = {hyper[key]!r} is not possible: {reason}")
+    keywords = {key: value for key, value in hyper.items() if key not in silent}
+    check_keys(where, keywords, own)
+    if name in _ADAM and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    return keywords
+    return {key: _checked(f"{where}: {key}", value, own[key].default) for key, value in keywords.items()}
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -171,30 +199,22 @@ def _tensors(members: Iterable[Any]) -> list[Tensor]:
     return tensors
 
 
-def _can_fuse(name: str, params: Sequence[Tensor]) -> bool:
-    devices = _FUSED_DEVICES.get(name, ())
-    return all(p.device.type in devices and p.is_floating_point() for p in params)
-
-
 def _checked(where: str, value: Any, default: Any) -> Any:
-    """Return ``value`` in the kind that the optimiser expects; a string or NaN for a number is an error."""
+    """Return ``value`` in the kind of ``default``; a string or NaN for a number, say, is an error."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be true or false, not {value!r}")
         return value
-    if isinstance(default, tuple) or isinstance(value, list | tuple):
-        values = value if isinstance(value, list | tuple) else (value,)
-        length = len(default) if isinstance(default, tuple) else len(values)
-        if len(values) != length or not all(_is_number(v) for v in values):
-            raise ValueError(f"{where} must be a list of {length} numbers, not {value!r}")
-        return tuple(float(v) for v in values)
-    if isinstance(default, int | float) and not isinstance(value, Tensor) and not _is_number(value):
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        if not fits or not all(_is_number(v) or v is d for v, d in zip(value, default, strict=True)):
+            raise ValueError(f"{where} must be a list of {len(default)} numbers, not {value!r}")
+        return tuple(v if v is None else float(v) for v in value)
+    number = isinstance(value, Tensor) or _is_number(value) or value is default
+    if isinstance(default, int | float) and not number:
         raise ValueError(f"{where} must be a finite number, not {value!r}")
     return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-__all__ = ["SCHEDULES", "build_optimizer", "build_schedule", "nearest"]

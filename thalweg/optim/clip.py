@@ -27,12 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
 from thalweg.optim.local import local, local_grad
+from thalweg.optim.norms import power_sum
 from thalweg.optim.reduce import AllReduce, Span, plain_all_reduce, reduce_over_spans, spans_of
-from thalweg.utils.dtypes import HALF_DTYPES
-
-_ROW = 4096
-# Below this, squares of fp32 values are denormal and the sum is no longer accurate.
-_TINY = 1e-30
 
 
 @torch.no_grad()
@@ -70,7 +66,7 @@ def global_grad_norm(
     device = local(params[0]).device if params else torch.device("cpu")
     sums, spans = [], []
     for (span, copied), pieces in buckets.items():
-        partial = _power_sum(pieces, norm_type, device)
+        partial = power_sum(pieces, norm_type, device)
         if copied and replicate_group is not None:
             partial, span = _of_one_copy(partial, replicate_group), (replicate_group,)
         sums.append(partial)
@@ -89,45 +85,6 @@ def _of_one_copy(total: Tensor, group: dist.ProcessGroup) -> Tensor:
     if dist.get_rank(group) == 0:
         return total
     return torch.where(total.isfinite(), torch.zeros_like(total), total)
-
-
-def _power_sum(pieces: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the sum of ``|x| ** norm_type`` (or the maximum of ``|x|``) over all pieces, 0-dim fp64."""
-    pieces = [piece for piece in pieces if piece.numel()]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    if not pieces:
-        return zero
-    if math.isinf(norm_type):
-        peak = torch.stack([n.to(device, torch.float64) for n in foreach.norm(pieces, math.inf)]).max()
-        return peak.nan_to_num(nan=math.inf, posinf=math.inf)
-    if norm_type == 2.0:
-        total = _fast_square_sum(pieces, device)
-        if total.isfinite() and total >= _TINY:
-            return total
-    norms = [torch.linalg.vector_norm(p, norm_type, dtype=_wide(p)).to(device) for p in pieces]
-    return torch.stack(norms).pow(norm_type).sum()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
-def _fast_square_sum(pieces: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares by fp32 norms of short rows, added up in fp64."""
-    small, norms = [], []
-    for piece in pieces:
-        if piece.dtype in HALF_DTYPES:
-            piece = piece.float()
-        if piece.device.type != "cpu" or piece.numel() < 2 * _ROW or not piece.is_contiguous():
-            small.append(piece)
-            continue
-        flat = piece.view(-1)
-        cut = flat.numel() // _ROW * _ROW
-        norms.append(torch.linalg.vector_norm(flat[:cut].view(-1, _ROW), dim=1))
-        if cut < flat.numel():
-            small.append(flat[cut:])
-    norms += [norm.reshape(1) for norm in foreach.norm(small)] if small else []
-    return torch.cat([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
 @torch.no_grad()

@@ -31,8 +31,12 @@ from thalweg.utils.dtypes import HALF_DTYPES
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a ``DTensor``, or the plain tensor itself. Call it under ``no_grad``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's piece of a ``DTensor``, or the plain tensor itself.
+
+    ``DTensor.to_local()`` under ``no_grad`` is the same tensor behind 1 us of checks (and, for a parameter, a
+    new ``Parameter`` around it), four times for each parameter and step; hence the attribute.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_grad(param: Tensor) -> Tensor:
@@ -41,9 +45,13 @@ def local_grad(param: Tensor) -> Tensor:
     assert grad is not None
     if not isinstance(grad, DTensor):
         return grad
-    if isinstance(param, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return grad.to_local()
+    if isinstance(param, DTensor) and not _same_layout(grad, param):
+        return grad.redistribute(param.device_mesh, param.placements).to_local()
+    return grad._local_tensor
+
+
+def _same_layout(a: DTensor, b: DTensor) -> bool:
+    return a.placements is b.placements or a.placements == b.placements
 
 
 def like_param(piece: Tensor, param: Tensor) -> Tensor:

@@ -1,0 +1,243 @@
+"""Muon: orthogonalised momentum for the hidden matrices, AdamW for the rest (Jordan, 2024), right on shards.
+
+A Muon step of a matrix W with gradient G:
+
+    B = mu B + (1 - mu) G                    momentum, elementwise, on the local piece
+    D = (1 - mu) G + mu B (Nesterov) or B    on the local piece
+    O = orthogonalize(D)                     on the LOGICAL matrix, at one owner rank (``owners.py``)
+    W = (1 - lr weight_decay) W - lr scale O     on the local piece
+
+with ``scale`` = sqrt(max(1, rows / cols)) ("original") or 0.2 sqrt(max(rows, cols)) ("match_rms_adamw"; Liu
+et al., 2025, arXiv:2502.16982). A tensor of more than two dims counts as the matrix of its first dim
+against the others. The result does not depend on how the matrices are cut, and no work is done twice.
+
+Which parameters are hidden matrices: what the group says (``use_muon: true|false``), else the rule of
+``muon_params.is_hidden_matrix``. For a model, ``muon_params.muon_groups`` decides by the modules' types,
+which is exact where names and shapes guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from thalweg.optim.lion import check_common, loss_of
+from thalweg.optim.local import Fp32State, local, local_grad, new_state, to_work, working_copies
+from thalweg.optim.muon_params import split_groups
+from thalweg.optim.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
+from thalweg.optim.owners import Cut, on_owners, place_of
+from thalweg.utils.dtypes import parse_dtype
+
+
+class Muon(Fp32State, torch.optim.Optimizer):
+    """Muon on hidden matrices, AdamW on the others.
+
+    ``lr`` is for both, ``muon_lr`` and ``adam_lr`` go before it; without any of them 0.02 and 3e-4
+    (Jordan's). ``momentum``, ``nesterov``, ``ns_*`` and ``adjust_lr_fn`` belong to Muon, ``betas`` and
+    ``eps`` to AdamW, ``weight_decay`` (decoupled) to both. ``ns_method``: see ``newton_schulz.py``.
+    ``ns_dtype``: "fp32", "bf16", or "auto": bf16 on a GPU, where it is several times as fast and what the
+    method was made with, and fp32 elsewhere, so that runs agree to rounding however they are cut. Pieces
+    travel in that dtype.
+
+    ``params``: parameters, (name, parameter) pairs or group dicts; a group may set ``use_muon`` for all its
+    members and override any setting. Groups without it are split in two. ``replicate_group``: ranks that hold
+    the plain parameters as copies; they then share the matrices out among them instead of each doing all.
+
+    State: ``momentum_buffer``, or ``step``, ``exp_avg``, ``exp_avg_sq``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        *,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_method: str = "gram",
+        ns_dtype: str = "auto",
+        adjust_lr_fn: str | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        rates = {True: _first(muon_lr, lr, 0.02), False: _first(adam_lr, lr, 3e-4)}
+        for rate in rates.values():
+            check_common("Muon", rate, betas, weight_decay)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"Muon: momentum must be in [0, 1), got {momentum!r}")
+        if ns_method not in METHODS:
+            raise ValueError(f"Muon: ns_method must be one of {', '.join(METHODS)}, not {ns_method!r}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', not {adjust_lr_fn!r}"
+            )
+        if len(ns_coefficients) != 3 or not 1 <= ns_steps < 100:
+            raise ValueError("Muon: ns_coefficients are three numbers and ns_steps is between 1 and 99")
+        self._ns_dtype = None if ns_dtype == "auto" else parse_dtype(ns_dtype)
+        self._replicate_group = replicate_group
+        defaults = {
+            "lr": rates[True],
+            "use_muon": True,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_method": ns_method,
+            "adjust_lr_fn": adjust_lr_fn or "original",
+        }
+        super().__init__(split_groups(params, rates), defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient on any rank; returns the loss of a closure, if given.
+
+        Two all-to-alls for each round of matrices, and one small all-reduce, on each process group.
+        """
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._step_matrices(group)
+            else:
+                self._step_adamw(group)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        by_group: dict[dist.ProcessGroup | None, list[tuple[Tensor, Cut]]] = {}
+        for param in group["params"]:
+            place = place_of(param, self._replicate_group)
+            if place.general:
+                if param.grad is not None:
+                    self._step_general(group, param)
+                continue
+            by_group.setdefault(place.group, []).append((param, place.cut))
+        for process_group, members in by_group.items():
+            members = self._with_grad(members, process_group)
+            if members:
+                self._step_cut(group, members, process_group)
+
+    @staticmethod
+    def _with_grad(
+        members: list[tuple[Tensor, Cut]], process_group: dist.ProcessGroup | None
+    ) -> list[tuple[Tensor, Cut]]:
+        """Return the members that have a gradient on any rank: all ranks must exchange the same matrices."""
+        has = torch.tensor([param.grad is not None for param, _ in members], dtype=torch.int32)
+        if process_group is not None and dist.get_world_size(process_group) > 1:
+            has = has.to(local(members[0][0]).device)
+            dist.all_reduce(has, dist.ReduceOp.MAX, process_group)
+        return [member for member, flag in zip(members, has.tolist(), strict=True) if flag]
+
+    def _step_cut(
+        self,
+        group: dict[str, Any],
+        members: Sequence[tuple[Tensor, Cut]],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        params, cuts = [p for p, _ in members], [cut for _, cut in members]
+        directions = {i: self._direction(group, param) for i, param in enumerate(params)}
+        device = local(params[0]).device
+        finished = on_owners(
+            cuts,
+            process_group,
+            lambda i: directions.pop(i)(),
+            lambda i, whole: self._orthogonal(group, whole),
+            dtype=self._dtype_on(device),
+            device=device,
+        )
+        for i, piece in finished:
+            self._apply(group, params[i], piece)
+
+    def _step_general(self, group: dict[str, Any], param: Tensor) -> None:
+        """A layout that ``owners.py`` does not know: every rank gathers the matrix and computes all of it."""
+        assert isinstance(param, DTensor)
+        mesh, placements = param.device_mesh, param.placements
+        piece = self._direction(group, param)()
+        whole = DTensor.from_local(
+            piece, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+        ).full_tensor()
+        result = DTensor.from_local(self._orthogonal(group, whole), mesh, [Replicate()] * mesh.ndim)
+        self._apply(group, param, result.redistribute(mesh, placements).to_local())
+
+    def _direction(self, group: dict[str, Any], param: Tensor) -> Callable[[], Tensor]:
+        """Update the momentum of the local piece; returns what gives the piece to orthogonalise."""
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = new_state(param)
+        buffer, momentum = local(state["momentum_buffer"]), group["momentum"]
+        grad = torch.zeros_like(buffer) if param.grad is None else local_grad(param).to(buffer.dtype)
+        buffer.lerp_(grad, 1 - momentum)
+        return (lambda: grad.lerp(buffer, momentum)) if group["nesterov"] else (lambda: buffer)
+
+    def _dtype_on(self, device: torch.device) -> torch.dtype:
+        return self._ns_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def _orthogonal(self, group: dict[str, Any], whole: Tensor) -> Tensor:
+        matrix = whole.reshape(whole.size(0), -1)
+        result = orthogonalize(
+            matrix,
+            steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
+            method=group["ns_method"],
+            dtype=self._dtype_on(whole.device),
+        )
+        return result.reshape(whole.shape)
+
+    @staticmethod
+    def _apply(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
+        rows, cols = param.shape[0], param.shape[1:].numel()
+        scale = math.sqrt(max(1.0, rows / cols))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, cols))
+        lr = float(group["lr"])
+        piece = local(param)
+        work = to_work(piece)
+        work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+        if work is not piece:
+            piece.copy_(work)
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for param in params:
+            if "exp_avg" not in self.state[param]:
+                fresh = {"exp_avg": new_state(param), "exp_avg_sq": new_state(param)}
+                self.state[param].update(step=torch.tensor(0.0, device=local(param).device), **fresh)
+        states = [self.state[p] for p in params]
+        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        beta1, beta2 = group["betas"]
+        with working_copies(params) as (work, grads):
+            adamw(
+                work,
+                grads,
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=fused,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,84 @@
+"""Norms of tensors as sums of powers in fp64, fast and without overflow (see ``clip.py`` for why)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.optim import foreach
+from thalweg.utils.dtypes import HALF_DTYPES
+
+_ROW = 4096
+# Below this, squares of fp32 values are denormal and the sum is no longer accurate.
+_TINY = 1e-30
+
+
+def power_sum(pieces: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the sum of ``|x| ** norm_type`` (for ``inf``: the maximum of ``|x|``) over all pieces, 0-dim
+    fp64.
+
+    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for piece in pieces:
+        if piece.numel():
+            by_device.setdefault(piece.device, []).append(piece)
+    if not by_device:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    parts = torch.stack([_on_one_device(group, norm_type).to(device) for group in by_device.values()])
+    return parts.max() if math.isinf(norm_type) else parts.sum()
+
+
+def square_sums(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each piece, fp64 of shape [len(pieces)]; all on one device."""
+    sums = []
+    for piece in pieces:
+        rows, rest = _rows(piece)
+        norms = [*rows, *(torch.linalg.vector_norm(r).reshape(1) for r in rest if r.numel())]
+        sums.append(
+            torch.cat(norms).double().square().sum() if norms else piece.new_zeros((), dtype=torch.float64)
+        )
+    return torch.stack(sums)
+
+
+def _on_one_device(pieces: Sequence[Tensor], norm_type: float) -> Tensor:
+    if math.isinf(norm_type):
+        peak = torch.stack(foreach.norm(pieces, math.inf)).max().double()
+        return peak.nan_to_num(nan=math.inf, posinf=math.inf)
+    if norm_type == 2.0:
+        total = _fast_square_sum(pieces)
+        if total.isfinite() and total >= _TINY:
+            return total
+    norms = [torch.linalg.vector_norm(piece, norm_type, dtype=_wide(piece)) for piece in pieces]
+    return torch.stack(norms).pow(norm_type).sum()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _fast_square_sum(pieces: Sequence[Tensor]) -> Tensor:
+    """Sum of squares by fp32 norms of short rows, added up in fp64."""
+    small, norms = [], []
+    for piece in pieces:
+        rows, rest = _rows(piece)
+        norms += rows
+        small += rest
+    if small:
+        norms.append(torch.stack(foreach.norm(small)))
+    return torch.cat(norms).double().square().sum()
+
+
+def _rows(piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (norms of full rows of ``_ROW`` elements, what is left over); on a GPU nothing is cut."""
+    if piece.dtype in HALF_DTYPES:
+        piece = piece.float()
+    if piece.numel() < 2 * _ROW or piece.device.type != "cpu" or not piece.is_contiguous():
+        return [], [piece]
+    flat = piece.view(-1)
+    cut = flat.numel() // _ROW * _ROW
+    rest = [flat[cut:]] if cut < flat.numel() else []
+    return [torch.linalg.vector_norm(flat[:cut].view(-1, _ROW), dim=1)], rest
