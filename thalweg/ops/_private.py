@@ -42,3 +42,8 @@ tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
 def forward_ad_active() -> bool:
     """True inside ``torch.autograd.forward_ad.dual_level``."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def unsafe_view(x: Tensor, shape: list[int]) -> Tensor:
+    """Reshape a fresh tensor that nobody else holds; unlike a view it may be changed in place anywhere."""
+    return torch.ops.aten._unsafe_view.default(x, shape)

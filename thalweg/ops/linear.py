@@ -12,13 +12,14 @@ or a packed form: FSDP frees and refills a parameter's storage between the passe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.ops._private import forward_ad_active, functorch_active, tracing
+from thalweg.ops._private import forward_ad_active, functorch_active, onednn_linear_op, tracing, unsafe_view
 from thalweg.ops.products import CANDIDATES, DTYPES, REFERENCE
 from thalweg.ops.table import default_table
 
@@ -28,65 +29,60 @@ _MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function cos
 _NT, _NN, _TN = CANDIDATES["nt"], CANDIDATES["nn"], CANDIDATES["tn"]
 
 
+def matmul_operators() -> frozenset[Any]:
+    """Return the operators beyond torch's usual ones that a dispatch mode sees in a switched layer."""
+    operator = onednn_linear_op()
+    return frozenset() if operator is None else frozenset({operator})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one layer computes: whether its weight is (N, K) or (K, N), and the three candidates."""
+
+    outputs_first: bool
+    forward: str
+    grad_x: str
+    grad_weight: str
+
+
 class _LinearFunction(torch.autograd.Function):
-    """y = x @ weight.T + bias; x (..., K), weight (N, K); ``picks`` names forward, grad x, grad weight."""
+    """y = x @ W + bias; x (M, K), weight (N, K) or (K, N), y (M, N)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, picks: tuple[str, str, str]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
-        _save(ctx, x, weight)
-        ctx.picks = picks
-        return _NT[picks[0]](x, weight, bias)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
+        ctx.plan = plan
+        return (_NT if plan.outputs_first else _NN)[plan.forward](x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
+        (grad,) = grads
         x, weight = ctx.saved_tensors
-        _, pick_x, pick_weight = _differentiable(ctx.picks)
+        plan: _Plan = ctx.plan
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        grad_2d = grad.reshape(-1, grad.shape[-1])
-        grad_x = _NN[pick_x](grad_2d, weight).view(*grad.shape[:-1], -1) if need_x else None
-        grad_weight = _TN[pick_weight](grad_2d, x.reshape(-1, x.shape[-1])) if need_weight else None
-        return grad_x, grad_weight, grad_2d.sum(0) if need_bias else None, None
-
-
-class _Conv1DFunction(torch.autograd.Function):
-    """y = x @ weight + bias; x (M, K), weight (K, N)."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, picks: tuple[str, str, str]
-    ) -> Tensor:
-        _save(ctx, x, weight)
-        ctx.picks = picks
-        return _NN[picks[0]](x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        x, weight = ctx.saved_tensors
-        _, pick_x, pick_weight = _differentiable(ctx.picks)
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        grad_x = _NT[pick_x](grad, weight) if need_x else None
-        grad_weight = _TN[pick_weight](x, grad) if need_weight else None
+        grad_x = grad_weight = None
+        if need_x:
+            name = REFERENCE if _must_record(grad) else plan.grad_x
+            grad_x = (_NN if plan.outputs_first else _NT)[name](grad, weight)
+        if need_weight:
+            name = REFERENCE if _must_record(grad) else plan.grad_weight
+            grad_weight = _TN[name](grad, x) if plan.outputs_first else _TN[name](x, grad)
         return grad_x, grad_weight, grad.sum(0) if need_bias else None, None
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor) -> None:
-    ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-
-
-def _differentiable(picks: tuple[str, str, str]) -> tuple[str, str, str]:
-    # Gradients are recorded in a backward pass only under create_graph.
-    return (REFERENCE, REFERENCE, REFERENCE) if torch.is_grad_enabled() else picks
+def _must_record(grad: Tensor) -> bool:
+    # A backward pass records only under create_graph; batched gradients (is_grads_batched,
+    # jacobians) arrive inside a vmap.
+    return torch.is_grad_enabled() or functorch_active() or type(grad) not in _PLAIN_TYPES
 
 
 def _eligible(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> bool:
     return (
         type(x) in _PLAIN_TYPES
         and type(weight) in _PLAIN_TYPES
-        and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype == x.dtype))
+        and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype == x.dtype and bias.dim() == 1))
         and x.is_cpu
         and weight.is_cpu
         and x.dtype == weight.dtype
@@ -95,18 +91,41 @@ def _eligible(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> 
         and x.dim() >= 2
         and weight.dim() == 2
         and x.shape[-1] == features
-        and 2.0 * x.numel() * (weight.numel() // features if features else 0) >= _MIN_FLOPS
+        and x.numel() > 0
+        and 2.0 * x.numel() * (weight.numel() // features) >= _MIN_FLOPS
         and not torch.is_autocast_enabled("cpu")
         and not functorch_active()
         and not forward_ad_active()
-        and not tracing()
     )
 
 
-def _needs_grad(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+def _plan(x: Tensor, weight: Tensor, k: int, n: int, outputs_first: bool, grad: bool) -> _Plan:
+    rows = x.numel() // k
+    table, dtype = default_table(), x.dtype
+    forward, backward = ("nt", "nn") if outputs_first else ("nn", "nt")
+    weight_dims = (n, k) if outputs_first else (k, n)
+    return _Plan(
+        outputs_first,
+        table.pick(forward, dtype, rows, k, n),
+        table.pick(backward, dtype, rows, n, k) if grad and x.requires_grad else REFERENCE,
+        table.pick("tn", dtype, rows, *weight_dims) if grad and weight.requires_grad else REFERENCE,
     )
+
+
+def _compute(x: Tensor, weight: Tensor, bias: Tensor | None, outputs_first: bool) -> Tensor | None:
+    """Return the layer's output, or None where torch's own operator is the choice."""
+    n, k = weight.shape if outputs_first else reversed(weight.shape)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    plan = _plan(x, weight, k, n, outputs_first, grad)
+    if plan.forward == plan.grad_x == plan.grad_weight == REFERENCE:
+        return None
+    rows = x.reshape(-1, k)
+    if grad:
+        y = _LinearFunction.apply(rows, weight, bias, plan)
+    else:
+        y = (_NT if outputs_first else _NN)[plan.forward](rows, weight, bias)
+    return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], n])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,41 +133,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x (..., K), weight (N, K), bias (N,) or None; the result (..., N) in the dtype of x.
     """
-    if torch.compiler.is_compiling() or not _eligible(x, weight, bias, weight.shape[-1]):
+    if torch.compiler.is_compiling() or tracing() or not _eligible(x, weight, bias, weight.shape[-1]):
         return F.linear(x, weight, bias)
-    n, k = weight.shape
-    rows = x.numel() // k
-    table = default_table()
-    forward = table.pick("nt", x.dtype, rows, k, n)
-    if not _needs_grad(x, weight, bias):
-        return _NT[forward](x, weight, bias)
-    picks = (
-        forward,
-        table.pick("nn", x.dtype, rows, n, k) if x.requires_grad else REFERENCE,
-        table.pick("tn", x.dtype, rows, n, k) if weight.requires_grad else REFERENCE,
-    )
-    if picks == (REFERENCE, REFERENCE, REFERENCE):
-        return F.linear(x, weight, bias)
-    return _LinearFunction.apply(x, weight, bias, picks)  # type: ignore[return-value]
+    y = _compute(x, weight, bias, outputs_first=True)
+    return F.linear(x, weight, bias) if y is None else y
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``x @ weight + bias``, Hugging Face's Conv1D; x (..., K), weight (K, N), bias (N,)."""
-    rows_x = x.reshape(-1, x.shape[-1])
-    shape = (*x.shape[:-1], weight.shape[-1])
-    if torch.compiler.is_compiling() or not _eligible(rows_x, weight, bias, weight.shape[0]):
-        return torch.addmm(bias, rows_x, weight).view(shape)
-    k, n = weight.shape
-    rows = rows_x.shape[0]
-    table = default_table()
-    forward = table.pick("nn", x.dtype, rows, k, n)
-    if not _needs_grad(x, weight, bias):
-        return _NN[forward](rows_x, weight, bias).view(shape)
-    picks = (
-        forward,
-        table.pick("nt", x.dtype, rows, n, k) if x.requires_grad else REFERENCE,
-        table.pick("tn", x.dtype, rows, k, n) if weight.requires_grad else REFERENCE,
-    )
-    if picks == (REFERENCE, REFERENCE, REFERENCE):
-        return torch.addmm(bias, rows_x, weight).view(shape)
-    return _Conv1DFunction.apply(rows_x, weight, bias, picks).view(shape)  # type: ignore[union-attr]
+    if not torch.compiler.is_compiling() and not tracing() and _eligible(x, weight, bias, weight.shape[0]):
+        y = _compute(x, weight, bias, outputs_first=False)
+        if y is not None:
+            return y
+    y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return y.view(*x.shape[:-1], weight.shape[-1])

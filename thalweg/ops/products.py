@@ -13,7 +13,9 @@ answer the same product through oneDNN and differ in which operand is transposed
 ``fp32*`` widens half-precision operands, multiplies in fp32 and rounds once: on processors
 without half-precision arithmetic torch's own product falls back to scalar loops (fp16 here:
 7 to 50 times slower).  All take strided CPU tensors of one dtype; ``b`` is 2-D, ``a`` is
-2-D or, for ``nt``, of any rank with its leading dims counted as rows.
+2-D or, for ``nt``, of any rank with its leading dims counted as rows.  oneDNN refuses some
+strides (expanded dims), so the operand it would take as a view is made contiguous first:
+no copy in any usual case.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ def _nt_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(a, b, bias)
 
 
+def _nt_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return onednn_linear(a, b.contiguous(), bias)
+
+
 def _nn_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 def _nn_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return onednn_linear(a, b.t(), bias)
+    return onednn_linear(a, b.contiguous().t(), bias)
 
 
 def _tn_torch(a: Tensor, b: Tensor) -> Tensor:
@@ -52,7 +58,7 @@ def _tn_torch(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tn_onednn(a: Tensor, b: Tensor) -> Tensor:
-    return onednn_linear(a.t(), b.t())
+    return onednn_linear(a.t(), b.contiguous().t())
 
 
 def _tn_convolution(a: Tensor, b: Tensor) -> Tensor:
@@ -83,9 +89,9 @@ CANDIDATES: Mapping[str, Mapping[str, Product]] = MappingProxyType(
         "nt": MappingProxyType(
             {
                 REFERENCE: _nt_torch,
-                "onednn": onednn_linear,
+                "onednn": _nt_onednn,
                 "fp32": _widened(_nt_torch),
-                "fp32_onednn": _widened(onednn_linear),
+                "fp32_onednn": _widened(_nt_onednn),
             }
         ),
         "nn": MappingProxyType(

@@ -1,14 +1,7 @@
-"""Move a model's linear layers over to ``ops.linear``, layer by layer, and back.
-
-A layer is switched by giving that one object a subclass of its own class, of the same
-name: torch and other models see nothing of it, parameter names, repr and state dict stay,
-hooks run as before, and nothing refers back to the layer, so it dies with its model.  A
-deep copy stays switched; a pickle holds the plain class.
-"""
+"""Move a model's linear layers over to ``ops.linear``, layer by layer, and back."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,22 +11,13 @@ from torch import Tensor, nn
 
 from thalweg.ops._private import onednn_linear_op
 from thalweg.ops.linear import conv1d, linear
+from thalweg.ops.subclass import Disguised, subclass_of, undisguise
 
 MODES = ("auto", "torch")
 
 
-class _Switched:
-    """Mixin that marks a switched layer and keeps its class out of pickles."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        constructor, (_, *rest), *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return constructor, (_plain_class(self), *rest), *state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+class _Switched(Disguised):
+    pass
 
 
 def _linear_forward(self: Any, input: Tensor) -> Tensor:
@@ -44,14 +28,9 @@ def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
     return conv1d(x, self.weight, self.bias)
 
 
-def _plain_class(module: Any) -> type:
-    return next(base for base in type(module).__mro__ if not issubclass(base, _Switched))
-
-
 @cache
 def _switched_class(plain: type, forward: Callable[..., Tensor]) -> type:
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (_Switched, plain), {"forward": forward, **names})
+    return subclass_of(plain, _Switched, forward=forward)
 
 
 def _forward_for(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -76,10 +55,11 @@ def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     ``"auto"`` switches every ``nn.Linear`` and Hugging Face ``Conv1D`` in the model whose type
     is exactly that, and that has neither hooks nor a replaced forward nor a computed weight;
     ``"torch"`` switches none.  Layers that are not on a CPU go on through torch's operator.
-    Switch before sharding: FSDP gives the modules it wraps a class of its own.
+    Switch before sharding: FSDP gives the modules it wraps a class of its own.  Raises
+    ValueError for another mode.
     """
     if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        raise ValueError(f"cpu_kernels is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
     if mode == "torch" or onednn_linear_op() is None:
         return 0
     switched = 0
@@ -93,9 +73,4 @@ def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
 
 def restore_linear_layers(model: nn.Module) -> int:
     """Undo :func:`switch_linear_layers` and return how many layers went back to their class."""
-    restored = 0
-    for module in model.modules():
-        if type(module).__bases__[0] is _Switched:
-            module.__class__ = _plain_class(module)  # type: ignore[assignment]
-            restored += 1
-    return restored
+    return undisguise(model, _Switched)

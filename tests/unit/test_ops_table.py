@@ -1,0 +1,249 @@
+"""The table of choices: measured once per machine, shared through a file, robust against its content."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thalweg.ops import measure as measure_module
+from thalweg.ops.measure import choose, measure_product, trial_shape
+from thalweg.ops.products import CANDIDATES, KINDS, REFERENCE, usable
+from thalweg.ops.table import KernelTable, bucket, cache_directory, processor_name
+
+ROWS, K, N = 100, 48, 64
+F32 = torch.float32
+
+pytestmark = pytest.mark.skipif(
+    not usable("nt", "onednn", F32), reason="this torch build has no mkldnn::_linear_pointwise"
+)
+
+
+class Counted:
+    """A measurement that costs nothing, favours one candidate and counts."""
+
+    def __init__(self, winner: str = "onednn") -> None:
+        self.winner = winner
+        self.calls: list[tuple[str, int, int, int]] = []
+
+    def __call__(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> dict[str, float]:
+        self.calls.append((kind, rows, k, n))
+        return {name: 1e-3 if name == self.winner else 2e-3 for name in CANDIDATES[kind]}
+
+
+def the_file(directory: Path) -> Path:
+    (path,) = directory.glob("*.json")
+    return path
+
+
+def test_measured_once_then_read_from_the_file(tmp_path: Path) -> None:
+    first, second = Counted(), Counted("convolution")
+    table = KernelTable(tmp_path / "deep" / "cache", first)
+    for kind in KINDS:
+        assert table.pick(kind, F32, ROWS, K, N) == "onednn"
+        assert table.pick(kind, F32, ROWS - 5, K, N) == "onednn"
+    assert len(first.calls) == 3
+    again = KernelTable(tmp_path / "deep" / "cache", second)
+    assert [again.pick(kind, F32, ROWS, K, N) for kind in KINDS] == ["onednn"] * 3
+    assert not second.calls
+    again.pick("tn", F32, ROWS, K, N + 1)
+    assert again.pick("tn", F32, ROWS, K, N + 1) == "convolution"
+    assert len(second.calls) == 1
+
+
+def test_each_class_has_its_own_entry(tmp_path: Path) -> None:
+    counted = Counted()
+    table = KernelTable(tmp_path, counted)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            for rows in (64, 65):
+                for dtype in (F32, torch.bfloat16):
+                    table.pick("nt", dtype, rows, K, N)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(counted.calls) == 8
+    assert {call[1] for call in counted.calls} == {64, 128}
+
+
+@given(rows=st.integers(1, 10**9))
+def test_bucket_is_the_next_power_of_two(rows: int) -> None:
+    assert rows <= bucket(rows) < 2 * rows or rows == bucket(rows) == 1
+    assert bucket(rows) & (bucket(rows) - 1) == 0
+
+
+GARBAGE = [
+    b"",
+    b"{",
+    b"\xff\xfe\x00",
+    b"null",
+    b"[1, 2]",
+    b'{"format": 1}',
+    b'{"format": 1, "identity": {}, "picks": {}}',
+    b'{"format": 1, "identity": IDENTITY, "picks": [1]}',
+    b'{"format": 1, "identity": IDENTITY, "picks": {"KEY": 7}}',
+    b'{"format": 1, "identity": IDENTITY, "picks": {"KEY": "rm -rf /"}}',
+    b'{"format": 1, "identity": IDENTITY, "picks": {"KEY": "convolution"}}',
+    b'{"format": 2, "identity": IDENTITY, "picks": {"KEY": "onednn"}}',
+    b'{"format": 1, "identity": {"processor": "another", "torch": "2.0"}, "picks": {"KEY": "onednn"}}',
+]
+
+
+@pytest.mark.parametrize("content", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, content: bytes) -> None:
+    KernelTable(tmp_path, Counted()).pick("nt", F32, ROWS, K, N)
+    good = json.loads(the_file(tmp_path).read_text())
+    (key,) = good["picks"]
+    content = content.replace(b"IDENTITY", json.dumps(good["identity"]).encode()).replace(
+        b"KEY", key.encode()
+    )
+    the_file(tmp_path).write_bytes(content)
+    counted = Counted("torch")
+    assert KernelTable(tmp_path, counted).pick("nt", F32, ROWS, K, N) == "torch"
+    assert len(counted.calls) == 1
+    assert json.loads(the_file(tmp_path).read_text())["picks"] == {key: "torch"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(content=st.binary(max_size=200), cut=st.integers(0, 400))
+def test_no_content_of_the_file_raises(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cache")
+    KernelTable(folder, Counted()).pick("nt", F32, ROWS, K, N)
+    whole = the_file(folder).read_bytes()
+    the_file(folder).write_bytes(whole[:cut] + content)
+    assert KernelTable(folder, Counted()).pick("nt", F32, ROWS, K, N) in CANDIDATES["nt"]
+
+
+def test_a_directory_that_cannot_be_used_costs_a_measurement(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    for directory in (blocked / "cache", None):
+        counted = Counted()
+        table = KernelTable(directory, counted)
+        assert table.pick("nt", F32, ROWS, K, N) == "onednn"
+        assert table.pick("nt", F32, ROWS, K, N) == "onednn"
+        assert len(counted.calls) == 1
+
+
+def test_nothing_is_left_beside_the_file_and_nobody_else_may_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    KernelTable(folder, Counted()).pick("nt", F32, ROWS, K, N)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".lock"]
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
+    assert stat.S_IMODE(the_file(folder).stat().st_mode) & 0o077 == 0
+
+
+def _rank(folder: str, winner: str, start: object, results: object) -> None:
+    table = KernelTable(Path(folder), Counted(winner))
+    start.wait()  # type: ignore[attr-defined]
+    shapes = [(kind, n) for n in range(1, 21) for kind in KINDS]
+    results.put([table.pick(kind, F32, ROWS, K, n) for kind, n in shapes])  # type: ignore[attr-defined]
+
+
+def test_processes_that_would_measure_differently_choose_alike(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(3), context.Queue()
+    winners = ("torch", "onednn", "torch")
+    ranks = [context.Process(target=_rank, args=(str(tmp_path), w, start, results)) for w in winners]
+    for rank in ranks:
+        rank.start()
+    choices = [results.get(timeout=30) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert choices[0] == choices[1] == choices[2]
+
+
+def test_without_the_file_they_would_not(tmp_path: Path) -> None:
+    picks = {KernelTable(None, Counted(winner)).pick("nt", F32, ROWS, K, N) for winner in ("torch", "onednn")}
+    assert picks == {"torch", "onednn"}
+
+
+def test_a_table_travels_between_ranks(tmp_path: Path) -> None:
+    mine = KernelTable(None, Counted("onednn"))
+    mine.pick("nt", F32, ROWS, K, N)
+    table = json.loads(json.dumps(mine.export_table()))
+    counted = Counted("torch")
+    theirs = KernelTable(tmp_path, counted)
+    assert theirs.pick("nt", F32, ROWS, K, N) == "torch"
+    assert theirs.import_table(table) == 1
+    assert theirs.pick("nt", F32, ROWS, K, N) == "onednn"
+    assert theirs.import_table({"nonsense": "onednn", **dict.fromkeys(table, "nonsense")}) == 0
+    theirs.import_table(table, fixed=True)
+    assert theirs.pick("nn", F32, ROWS, K, N) == REFERENCE
+    assert len(counted.calls) == 1
+
+
+def test_the_file_of_this_machine_is_exported(tmp_path: Path) -> None:
+    KernelTable(tmp_path, Counted()).pick("nt", F32, ROWS, K, N)
+    assert list(KernelTable(tmp_path, Counted()).export_table().values()) == ["onednn"]
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("THALWEG_CACHE_DIR", str(tmp_path))
+    assert cache_directory() == tmp_path
+    monkeypatch.delenv("THALWEG_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "thalweg"
+    assert processor_name().startswith(os.uname().machine)
+
+
+def test_a_challenger_must_win_clearly() -> None:
+    assert choose({REFERENCE: 1.00, "onednn": 0.50}) == "onednn"
+    assert choose({REFERENCE: 1.00, "onednn": 0.99}) == REFERENCE
+    assert choose({REFERENCE: 10e-6, "onednn": 5e-6}) == REFERENCE
+    assert choose({REFERENCE: 1.00, "onednn": 2.00}) == REFERENCE
+
+
+@given(dims=st.tuples(*[st.integers(1, 100_000)] * 3))
+def test_trial_shapes_are_bounded(dims: tuple[int, int, int]) -> None:
+    rows, k, n = trial_shape(*dims, 5e8)
+    assert 2 * rows * k * n <= 5e8 or max(rows, k, n) <= 128
+    assert all(0 < small <= whole for small, whole in zip((rows, k, n), dims, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_measurement_times_every_usable_candidate(kind: str) -> None:
+    torch.set_num_threads(1)
+    times = measure_product(kind, F32, 64, 96, 128)
+    assert set(times) == {name for name in CANDIDATES[kind] if usable(kind, name, F32)}
+    assert all(0 < seconds < 1 for seconds in times.values())
+
+
+def test_the_measurement_finds_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+
+    def wasteful(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        for _ in range(4):
+            y = torch.nn.functional.linear(a, b, bias)
+        return y
+
+    for slow, expected in (("onednn", REFERENCE), (REFERENCE, "onednn")):
+        candidates = {REFERENCE: CANDIDATES["nt"][REFERENCE], "onednn": CANDIDATES["nt"][REFERENCE]}
+        monkeypatch.setattr(measure_module, "CANDIDATES", {"nt": {**candidates, slow: wasteful}})
+        assert choose(measure_product("nt", F32, 256, 256, 256)) == expected
+
+
+def test_the_measurement_leaves_no_trace() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        FlopCounterMode(display=False) as mode,
+    ):
+        measure_product("nn", F32, 64, 96, 128)
+    assert mode.get_total_flops() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,197 @@
+"""Activation checkpointing: which units recompute their forward in the backward pass.
+
+The picture: a model is a row of units (its transformer blocks, as a rule).  A unit that is
+checkpointed keeps its inputs alone; when the backward pass reaches it, its forward runs
+again, with the random state and autocast of the first time, and then its backward.  In
+between stands the per-op policy: results of named operators (matrix products, attention)
+are kept too, and only the cheap rest is computed twice.  Chen et al. 2016, "Training Deep
+Nets with Sublinear Memory Cost"; selective: Korthikanti et al. 2022.
+
+All of it is ``torch.utils.checkpoint`` in its non-reentrant form.  What is ours is where it
+goes in: the unit itself gets a subclass of its class whose forward is the checkpointed one.
+
+The invariants:
+
+- Parameter names, repr, hooks and state dict are those of the plain model.
+- Hooks stay outside of the recomputed region.  FSDP's hooks on a unit thus run once: its
+  pre-backward hook has gathered the parameters again before the recomputation begins.
+- Gradients equal those without checkpointing bit for bit, dropout included.
+- Without gradients, or in ``eval()``, a unit runs its plain forward.
+- A unit whose own (Hugging Face) checkpointing is on is left to it: nothing runs three times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from thalweg.ops.linear import matmul_operators
+from thalweg.ops.subclass import Disguised, subclass_of, undisguise
+
+POLICIES = ("none", "full", "selective")
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+@dataclass(frozen=True)
+class RematPolicy:
+    """What is recomputed.
+
+    ``policy``: ``"none"``; ``"full"``, every unit keeps its inputs alone; ``"selective"``.
+    ``every``: selective only, checkpoint units 0, k, 2k, ... and leave the others plain.
+    ``save``: selective only, operators whose results the checkpointed units keep: any of
+    ``"matmul"`` and ``"attention"``.  None means both when ``every`` is 1, else neither.
+    """
+
+    policy: str = "none"
+    every: int = 1
+    save: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; it must be a whole number from 1 up")
+        if self.policy != "selective" and (self.every != 1 or self.save):
+            raise ValueError(
+                f"every={self.every} and save={self.save} belong to policy 'selective', and the policy is "
+                f"{self.policy!r}; set policy='selective' or leave them out"
+            )
+        if unknown := sorted(set(self.save or ()) - set(SAVEABLE)):
+            raise ValueError(f"save names {unknown}; it may name {', '.join(map(repr, SAVEABLE))}")
+        if self.save is not None:
+            object.__setattr__(self, "save", tuple(self.save))
+
+    @property
+    def saved_groups(self) -> tuple[str, ...]:
+        """The groups of operators whose results are kept."""
+        if self.policy != "selective":
+            return ()
+        if self.save is not None:
+            return self.save
+        return tuple(SAVEABLE) if self.every == 1 else ()
+
+
+def _matmuls() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
+    packets = (getattr(aten, name) for name in names if hasattr(aten, name))
+    return frozenset(packet.default for packet in packets) | matmul_operators()
+
+
+def _attentions() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    packets = [getattr(aten, name, None) for name in names]
+    packets.append(getattr(torch.ops.higher_order, "flex_attention", None))
+    return frozenset(getattr(p, "default", p) for p in packets if p is not None)
+
+
+SAVEABLE: dict[str, Callable[[], frozenset[Any]]] = {"matmul": _matmuls, "attention": _attentions}
+
+
+@cache
+def _saved_operators(groups: tuple[str, ...]) -> frozenset[Any]:
+    return frozenset().union(*(SAVEABLE[group]() for group in groups))
+
+
+def _selective_contexts(groups: tuple[str, ...]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    saved = _saved_operators(groups)
+
+    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+class _Checkpointed(Disguised):
+    _thalweg_remat: RematPolicy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if not (torch.is_grad_enabled() and self.training):  # pyright: ignore[reportAttributeAccessIssue]
+            return plain(*args, **kwargs)
+        if getattr(self, "gradient_checkpointing", False):
+            return plain(*args, **kwargs)
+        if not getattr(self, "_can_checkpoint_with_cache", False):
+            args, kwargs = _without_cache(args, kwargs)
+        groups = self._thalweg_remat.saved_groups
+        return checkpoint(
+            partial(plain, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=partial(_selective_contexts, groups) if groups else noop_context_fn,
+        )
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A key-value cache is written by the forward: written twice, it would hold every token twice.
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return args, kwargs
+    args = tuple(None if isinstance(arg, library.Cache) else arg for arg in args)
+    kwargs = {
+        key: None if key in _CACHE_ARGUMENTS or isinstance(value, library.Cache) else value
+        for key, value in kwargs.items()
+    }
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+@cache
+def _checkpointed_class(plain: type, policy: RematPolicy) -> type:
+    return subclass_of(plain, _Checkpointed, _thalweg_remat=policy)
+
+
+def apply_activation_checkpointing(model: nn.Module, units: Sequence[nn.Module], policy: RematPolicy) -> None:
+    """Let ``units`` (modules of ``model``, in forward order) recompute their activations by ``policy``.
+
+    Comes before sharding and compiling.  Raises ValueError for a unit that is not in the
+    model, is sharded already, or whose class cannot be replaced (a scripted module).
+    """
+    if policy.policy == "none":
+        return
+    inside = set(model.modules())
+    chosen = list(units)[:: policy.every]
+    for unit in chosen:
+        name = type(unit).__name__
+        if unit not in inside:
+            raise ValueError(f"a {name} among the units is not a module of the model")
+        if isinstance(unit, FSDPModule):
+            raise ValueError(f"{name} is sharded already; apply activation checkpointing before fully_shard")
+        if isinstance(unit, torch.jit.ScriptModule):
+            raise ValueError(f"{name} is a scripted module; checkpoint the Python module it was made from")
+        if "forward" in unit.__dict__:
+            raise ValueError(
+                f"{name} has a replaced forward; apply activation checkpointing before replacing it"
+            )
+    for unit in chosen:
+        if not isinstance(unit, _Checkpointed):
+            unit.__class__ = _checkpointed_class(type(unit), policy)
+
+
+def remove_activation_checkpointing(model: nn.Module) -> int:
+    """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
+    return undisguise(model, _Checkpointed)
