@@ -92,7 +92,9 @@ def _from_total(
     return values, why, problems
 
 
-def _mismatch(total: int, micro: int, steps: int, ranks: int, world_size: int, why: Mapping[str, str]) -> Problem:
+def _mismatch(
+    total: int, micro: int, steps: int, ranks: int, world_size: int, why: Mapping[str, str]
+) -> Problem:
     product = micro * steps * ranks
     if why:
         open_term = MICRO if MICRO in why else STEPS
@@ -109,7 +111,9 @@ def _mismatch(total: int, micro: int, steps: int, ranks: int, world_size: int, w
     )
     fitting = total // (micro * steps)
     fits = fitting > 0 and fitting * micro * steps == total
-    return Problem(TOTAL, total, expected + _launcher_hint(world_size, fitting * world_size // ranks if fits else None))
+    return Problem(
+        TOTAL, total, expected + _launcher_hint(world_size, fitting * world_size // ranks if fits else None)
+    )
 
 
 def _launcher_hint(world_size: int, wanted: int | None) -> str:

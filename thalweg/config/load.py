@@ -24,7 +24,7 @@ from thalweg.config.older import Renames, modernise
 from thalweg.config.problems import ConfigError, Problem, UnknownKey, join
 from thalweg.config.resolve import find_batch_problems, resolve_all
 from thalweg.config.schema import Config, ModelFacts, Provenance
-from thalweg.config.schema_base import Section, alternatives, plain, section_of
+from thalweg.config.schema_base import AUTO, Section, alternatives, plain, section_of
 from thalweg.config.schema_optim import (
     OPTIMIZERS,
     SCHEDULES,
@@ -35,6 +35,7 @@ from thalweg.config.schema_optim import (
 from thalweg.config.source import read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
+_AUTO_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 _TABLES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
 
@@ -193,7 +194,7 @@ def _check_params(tree: dict[str, Any]) -> list[Problem]:
         section = tree.get(block)
         if not isinstance(section, dict) or not isinstance(section.get("type"), str):
             continue
-        name = proper_name(block, section["type"])
+        name = _AUTO_TYPES[block] if section["type"] == AUTO else proper_name(block, section["type"])
         if name is None:
             problems.append(_unknown_type(block, section["type"]))
             tree.pop(block)

@@ -19,7 +19,7 @@ from thalweg.config.batch import solve
 from thalweg.config.check import find_conflicts, find_not_built, is_below
 from thalweg.config.problems import ConfigError, Problem
 from thalweg.config.schema import Config, ModelFacts
-from thalweg.config.schema_base import AUTO, choices, options, value_at, with_values
+from thalweg.config.schema_base import AUTO, open_options, value_at, with_values
 from thalweg.config.schema_optim import REQUIRED_PARAMS, params_of
 
 _BATCH = (
@@ -139,11 +139,7 @@ def find_batch_problems(config: Config, world_size: int, skip: Iterable[str] = (
 
 def _open_paths(config: Config) -> list[tuple[str, Any]]:
     """Every ``"auto"`` that stands for a value, those of ``optimizer`` before those of ``scheduler``."""
-    found = []
-    for path, field in options(Config):
-        value = value_at(config, path)
-        if isinstance(value, str) and value == AUTO and AUTO not in choices(field.annotation):
-            found.append((path, field.get_default(call_default_factory=True)))
+    found = list(open_options(config))
     for block in ("optimizer", "scheduler"):
         params = value_at(config, f"{block}.params") or {}
         model = params_of(block, value_at(config, f"{block}.type"))

@@ -4,7 +4,8 @@ Rules that hold for every option of every block:
 
 - a value has the declared type; a text is never read as a number, nor 1 as true;
 - a whole number may be written 5e8; a number may be written without a point;
-- ``"auto"`` is taken at every option and stands in the tree until ``resolve`` replaces it.
+- ``"auto"`` is taken at every option and stands in the tree until ``resolve`` replaces it (in place
+  of a whole block it means the block's defaults).
   Declared types leave it out, since a resolved config holds none (except where ``"auto"`` is
   itself one of the choices, as in ``cpu_kernels``);
 - ``null`` in place of a block means that the block is absent, in place of a derived value ``"auto"``;
@@ -15,6 +16,7 @@ Rules that hold for every option of every block:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -49,12 +51,21 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any) -> Any:
-    """The same tree with ``FrozenDict`` for mappings and tuples for lists."""
+    """The same tree with ``FrozenDict`` for mappings and tuples for lists.
+
+    Blocks in them have no path that a rule could name, so their ``"auto"`` becomes the default here.
+    """
     if isinstance(value, dict):
-        return FrozenDict({key: freeze(item) for key, item in value.items()})
+        return FrozenDict({key: _settled(freeze(item)) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return tuple(freeze(item) for item in value)
+        return tuple(_settled(freeze(item)) for item in value)
     return value
+
+
+def _settled(item: Any) -> Any:
+    if not isinstance(item, Section):
+        return item
+    return with_values(item, dict(open_options(item)))
 
 
 def whole(value: Any) -> Any:
@@ -117,13 +128,14 @@ class Section(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _auto_or_absent(cls, value: Any, handler: Any, info: Any) -> Any:
-        if isinstance(value, str) and value == "auto":
-            return value
-        if value is None:
-            field = cls.model_fields[info.field_name]
-            absent = section_of(field.annotation) is not None or field.default == AUTO
-            if absent and not accepts_none(field.annotation):
-                return field.default
+        field = cls.model_fields[info.field_name]
+        block = section_of(field.annotation) is not None or any(
+            dict in (option, get_origin(option)) for option in alternatives(field.annotation)
+        )
+        if isinstance(value, str) and value == AUTO:
+            return field.default if block else value
+        if value is None and (block or field.default == AUTO) and not accepts_none(field.annotation):
+            return field.default
         return freeze(handler(value))
 
 
@@ -158,14 +170,26 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     return tuple(choice for group in found for choice in group)
 
 
-def options(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+@cache
+def options(section: type[Section]) -> tuple[tuple[str, FieldInfo], ...]:
     """Every option below ``section`` as dotted path and field, depth first, blocks before their members."""
+    found: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        path = f"{prefix}{name}"
-        yield path, field
+        found.append((name, field))
         inner = section_of(field.annotation)
         if inner:
-            yield from options(inner, path + ".")
+            found += [(f"{name}.{path}", below) for path, below in options(inner)]
+    return tuple(found)
+
+
+def open_options(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each option below ``section`` whose value is still ``"auto"``, with its default."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from open_options(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value == AUTO and AUTO not in choices(field.annotation):
+            yield f"{prefix}{name}", field.default
 
 
 def value_at(section: Any, path: str) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.config.expected import near
-from thalweg.config.problems import Problem, join, show
+from thalweg.config.problems import Problem, join, printable, show
 from thalweg.config.text import MAX_DEPTH, Document, parse
 
 _MAX_BYTES = 8 * 1024 * 1024
@@ -138,8 +138,12 @@ class _Cleaner:
     def _mapping(self, value: Mapping[Any, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for key, item in value.items():
-            if not isinstance(key, str):
-                self._report((*path, show(key)), item, "a key that is a text")
+            if not isinstance(key, str) or not _encodes(key):
+                self._report(
+                    (*path, printable(key if isinstance(key, str) else show(key))),
+                    item,
+                    "a key that is a text",
+                )
                 continue
             plain = self._plain(item, (*path, str(key)))
             if plain is not _LEAVE_OUT:
@@ -147,11 +151,7 @@ class _Cleaner:
         return tree
 
     def _text(self, value: str, path: tuple[str | int, ...]) -> Any:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            return self._report(path, value, "a text of valid Unicode")
-        return str(value)
+        return str(value) if _encodes(value) else self._report(path, value, "a text of valid Unicode")
 
     def _scalar(self, value: Any, path: tuple[str | int, ...]) -> Any:
         if isinstance(value, os.PathLike):
@@ -169,6 +169,10 @@ class _Cleaner:
         if kind.__module__ == "torch" and kind.__name__ == "dtype":
             return str(value)
         return self._report(path, value, "a value that JSON can hold")
+
+
+def _encodes(text: str) -> bool:
+    return printable(text) == text
 
 
 _LEAVE_OUT: Any = object()
