@@ -1,0 +1,248 @@
+"""The schedules against formulas written down on their own, key by key; and their state."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thalweg.optim import build_schedule
+
+
+def optimizer(
+    *lrs: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **kw
+) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (0.1,)]
+    return kind(groups, **kw)
+
+
+def run(name: str, params: dict, count: int, opt: torch.optim.Optimizer | None = None) -> list[list[float]]:
+    """The groups' rates that the updates 1, 2, ..., count use."""
+    opt = opt or optimizer()
+    schedule = build_schedule(name, params, opt)
+    used = []
+    for _ in range(count):
+        used.append([group["lr"] for group in opt.param_groups])
+        assert schedule.get_last_lr() == used[-1]
+        schedule.step()
+    return used
+
+
+def firsts(rows: list[list[float]]) -> list[float]:
+    return [row[0] for row in rows]
+
+
+def warmup(n: int, steps: int, shape: str) -> float:
+    """Share of the rise that iteration n = update - 2 has reached; the first update sees none of it."""
+    steps = max(2, steps)
+    if n < 0:
+        return 0.0
+    if n >= steps:
+        return 1.0
+    return math.log(1 + n, steps) if shape == "log" else n / steps
+
+
+def test_warmup_log_written_out() -> None:
+    got = firsts(run("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4}, 8))
+    log4 = [0, 0, 0.5, math.log(3) / math.log(4), 1.0, 1.0, 1.0, 1.0]
+    assert got == pytest.approx(log4)
+
+
+def test_warmup_linear_written_out() -> None:
+    params = {"warmup_min_lr": 1.0, "warmup_max_lr": 3.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+    assert firsts(run("WarmupLR", params, 8)) == pytest.approx([1, 1, 1.5, 2, 2.5, 3, 3, 3])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 30),
+    st.sampled_from(["log", "linear"]),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(1, 60),
+)
+def test_warmups_and_decay(steps: int, shape: str, low: float, high: float, total: int) -> None:
+    shared = {
+        "warmup_min_lr": low,
+        "warmup_max_lr": high,
+        "warmup_num_steps": steps,
+        "warmup_type": shape,
+    }
+    steps_used = max(2, steps)
+    plain, decayed = [], []
+    for n in range(-1, 70):
+        rise = warmup(n, steps, shape)
+        plain.append(low + (high - low) * rise)
+        if n >= steps_used:
+            rise = max(0.0, (total - n) / max(1, total - steps_used))
+        decayed.append(low + (high - low) * rise)
+    assert firsts(run("WarmupLR", shared, 71)) == pytest.approx(plain, abs=1e-12)
+    assert firsts(run("WarmupDecayLR", {**shared, "total_num_steps": total}, 71)) == pytest.approx(
+        decayed, abs=1e-12
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 20),
+    st.sampled_from(["log", "linear"]),
+    st.floats(0, 1),
+    st.floats(0, 0.5),
+    st.integers(1, 60),
+)
+def test_warmup_cosine(steps: int, shape: str, start: float, end: float, total: int) -> None:
+    params = {
+        "total_num_steps": total,
+        "warmup_min_ratio": start,
+        "cos_min_ratio": end,
+        "warmup_num_steps": steps,
+        "warmup_type": shape,
+    }
+    used = max(2, steps)
+    want = [0.0]
+    for n in range(70):
+        if n < used:
+            want.append(start + (1 - start) * warmup(n, steps, shape))
+        else:
+            phase = min(1.0, (n - used + 1) / max(1, total - used))
+            want.append(end + (1 - end) * 0.5 * (1 + math.cos(phase * math.pi)))
+    rows = run("WarmupCosineLR", params, 71, optimizer(0.1, 2.0))
+    assert [row[0] for row in rows] == pytest.approx([0.1 * w for w in want], abs=1e-12)
+    assert [row[1] for row in rows] == pytest.approx([2.0 * w for w in want], abs=1e-12)
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+def test_range_test(staircase: bool) -> None:
+    params = {
+        "lr_range_test_min_lr": 0.5,
+        "lr_range_test_step_size": 3,
+        "lr_range_test_step_rate": 2.0,
+        "lr_range_test_staircase": staircase,
+    }
+    got = firsts(run("LRRangeTest", params, 8))
+    stairs = [0.5, 0.5, 0.5, 1.5, 1.5, 1.5, 2.5, 2.5]
+    ramp = [0.5 * (1 + 2 * k / 3) for k in range(8)]
+    assert got == pytest.approx(stairs if staircase else ramp)
+
+
+def test_one_cycle_written_out() -> None:
+    opt = optimizer(0.3, betas=(0.9, 0.95))
+    params = {
+        "cycle_min_lr": 1.0,
+        "cycle_max_lr": 3.0,
+        "cycle_first_step_size": 4,
+        "cycle_second_step_size": 2,
+        "decay_step_size": 2,
+        "decay_lr_rate": 1.0,
+        "decay_mom_rate": 0.05,
+        "cycle_min_mom": 0.6,
+        "cycle_max_mom": 0.8,
+    }
+    schedule = build_schedule("onecycle", params, opt)
+    rates, momenta = [], []
+    for _ in range(10):
+        rates.append(opt.param_groups[0]["lr"])
+        momenta.append(opt.param_groups[0]["betas"][0])
+        schedule.step()
+    assert rates == pytest.approx([1, 1.5, 2, 2.5, 3, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5])
+    assert momenta == pytest.approx(
+        [0.6, 0.75, 0.7, 0.65, 0.6, 0.7, 0.8, 0.8 * 1.025, 0.8 * 1.05, 0.8 * 1.075]
+    )
+    assert opt.param_groups[0]["betas"][1] == 0.95
+
+
+def test_one_cycle_stairs() -> None:
+    params = {
+        "cycle_min_lr": 0.0,
+        "cycle_max_lr": 1.0,
+        "cycle_first_step_size": 4,
+        "cycle_first_stair_count": 2,
+    }
+    got = firsts(run("OneCycle", params, 9))
+    assert got == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0])
+
+
+def test_one_cycle_moves_sgd_momentum_and_spares_optimizers_without_one() -> None:
+    params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 2}
+    sgd = optimizer(0.1, kind=torch.optim.SGD, momentum=0.5)
+    schedule = build_schedule("OneCycle", params, sgd)
+    schedule.step()
+    assert sgd.param_groups[0]["momentum"] == pytest.approx(0.85)
+    adagrad = optimizer(0.1, kind=torch.optim.Adagrad)
+    build_schedule("OneCycle", params, adagrad).step()
+    assert adagrad.param_groups[0]["lr"] == pytest.approx(0.5)
+    fixed = optimizer(0.1)
+    build_schedule("OneCycle", {**params, "cycle_momentum": False}, fixed).step()
+    assert fixed.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_lists_give_each_group_its_own_rates() -> None:
+    rows = run("WarmupLR", {"warmup_max_lr": [1.0, 2.0], "warmup_min_lr": [0.0, 1.0]}, 1, optimizer(0.1, 0.2))
+    assert rows == [[0.0, 1.0]]
+    opt = optimizer(0.1, 0.2)
+    schedule = build_schedule("WarmupLR", {"warmup_num_steps": 2}, opt)
+    schedule.step(50)
+    assert schedule.get_last_lr() == [0.1, 0.2]
+
+
+SAMPLES = {
+    "WarmupLR": {"warmup_num_steps": 5},
+    "WarmupDecayLR": {"warmup_num_steps": 5, "total_num_steps": 12, "warmup_max_lr": 0.5},
+    "WarmupCosineLR": {"warmup_num_steps": 5, "total_num_steps": 12},
+    "LRRangeTest": {"lr_range_test_step_size": 3},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "decay_step_size": 1},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("stop", [0, 1, 7, 20])
+def test_state_round_trip(name: str, stop: int) -> None:
+    whole = run(name, SAMPLES[name], 25, optimizer(0.1))
+    first = optimizer(0.1)
+    schedule = build_schedule(name, SAMPLES[name], first)
+    for _ in range(stop):
+        schedule.step()
+    saved = json.loads(json.dumps(schedule.state_dict()))
+    second = optimizer(0.1)
+    schedule = build_schedule(name, SAMPLES[name], second)
+    schedule.load_state_dict(saved)
+    rest = []
+    for _ in range(25 - stop):
+        rest.append([second.param_groups[0]["lr"]])
+        schedule.step()
+    assert rest == whole[stop:]
+    other = build_schedule(name, SAMPLES[name], optimizer(0.1))
+    if stop == 7:
+        assert other.get_last_lr() != whole[stop]
+
+
+def test_torch_schedulers_by_name() -> None:
+    rows = firsts(run("CosineAnnealingLR", {"T_max": 4}, 5))
+    assert rows == pytest.approx([0.05 * (1 + math.cos(math.pi * k / 4)) for k in range(5)])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("WarmupL", {}, "WarmupLR"),
+        ("WarmupLR", {"warmup_max_rl": 1.0}, "warmup_max_lr"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "log"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr"),
+        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "1 parameter groups"),
+        ("WarmupDecayLR", {}, "total_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_max_mom": 1.0}, "cycle_max_mom"),
+        ("LRRangeTest", {"lr_range_test_step_size": 2.5}, "whole number"),
+        ("WarmupLR", {"warmup_min_lr": float("nan")}, "warmup_min_lr"),
+    ],
+)
+def test_bad_input_is_named(name: str, params: dict, says: str) -> None:
+    opt = optimizer(0.1)
+    with pytest.raises(ValueError, match=says):
+        build_schedule(name, params, opt)
+    assert opt.param_groups[0]["lr"] == 0.1
