@@ -45,6 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--no-bind", action="store_true", help="let the ranks move between cores")
     add("--master-port", "--master_port", type=int, metavar="P",
         help="port of the rendezvous (default: a free one)")
+    add("--grace", type=float, default=4.0, metavar="S",
+        help="seconds between SIGTERM and SIGKILL for ranks that must end (default: 4)")
     add("--hostfile", type=Path, metavar="FILE", help="`localhost slots=N`; more hosts are not built yet")
     add("--include", "-i", metavar="SPEC", help="slots of this host to use, such as localhost:0,1")
     add("--exclude", "-e", metavar="SPEC", help="slots of this host to leave out")
@@ -87,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--master-port {args.master_port} is not a port: leave it out to get a free one")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
+    if not 0 <= args.grace < 1e6:
+        raise ValueError(f"--grace {args.grace} must be a number of seconds, 0 or more")
     slots = select_slots(read_hostfile(args.hostfile) if args.hostfile else None, args.include, args.exclude)
 
     from thalweg.launch.local import Job, port_is_free, run_local
@@ -112,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             kind="program" if args.no_python else "module" if args.module else "script",
             cores=plan_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
             master_port=args.master_port,
+            grace=args.grace,
             environ=environ,
         )
     )

@@ -65,17 +65,23 @@ class Failure:
 
 
 def collect(folder: Path, codes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
-    """The failures of a job, the first one first.  ``codes`` are the agent's, by rank, minus n for signal
-    n."""
+    """The failures of a job, the first one first.
+
+    ``codes`` are the agent's, by rank, minus n for signal n, in the order in which it saw them.
+    """
     records = {}
     for path in folder.glob("*.error"):
         record = json.loads(path.read_text())
         records[int(record["rank"])] = record
     failures = []
-    for rank, code in codes.items():
+    for position, (rank, code) in enumerate(codes.items()):
         noted, record = exits.get(rank), records.get(rank)
-        code = noted.code if noted is not None and noted.code else code
-        time_ns = int(record["time_ns"]) if record else noted.time_ns if noted else 2**63
+        if record:
+            time_ns = int(record["time_ns"])
+        elif noted is not None and noted.code is not None:
+            time_ns, code = noted.time_ns, noted.code
+        else:  # the agent was faster; the first it names died before it ended any other
+            time_ns = 0 if position == 0 else 2**63
         failures.append(Failure(rank, code or 1, time_ns, record))
     failures.sort(key=lambda failure: (failure.is_peer_loss, failure.time_ns))
     stopped = {-signal.SIGTERM, -signal.SIGKILL}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from thalweg.launch.cores import CorePlan
 from thalweg.launch.watch import Watch, kill_sessions, read_pids
 
 _RANK = Path(__file__).with_name("rank.py")
-_GRACE = 5.0  # seconds from the first failure to SIGKILL for the others
+_PORT_TRIES = 5
 _ELASTIC = "torch.distributed.elastic"
 
 
@@ -31,7 +32,8 @@ class Job:
     """What to start: ``nproc`` ranks of ``target`` with ``arguments``, delivered as they are.
 
     ``kind`` says how: a script file, a module as `python -m` would, or a program that is not Python.
-    ``environ`` is added to the ranks' environment.  ``master_port`` None takes a free one.
+    ``environ`` is added to the ranks' environment.  ``master_port`` None takes a free one.  ``grace`` is the
+    time in seconds that ranks which must end have between SIGTERM and SIGKILL.
     """
 
     nproc: int
@@ -40,6 +42,7 @@ class Job:
     kind: Literal["script", "module", "program"] = "script"
     cores: CorePlan = field(default_factory=lambda: CorePlan((), 1))
     master_port: int | None = None
+    grace: float = 4.0
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -57,34 +60,17 @@ def run_local(job: Job) -> Outcome:
     Returns exit code 0 when all ranks succeeded, the first failed rank's code otherwise, and 128 + n when
     this process was told to stop by signal n.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with tempfile.TemporaryDirectory(prefix="thalweg-run-") as name, _environment(_rank_environ(job)):
         folder = Path(name)
-        settings: dict[str, Any] = {
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "nproc_per_node": job.nproc,
-            "run_id": uuid.uuid4().hex,
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": f"127.0.0.1:{job.master_port or 0}",
-            "rdzv_configs": {"is_host": True},
-            "local_addr": "127.0.0.1",
-            "max_restarts": 0,
-            "monitor_interval": 0.05,
-            "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            "shutdown_timeout": int(_GRACE),
-        }
-        known = {item.name for item in dataclasses.fields(LaunchConfig)}
-        config = LaunchConfig(**{key: value for key, value in settings.items() if key in known})
-        watch = Watch(folder, job.nproc, _GRACE)
+        watch = Watch(folder, job.nproc, job.grace)
         watch.start()
         codes: dict[int, int] = {}
         try:
             with _signal_handlers_kept(), _agent_log(watch.lost):
-                elastic_launch(config, sys.executable)("-u", str(_RANK), *_rank_arguments(job, folder))
+                _run_agent(job, folder)
         except ChildFailedError as error:
             codes = {rank: item.exitcode for rank, item in error.failures.items()}
         except SignalException as error:
@@ -98,6 +84,48 @@ def run_local(job: Job) -> Outcome:
             return Outcome(0, "")
         failures = failure.collect(folder, codes, watch.exits)
         return Outcome(failures[0].exit_code, failure.report(failures, job.nproc))
+
+
+def _run_agent(job: Job, folder: Path) -> None:
+    """Run torch's agent to the end of the job; raises its ``ChildFailedError`` or ``SignalException``.
+
+    The static rendezvous has one server and neither the heartbeats nor the random delay of the elastic one,
+    but wants its port named: if somebody takes the free port before the server does, another one is tried.
+    """
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": job.nproc,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": "static",
+        "rdzv_configs": {"rank": 0},
+        "local_addr": "127.0.0.1",
+        "max_restarts": 0,
+        "monitor_interval": 0.05,
+        "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        "shutdown_timeout": math.ceil(job.grace),
+    }
+    known = {item.name for item in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
+    settings = {key: value for key, value in settings.items() if key in known}
+    for tries_left in reversed(range(1 if job.master_port else _PORT_TRIES)):
+        config = LaunchConfig(**settings, rdzv_endpoint=f"127.0.0.1:{job.master_port or free_port()}")
+        try:
+            elastic_launch(config, sys.executable)("-u", str(_RANK), *_rank_arguments(job, folder))
+            return
+        except DistNetworkError:
+            if not tries_left:
+                raise
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def port_is_free(port: int) -> bool:
