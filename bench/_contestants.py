@@ -143,9 +143,8 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(job.device, (world,))
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.dtype == "bf16" else MixedPrecisionPolicy()
-    )
+    low = torch.bfloat16 if job.dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     reshard = variant.endswith("3")
     units = [*model.get_submodule("blocks").children(), model]
     for unit in units:
@@ -153,12 +152,33 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
             unit.compile()
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if variant.startswith("comm_"):
-        _use_thalweg_collectives(units, mesh)
+        _use_thalweg_collectives(units, mesh.get_group())
     return _plain_step(model, _adamw(model.parameters(), fused=True), autocast=False)
 
 
-def _use_thalweg_collectives(units: list[Any], mesh: Any) -> None:
-    raise NotImplementedError("waits for thalweg.comm")
+def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
+    """Give raw FSDP2 units the collective objects of `thalweg.comm`: shared memory, or the wire's."""
+    from thalweg import comm
+
+    world = group.size()
+    own: list[int] = []
+    seen: set[int] = set()
+    for unit in units:  # the root comes last: what no block has is its own
+        mine = {id(p): p for p in unit.parameters() if id(p) not in seen}
+        seen |= mine.keys()
+        own.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in mine.values()))
+    slot, rings = max(own), []
+    for depth in (comm.SharedAllGather.LAG + 2, 2):
+        arena = comm.Arena.create(group, comm.Ring.num_bytes(world, slot, depth))
+        rings.append(None if arena is None else comm.Ring(arena, slot, depth))
+    gather, reduce = rings
+    for index, unit in enumerate(units):
+        name = f"unit {index}"
+        unit.set_custom_all_gather(
+            comm.SharedAllGather(gather, name) if gather else comm.PlainAllGather(name)
+        )
+        reducer = comm.SharedReduceScatter(reduce, name) if reduce else comm.AllToAllReduceScatter(name)
+        unit.set_custom_reduce_scatter(reducer)
 
 
 def build_deepspeed(job: Job, model: nn.Module, world: int, variant: str) -> Step:

@@ -1,8 +1,9 @@
 """Two hosts on one machine: network namespaces joined by one virtual cable, for the time of a `with`.
 
-Each host has its own network, host name, IPC and /dev/shm, so that nothing but the cable joins the two:
-shared-memory collectives must find out by themselves that they end at the host.  The cable can be held to
-a rate by a token bucket on both ends.  Addresses exist inside the namespaces alone; no packet leaves them.
+Each host has its own network, host name, processes, IPC and /dev/shm, so that nothing but the cable joins
+the two: shared-memory collectives must find out by themselves that they end at the host.  The cable can be
+held to a rate by a token bucket on both ends.  Addresses exist inside the namespaces alone; no packet
+leaves them.
 
 Names carry the driver's pid.  A driver that was killed outright leaves empty namespaces (their holders read
 from a pipe of the driver's and end with it); the next one sweeps them away.
@@ -111,10 +112,11 @@ class Hosts:
             self._holders.append(self._hold(name))
 
     def _hold(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the process that keeps the host's other namespaces; it ends when we do, or close its pipe."""
+        """Start the host's first process: it ends when we do, or close its pipe, and the others with it."""
         script = f"hostname {name} && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat"
+        apart = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         holder = subprocess.Popen(
-            ["ip", "netns", "exec", name, "unshare", "--uts", "--ipc", "--mount", "sh", "-c", script],
+            ["ip", "netns", "exec", name, *apart, "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -146,9 +148,11 @@ class Hosts:
 
     def placements(self, ranks_per_host: int) -> list[Placement]:
         """Return where each rank runs, host by host, with the variables that a launcher would set there."""
+        children = (Path(f"/proc/{holder.pid}/task/{holder.pid}/children") for holder in self._holders)
+        inits = [path.read_text().split()[0] for path in children]
         return [
             Placement(
-                ("nsenter", "--target", str(holder.pid), "--net", "--uts", "--ipc", "--mount"),
+                ("nsenter", "--target", init, "--net", "--uts", "--ipc", "--mount", "--pid"),
                 {
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(ranks_per_host),
@@ -158,7 +162,7 @@ class Hosts:
                     "GLOO_SOCKET_IFNAME": _CABLE,
                 },
             )
-            for host, holder in enumerate(self._holders)
+            for host, init in enumerate(inits)
             for local in range(ranks_per_host)
         ]
 

@@ -1,4 +1,4 @@
-"""The benchmarks: that they measure what they say, compare the right way up, and clean up after themselves."""
+"""The benchmarks: they measure what they say, compare the right way up, and clean up after themselves."""
 
 from __future__ import annotations
 
@@ -275,24 +275,30 @@ def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-def test_hosts_have_names_and_memory_of_their_own_and_go_with_an_error() -> None:
+def test_hosts_share_nothing_but_the_cable_and_go_with_an_error() -> None:
     hosts = _make_hosts()
-    asked = (
-        "import socket, pathlib; print(socket.gethostname(), len(list(pathlib.Path('/dev/shm').iterdir())))"
-    )
     with pytest.raises(RuntimeError, match="as planned"), hosts:
-        places = hosts.placements(2)
-        answers = [
-            subprocess.run(
-                [*p.prefix, sys.executable, "-c", asked], capture_output=True, text=True, check=True
-            ).stdout
-            for p in places
-        ]
-        assert [answer.split() for answer in answers] == [[hosts.names[i // 2], "0"] for i in range(4)]
-        assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
-        assert all(name in _namespaces() for name in hosts.names)
-        raise RuntimeError("as planned")
+        _look_around(hosts)
     assert not any(name in _namespaces() for name in hosts.names)
+
+
+def _look_around(hosts: Any) -> None:
+    program = (
+        "import os, socket; print(socket.gethostname(), len(os.listdir('/dev/shm')), "
+        "*(os.readlink(f'/proc/self/ns/{kind}') for kind in ('net', 'pid', 'ipc', 'mnt')))"
+    )
+    places = hosts.placements(2)
+    commands = [[*place.prefix, sys.executable, "-c", program] for place in places]
+    seen = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.split() for c in commands]
+    assert [line[:2] for line in seen] == [[hosts.names[rank // 2], "0"] for rank in range(4)]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    here = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "ipc", "mnt")]
+    for first, second, outside in zip(seen[0][2:], seen[2][2:], here, strict=True):
+        assert len({first, second, outside}) == 3
+    assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert all(name in _namespaces() for name in hosts.names)
+    raise RuntimeError("as planned")
 
 
 def test_hosts_of_a_dead_driver_are_swept() -> None:
