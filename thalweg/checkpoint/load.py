@@ -81,7 +81,7 @@ def _open_sound(path: Path, prefix: str, ranks: Ranks, io: FileSystem) -> Checkp
     opened: list[Checkpoint] = []
 
     def part() -> str:
-        opened.append(Checkpoint(path, publish.read_manifest(io, path), io))
+        opened.append(Checkpoint.at(path, io=io))
         return opened[0].manifest.model_dump_json(include={"head"})
 
     heads = ranks.together(f"opening checkpoint {path}", part)

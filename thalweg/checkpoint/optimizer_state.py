@@ -192,9 +192,9 @@ def _template(
     """The tensor a stored state is read into: the live one if it fits, else a new one like the parameter."""
     record = checkpoint.manifest.tensors[stored]
     shape, dtype = torch.Size(record.shape), DTYPES[record.dtype]
-    if isinstance(live, torch.Tensor) and live.dtype == dtype:
-        if _as_parameter(live, parameter).shape == shape:
-            return live
+    fits = isinstance(live, torch.Tensor) and live.dtype == dtype
+    if fits and _as_parameter(live, parameter).shape == shape:
+        return live
     local = parameter.detach()
     if shape == parameter.shape and parameter.dim() > 0:
         made = torch.empty_like(local, dtype=dtype)

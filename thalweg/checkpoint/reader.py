@@ -73,17 +73,19 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open ``directory/tag``; without a tag (or with "latest") the newest whose manifest is intact.
 
+        ``directory`` may also be that of one checkpoint.
         Raises ``MissingCheckpoint`` where there is none and ``DamagedCheckpoint`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
         io, directory = io or FileSystem(), Path(directory)
         if tag is not None and tag != publish.LATEST:
-            found = publish.resolve(io, directory, tag)
-            return cls(found.path, publish.read_manifest(io, found.path), io)
+            return cls.at(publish.resolve(io, directory, tag).path, io=io)
+        if tag is None and io.exists(directory / publish.MANIFEST):
+            return cls.at(directory, io=io)
         problems = []
         for found in publish.candidates(io, directory):
             try:
-                return cls(found.path, publish.read_manifest(io, found.path), io)
+                return cls.at(found.path, io=io)
             except DamagedCheckpoint as error:
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
@@ -92,6 +94,12 @@ class Checkpoint:
         raise MissingCheckpoint(
             f"there is no checkpoint in {directory}; give the directory that was saved to"
         )
+
+    @classmethod
+    def at(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
+        """Open the one directory ``path``, or raise ``DamagedCheckpoint``."""
+        io = io or FileSystem()
+        return cls(path, publish.read_manifest(io, path), io)
 
     @property
     def head(self) -> Head:

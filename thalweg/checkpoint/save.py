@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, split, tiles
 from thalweg.checkpoint.manifest import FileRecord, Head, Manifest, Piece, TensorRecord
 from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.shards import Slot, write_shard
+from thalweg.checkpoint.shards import ShardWriter, Slot, aligned
 from thalweg.checkpoint.tree import encode
 from thalweg.utils.log import get_logger
 
@@ -48,8 +49,8 @@ class Snapshot:
     tensors: logical name -> DTensor (any mesh, Shard and Replicate) or plain tensor, which
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
-    per_rank: this rank's own tree.
-    unsynced: plain tensors in which ranks may differ; the first holder's values are kept.  See ``tree.py`` for what trees may hold.
+    per_rank: this rank's own tree (``tree.py`` says what trees may hold).  unsynced: names of
+    plain tensors in which ranks may differ; the first holder's values are kept.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -264,27 +265,27 @@ def _write(
             f"{path} was made by rank 0 but is not seen from here; the checkpoint directory must be on a "
             "file system that all hosts share"
         )
-    files: dict[str, list[Slot]] = {}
+    files: dict[str, dict[str, _Planned]] = {}
     for piece in plan:
         if piece.writer == ranks.rank:
-            slot = _slot(piece, tensors[piece.name])
-            files.setdefault(piece.file, []).append(slot)
+            files.setdefault(piece.file, {})[piece.key] = piece
     outcome = {}
-    for file, slots in files.items():
-        written = write_shard(io, path / file, slots)
+    for file, pieces in files.items():
+        slots = aligned(Slot(p.key, NAMES[tensors[p.name].dtype], p.box.size) for p in pieces.values())
+        with closing(ShardWriter(io, path / file, slots)) as writer:
+            for slot in slots:
+                writer.put(slot.key, _values(pieces[slot.key], tensors[pieces[slot.key].name]))
+            written = writer.finish()
         outcome[file] = {"record": written.record.model_dump(), "digests": written.digests}
     return outcome
 
 
-def _slot(piece: _Planned, tensor: torch.Tensor) -> Slot:
-    def fetch() -> torch.Tensor:
-        for held in local_pieces(piece.name, tensor):
-            if held.box.intersect(piece.box) == piece.box:
-                shift = tuple(g - own for g, own in zip(held.box.offset, held.local_offset, strict=True))
-                return local_tensor(tensor)[piece.box.slices(shift)]
-        raise AssertionError(f"{piece.name} has no {piece.box} here")
-
-    return Slot(piece.key, NAMES[tensor.dtype], piece.box.size, fetch)
+def _values(piece: _Planned, tensor: torch.Tensor) -> torch.Tensor:
+    for held in local_pieces(piece.name, tensor):
+        if held.box.intersect(piece.box) == piece.box:
+            origin = tuple(g - own for g, own in zip(held.box.offset, held.local_offset, strict=True))
+            return local_tensor(tensor)[piece.box.slices(origin)]
+    raise AssertionError(f"{piece.name} has no {piece.box} here")
 
 
 def _head(tag: str, step: int, epoch: int, world: int, sequence: int) -> Head:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +31,21 @@ BLOCK = 4 << 20  # bytes read and hashed at a time, small enough to stay in cach
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of a shard to be written; ``fetch`` gives its values when its turn comes."""
+    """One entry of a shard to be written."""
 
     key: str
     dtype: str
     size: tuple[int, ...]
-    fetch: Callable[[], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
+
+
+def aligned(slots: Iterable[Slot]) -> list[Slot]:
+    """Slots in the order that keeps each entry's data aligned to its dtype."""
+    return sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
 
 
 @dataclass(frozen=True)
@@ -72,28 +76,47 @@ def build_header(slots: Sequence[Slot]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(io: FileSystem, path: Path, slots: Sequence[Slot]) -> Written:
-    """Write one new safetensors file, make it durable, and return its checksums."""
-    ordered = sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))  # keeps data aligned
-    header = build_header(ordered)
-    position = len(header)
-    digests: dict[str, str] = {}
-    handle = io.open_write(path)
-    try:
-        io.pwrite(handle, header, 0)
-        with ThreadPoolExecutor(1) as hasher:  # hashes while this thread writes; both release the GIL
-            for slot in ordered:
-                data = raw_bytes(slot.fetch())
-                assert data.nbytes == slot.nbytes, slot.key
-                digest = hasher.submit(_sha256, data)
-                io.pwrite(handle, data, position)
-                digests[slot.key] = digest.result()
-                position += data.nbytes
-        io.fsync(handle)
-    finally:
-        io.close(handle)
-    record = FileRecord(size=position, header_bytes=len(header), header_sha256=_sha256(header))
-    return Written(record, digests)
+class ShardWriter:
+    """One new safetensors file, filled slot by slot in the order given; ``finish`` makes it durable.
+
+    Use it under ``contextlib.closing``: ``close`` lets go of file and thread, finished or not.
+    """
+
+    def __init__(self, io: FileSystem, path: Path, slots: Sequence[Slot]) -> None:
+        self._io, self._left = io, list(slots)
+        self._header = build_header(slots)
+        self._position = len(self._header)
+        self._digests: dict[str, str] = {}
+        self._hasher = ThreadPoolExecutor(1)  # hashes while this thread writes; both release the GIL
+        self._handle: int | None = io.open_write(path)
+
+    def put(self, key: str, value: torch.Tensor) -> None:
+        """Write the values of the next slot, which must be ``key``."""
+        assert self._handle is not None
+        slot = self._left.pop(0)
+        data = raw_bytes(value)
+        assert slot.key == key and data.nbytes == slot.nbytes, (slot, key, data.nbytes)
+        digest = self._hasher.submit(_sha256, data)
+        self._io.pwrite(self._handle, data, self._position)
+        self._digests[key] = digest.result()
+        self._position += data.nbytes
+
+    def finish(self) -> Written:
+        """Write the header, flush to the disk, and return the checksums."""
+        assert self._handle is not None and not self._left, self._left
+        self._io.pwrite(self._handle, self._header, 0)
+        self._io.fsync(self._handle)
+        record = FileRecord(
+            size=self._position, header_bytes=len(self._header), header_sha256=_sha256(self._header)
+        )
+        return Written(record, self._digests)
+
+    def close(self) -> None:
+        """Let go of file and thread, finished or not."""
+        self._hasher.shutdown()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._io.close(handle)
 
 
 def _sha256(data: bytes | bytearray | memoryview) -> str:

@@ -1,0 +1,161 @@
+"""``thalweg ckpt inspect|verify|export``: look into a checkpoint, check its bytes, write it for Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+_EXAMPLES = """examples:
+  thalweg ckpt inspect runs/a                      # the newest checkpoint below runs/a
+  thalweg ckpt inspect runs/a/global_step100       # that one
+  thalweg ckpt verify runs/a --tag global_step100
+  thalweg ckpt export runs/a exported --dtype bf16
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``ckpt`` and its three actions."""
+    parser = subparsers.add_parser(
+        "ckpt",
+        help="inspect, verify or export a checkpoint",
+        description="Inspect, verify or export a checkpoint.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    inspect = actions.add_parser("inspect", help="tag, step, world size, tensors and bytes")
+    verify = actions.add_parser("verify", help="read every byte and name each damaged file and tensor")
+    export = actions.add_parser("export", help="write the weights in Hugging Face layout")
+    for action in (inspect, verify, export):
+        action.add_argument("directory", metavar="DIR", type=Path, help="saved to, or of one tag")
+        action.add_argument("--tag", help="the checkpoint in DIR (default: the newest)")
+        action.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    export.add_argument("out", metavar="OUT", type=Path, nargs="?", help="where to write (default: DIR/hf)")
+    export.add_argument("--out", "--output", dest="out_option", metavar="OUT", type=Path, help="the same")
+    export.add_argument("--dtype", help="cast floating tensors: fp32, bf16 or fp16 (default: as stored)")
+    export.add_argument("--max-shard-bytes", type=float, default=5e9, help="size of a file (default: 5e9)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one action; 0 for success, 1 for damage found."""
+    if not args.directory.exists():
+        raise FileNotFoundError(f"{args.directory} does not exist; give the directory that was saved to")
+    if args.action == "verify":
+        return _verify(args.directory, args.tag, as_json=args.json)
+    from thalweg.checkpoint import Checkpoint
+
+    with Checkpoint.open(args.directory, args.tag) as checkpoint:
+        if args.action == "inspect":
+            return _inspect(checkpoint, as_json=args.json, tensors=args.tensors)
+        return _export(checkpoint, args)
+
+
+def _path(directory: Path, tag: str | None) -> Path:
+    """The one directory to verify: never another one in place of a damaged one."""
+    from thalweg.checkpoint import FileSystem, MissingCheckpoint, publish
+
+    if tag is None and (directory / publish.MANIFEST).exists():
+        return directory
+    if tag is not None and tag != publish.LATEST:
+        return publish.resolve(FileSystem(), directory, tag).path
+    found = publish.candidates(FileSystem(), directory)
+    if not found:
+        raise MissingCheckpoint(
+            f"there is no checkpoint in {directory}; give the directory that was saved to"
+        )
+    return found[0].path
+
+
+def _emit(report: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+    print(json.dumps(report) if as_json else "\n".join(lines))
+
+
+def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
+    manifest = checkpoint.manifest
+    kinds: dict[str, dict[str, int]] = {}
+    for name, record in manifest.tensors.items():
+        first = name.partition("/")[0]
+        shown = first if first in ("model", "optim") else "state"
+        kind = kinds.setdefault(shown, {"tensors": 0, "elements": 0, "bytes": 0})
+        kind["tensors"] += 1
+        kind["elements"] += math.prod(record.shape)
+        kind["bytes"] += record.nbytes
+    report = {
+        "path": str(checkpoint.path),
+        **manifest.head.model_dump(),
+        "files": {name: record.size for name, record in manifest.files.items()},
+        "bytes": sum(record.size for record in manifest.files.values()),
+        "aliases": manifest.aliases,
+        "kinds": kinds,
+        "tensors": {
+            name: {"dtype": record.dtype, "shape": list(record.shape), "bytes": record.nbytes}
+            for name, record in manifest.tensors.items()
+        },
+    }
+    head = manifest.head
+    lines = [
+        f"{checkpoint.path}",
+        f"  tag {head.tag}, step {head.step}, world {head.world}, {head.created}, {head.writer}",
+        f"  {len(manifest.tensors)} tensors in {len(manifest.files)} files, {_size(report['bytes'])}",
+        *(
+            f"  {kind:<6} {c['tensors']:>6} tensors {c['elements']:>14,} elements {_size(c['bytes']):>12}"
+            for kind, c in kinds.items()
+        ),
+        *(f"  {alias} is {target}" for alias, target in manifest.aliases.items()),
+    ]
+    if tensors:
+        lines += [f"  {name}  {r.dtype} {list(r.shape)}" for name, r in manifest.tensors.items()]
+    _emit(report, lines, as_json=as_json)
+    return 0
+
+
+def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
+    from thalweg.checkpoint import Checkpoint, DamagedCheckpoint
+
+    try:
+        with Checkpoint.at(_path(directory, tag)) as checkpoint:
+            found = checkpoint.damage()
+            path, tensors = str(checkpoint.path), len(checkpoint.manifest.tensors)
+            size = sum(record.size for record in checkpoint.manifest.files.values())
+    except DamagedCheckpoint as error:
+        report = {"path": str(directory), "sound": False}
+        damaged = [{"file": "manifest.json", "tensor": None, "reason": str(error)}]
+        _emit({**report, "damaged": damaged}, [f"damaged: {error}"], as_json=as_json)
+        return 1
+    report = {
+        "path": path,
+        "sound": not found,
+        "tensors": tensors,
+        "bytes": size,
+        "damaged": [{"file": d.file, "tensor": d.tensor, "reason": d.reason} for d in found],
+    }
+    lines = [f"damaged: {d.reason}" for d in found]
+    lines.append(f"{path}: {'damaged' if found else 'sound'}, {tensors} tensors, {_size(size)} read")
+    _emit(report, lines, as_json=as_json)
+    return 1 if found else 0
+
+
+def _export(checkpoint: Any, args: argparse.Namespace) -> int:
+    from thalweg.checkpoint.hf import export_hf
+    from thalweg.utils.dtypes import parse_dtype
+
+    dtype = parse_dtype(args.dtype) if args.dtype else None
+    out = args.out_option or args.out or args.directory / "hf"
+    export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
+    files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
+    report = {"path": str(checkpoint.path), "out": str(out), "files": files}
+    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_size(size)}" for name, size in files.items())]
+    _emit(report, lines, as_json=args.json)
+    return 0
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.1f} {unit}" if unit != "bytes" else f"{count} bytes"
+        count = count / 1024  # type: ignore[assignment]
+    raise AssertionError
