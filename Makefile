@@ -13,7 +13,6 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= 2.13.0
-PEERS_VENV ?= .venv-peers
 ARGS ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
@@ -22,7 +21,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test fast lint format bench-peers clean
+.PHONY: demo test fast lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -62,16 +61,8 @@ $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@$(PIP) -c requirements/constraints.txt -e '.[demo,hf,plots,monitor,test]'
 	@touch $@ $(DEMO_STAMP)
 
-bench-peers: $(PEERS_VENV)/.installed
+PEERS_PYTHON = $(PYTHON)
+include bench/peers.mk
 
-# DeepSpeed is only an sdist and asks for torch while it builds, so it builds in this environment.
-$(PEERS_VENV)/.installed: requirements/peers.txt
-	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
-	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install -qq torch==$(TORCH)
-	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install -qq setuptools wheel numpy
-	@DS_BUILD_OPS=0 $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation -r requirements/peers.txt
-	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt -e .
-	@touch $@
-
-clean:
-	rm -rf $(VENV) $(PEERS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: clean-peers
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

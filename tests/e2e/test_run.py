@@ -138,7 +138,8 @@ def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> No
 
 HARD = [
     "", " ", "$(touch pwned)", "`id`", "; rm -rf x", "a'b\"c", "$HOME", "$$", "${local_rank}", "%s",
-    "\\", "*", "~", "--", "--nproc", "-m", "\n", "\t", "é漢", "\udcff", "&&", "|", ">x", "!", "#", "{a,b}", "--x=$(y)",
+    "\\", "*", "~", "--", "--nproc", "-m", "\n", "\t", "é漢", "\udcff", "&&", "|", ">x", "!", "#", "{a,b}",
+    "--x=$(y)",
 ]  # fmt: skip
 
 

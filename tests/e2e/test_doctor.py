@@ -1,0 +1,133 @@
+"""`thalweg doctor` and the command line's own manners."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import thalweg
+from thalweg.cli import available, doctor, main
+
+THALWEG = [sys.executable, "-m", "thalweg"]
+
+
+def test_doctor_prints_one_json_object(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*THALWEG, "doctor", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stderr == ""
+    assert report["ok"] is True and report["thalweg"] == thalweg.__version__
+    checks = {check["name"]: check for check in report["checks"]}
+    assert len(checks) == len(doctor.CHECKS)
+    assert checks["two ranks over gloo"]["status"] == "ok", "two ranks really met"
+    for check in checks.values():
+        assert check["status"] in ("ok", "warn") and check["found"]
+        assert bool(check["cure"]) == (check["status"] == "warn")
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_names_a_cure_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._shared_memory, doctor._python, doctor._core_packages))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
+    )
+    assert main(["doctor"]) == 0, "a warning is no failure"
+    assert "--shm-size" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "version_info", (3, 9, 0))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert [check["status"] for check in report["checks"]] == ["warn", "fail", "ok"]
+
+
+@pytest.mark.parametrize("environ", [{"OMP_NUM_THREADS": "1"}, {}])
+def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert doctor._processor().status == ("warn" if environ else "ok")
+
+
+def test_every_subcommand_has_help_with_an_example(capsys: pytest.CaptureFixture) -> None:
+    assert {"run", "doctor", "config"} <= set(available())
+    for name in available():
+        with pytest.raises(SystemExit) as leaving:
+            main([name, "--help"])
+        text = capsys.readouterr().out
+        assert leaving.value.code == 0 and "example" in text and f"thalweg {name}" in text
+
+
+def test_the_front_page_lists_them_without_torch() -> None:
+    code = "import sys; from thalweg.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name, text in available().items():
+        assert name in done.stdout and text in done.stdout
+
+
+def test_wrong_use_of_the_front_page(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 2
+    assert "usage: thalweg" in capsys.readouterr().err
+    for arguments in (["nonsense"], ["--nonsense"], ["doctor", "--nonsense"]):
+        with pytest.raises(SystemExit) as leaving:
+            main(arguments)
+        captured = capsys.readouterr()
+        assert leaving.value.code == 2 and captured.out == ""
+        assert "--help" in captured.err and len(captured.err.strip().splitlines()) == 1
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == 0 and thalweg.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("bad value: do this"), 2),
+        (FileNotFoundError("no file x"), 2),
+        (RuntimeError("it broke"), 1),
+        (OSError("disk full"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_one_paragraph_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: BaseException, code: int
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fail)
+    assert main(["doctor"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("thalweg: ") and "Traceback" not in captured.err
+    monkeypatch.setenv("THALWEG_TRACEBACK", "1")
+    assert main(["doctor"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise TypeError("a defect")
+
+    monkeypatch.setattr(doctor, "run", fail)
+    with pytest.raises(TypeError):
+        main(["doctor"])
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m thalweg --help"
+    first = subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert first.stdout is not None and first.stderr is not None
+    first.stdout.close()
+    assert b"Traceback" not in first.stderr.read()
+    first.stderr.close()
+    first.wait(timeout=60)

@@ -1,0 +1,289 @@
+"""`thalweg doctor`: what this machine has, what it lacks, and what to do about it.
+
+Each check is a function that returns one ``Check``; ``CHECKS`` is the order in which they are shown.  A
+check never raises: what it cannot find out it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import thalweg
+from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
+
+_MIB, _GIB = 2**20, 2**30
+_TORCH = ((2, 11), (2, 14))
+_EXTRAS = {
+    "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
+    "demo": ("tokenizers", "matplotlib"),
+    "plots": ("matplotlib",),
+    "monitor": ("tensorboard",),
+    "quant": ("torchao",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "test": ("pytest", "hypothesis", "psutil"),
+}
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+
+_EPILOG = """examples:
+  thalweg doctor
+  thalweg doctor --json
+
+Exit code 0 when nothing is broken (warnings allowed), 1 otherwise.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding; ``cure`` is empty when ``status`` is ok."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    cure: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `doctor` to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine has and what it lacks",
+        description="Say what this machine has and what it lacks for training, with a cure for each lack.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 1 when something is broken."""
+    checks = [check() for check in CHECKS]
+    failed = any(check.status == "fail" for check in checks)
+    if args.json:
+        found = [dataclasses.asdict(check) for check in checks]
+        print(json.dumps({"ok": not failed, "thalweg": thalweg.__version__, "checks": found}, indent=1))
+        return int(failed)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.status:4}  {check.name:{width}}  {check.found}")
+        if check.cure:
+            print(f"{'':{width + 8}}-> {check.cure}")
+    return int(failed)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Check("python", "ok", found)
+    return Check("python", "fail", found, "make an environment with Python 3.11, 3.12 or 3.13")
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("torch", "fail", str(error).splitlines()[0], "pip install torch==2.13.0")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if _TORCH[0] <= version < _TORCH[1]:
+        return Check("torch", "ok", torch.__version__)
+    return Check("torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)")
+
+
+def _devices() -> Check:
+    try:
+        import torch
+
+        count = torch.cuda.device_count()
+        if not count:
+            return Check("devices", "ok", "no GPU: ranks run on the processor, over gloo")
+        names = [torch.cuda.get_device_properties(index) for index in range(count)]
+        found = ", ".join(f"{one.name} ({one.total_memory // _GIB} GiB)" for one in names)
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check("devices", "warn", str(error).splitlines()[0], "check the driver with nvidia-smi")
+    return Check("devices", "ok", found)
+
+
+def _processor() -> Check:
+    cpus = usable_cpus()
+    cores, quota = physical_cores(cpus), cpu_quota()
+    plan = plan_cores(2, cores, quota=quota)
+    found = f"{len(cores)} cores, {len(cpus)} hardware threads" + (f", quota {quota:g}" if quota else "")
+    found += f"; `thalweg run --nproc 2` gives each rank {plan.threads} thread(s)"
+    if "OMP_NUM_THREADS" in os.environ:
+        threads = os.environ["OMP_NUM_THREADS"]
+        return Check(
+            "processor",
+            "warn",
+            f"{found}; OMP_NUM_THREADS={threads} is set",
+            "unset it to let `thalweg run` share out",
+        )
+    return Check("processor", "ok", found)
+
+
+def _features() -> Check:
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+    except OSError:
+        pass
+    found = [flag for flag in _FLAGS if flag in flags]
+    if not found:
+        return Check("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
+    if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags:
+        return Check("processor features", "ok", ", ".join(found))
+    return Check("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
+
+
+def _memory() -> Check:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        total, available = table["MemTotal"], table["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        return Check("memory", "ok", "unknown on this system")
+    found = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        found += f", cgroup limit {limit / _GIB:.1f} GiB"
+        available = min(available, limit)
+    except (OSError, ValueError):
+        pass
+    if available < 2 * _GIB:
+        return Check("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
+    return Check("memory", "ok", found)
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Check("shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower")
+    found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} in /dev/shm"
+    if not os.access("/dev/shm", os.W_OK):
+        return Check(
+            "shared memory", "warn", f"{found}, not writable", "make /dev/shm writable for this user"
+        )
+    if usage.free < 512 * _MIB:
+        cure = "in a container: --shm-size=8g; shared-memory collectives want the model's size in bytes"
+        return Check("shared memory", "warn", found, cure)
+    return Check("shared memory", "ok", found)
+
+
+def _limits() -> Check:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return Check("limits", "ok", "unknown on this system")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files"
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Check("limits", "warn", found, "ulimit -n 4096")
+    return Check("limits", "ok", found)
+
+
+def _loopback() -> Check:
+    try:
+        addresses = sorted({str(item[4][0]) for item in socket.getaddrinfo("localhost", None)})
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return Check(
+            "loopback",
+            "fail",
+            str(error),
+            "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts",
+        )
+    return Check("loopback", "ok", f"localhost is {', '.join(addresses)}")
+
+
+def _two_ranks() -> Check:
+    from thalweg.launch.local import Job, run_local
+
+    start = time.monotonic()
+    try:
+        outcome = run_local(Job(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0))
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
+    seconds = time.monotonic() - start
+    if outcome.code:
+        return Check(
+            "two ranks over gloo", "fail", outcome.report.strip().splitlines()[-1], "see the loopback check"
+        )
+    return Check("two ranks over gloo", "ok", f"started, summed and ended in {seconds:.1f} s")
+
+
+def _extras() -> Check:
+    present, absent = [], []
+    for extra, names in _EXTRAS.items():
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+        (absent if missing else present).append(extra)
+    found = f"installed: {', '.join(present) or 'none'}" + (
+        f"; not installed: {', '.join(absent)}" if absent else ""
+    )
+    if "demo" in absent:
+        return Check("extras", "warn", found, "`thalweg demo` wants pip install 'thalweg[demo]'")
+    return Check("extras", "ok", found)
+
+
+def _core_packages() -> Check:
+    found, missing = [], []
+    for name in ("safetensors", "numpy", "pydantic", "tqdm"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check("packages", "ok", ", ".join(found))
+
+
+def _writable() -> Check:
+    refused = []
+    for label, folder in (("here", os.getcwd()), ("temporary files", tempfile.gettempdir())):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"x")
+        except OSError as error:
+            refused.append(f"{label} ({folder}): {error.strerror}")
+    free = shutil.disk_usage(os.getcwd()).free / _GIB
+    if refused:
+        return Check("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
+    if free < 1:
+        return Check(
+            "disk", "warn", f"{free:.2f} GiB free here", "checkpoints want three times the model: free some"
+        )
+    return Check("disk", "ok", f"writable, {free:.0f} GiB free here")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    _python,
+    _torch,
+    _core_packages,
+    _devices,
+    _processor,
+    _features,
+    _memory,
+    _shared_memory,
+    _limits,
+    _loopback,
+    _two_ranks,
+    _writable,
+    _extras,
+)
