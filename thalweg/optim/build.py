@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from thalweg.optim.adafactor import Adafactor
 from thalweg.optim.elementwise import ELEMENTWISE
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
@@ -24,7 +25,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     **ELEMENTWISE,
-    **{cls.__name__: cls for cls in (Lamb, Lion, Muon)},
+    **{cls.__name__: cls for cls in (Adafactor, Lamb, Lion, Muon)},
 }
 
 _ADAM = frozenset({"Adam", "AdamW"})

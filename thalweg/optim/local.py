@@ -89,6 +89,7 @@ def to_work(piece: Tensor) -> Tensor:
     return piece.float() if piece.dtype in HALF_DTYPES else piece
 
 
+@torch.no_grad()
 def write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Round each fp32 work tensor into its 16-bit piece."""
     pieces, work = [], []

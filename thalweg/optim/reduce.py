@@ -70,3 +70,18 @@ def reduce_over_spans(
         all_reduce(part, op, group)
         rows.index_copy_(0, index, part)
     return rows
+
+
+def reduce_tensors_(
+    tensors: Sequence[Tensor], spans: Sequence[Span], all_reduce: AllReduce = plain_all_reduce
+) -> None:
+    """Add up each tensor over the groups of its span, in place; shapes may differ, the dtype may not.
+
+    All tensors of one group travel in one all-reduce. Same condition as :func:`reduce_over_spans`.
+    """
+    for group in dict.fromkeys(group for span in spans for group in span):
+        chosen = [tensor for tensor, span in zip(tensors, spans, strict=True) if group in span]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+        all_reduce(flat, dist.ReduceOp.SUM, group)
+        for tensor, total in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
+            tensor.copy_(total.view_as(tensor))
