@@ -78,9 +78,9 @@ def test_damaged_mappings_are_refused_in_words() -> None:
     for number in range(COUNT):
         tree, damages = mutate(rng, rng.choice(BASES))
         before = copy.copy(tree)
-        start = time.perf_counter()
+        start = time.process_time()
         result = outcome(tree, world_size=rng.choice((1, 2, 16)))
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
         assert tree.keys() == before.keys(), "loading changed the caller's mapping"
         if isinstance(result, Config):
             accepted += 1

@@ -1,11 +1,7 @@
-"""The rules between options, each in one table.
+"""The rules between options, and who asks the tables about a given config.
 
-``CONFLICTS``  combinations that contradict themselves;
-``NOT_BUILT``  switches of work that is still to come: on, they are an error that says what to do;
-``NO_EFFECT``  options that mean nothing on FSDP2: accepted, and listed once with the reason.
-
-An option that is in none of them is read by the program; ``tests/repo`` holds every option
-of the schema to exactly one of these fates.
+``CONFLICTS`` lists the combinations that contradict themselves; the tables of ``fates.py`` say
+what is not built yet and what has no effect.
 """
 
 from __future__ import annotations
@@ -14,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from thalweg.config.fates import NO_EFFECT, NOT_BUILT, is_below, not_none
 from thalweg.config.problems import NotBuiltYet, Problem
 from thalweg.config.schema_base import AUTO, Section, value_at
-from thalweg.config.schema_optim import REQUIRED_PARAMS
+from thalweg.config.schema_schedules import REQUIRED_PARAMS
 
 
 @dataclass(frozen=True)
@@ -28,33 +25,8 @@ class Conflict:
     expected: str
 
 
-@dataclass(frozen=True)
-class Switch:
-    """A feature of later work: ``on`` takes the value at ``path``; ``cure`` says what to do today."""
-
-    path: str
-    on: Callable[[Any], bool]
-    cure: str
-
-
 def _both(first: Any, second: Any) -> bool:
     return bool(first and second)
-
-
-def _above_1(value: Any) -> bool:
-    return value > 1
-
-
-def _not_none(value: Any) -> bool:
-    return value != "none"
-
-
-def _present(value: Any) -> bool:
-    return value is not None and value is not False
-
-
-def _more_than_skip(value: Any) -> bool:
-    return value not in ("skip", "ignore")
 
 
 CONFLICTS = (
@@ -118,18 +90,39 @@ CONFLICTS = (
     ),
     Conflict(
         ("zero_optimization.offload_param.device", "zero_optimization.stage"),
-        lambda device, stage: _not_none(device) and stage != 3,
+        lambda device, stage: not_none(device) and stage != 3,
         '"none", or zero_optimization.stage to be 3, the only stage that shards parameters',
     ),
     Conflict(
         ("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
-        lambda device, stage: _not_none(device) and stage == 0,
+        lambda device, stage: not_none(device) and stage == 0,
         '"none", or zero_optimization.stage to be 1, 2 or 3',
     ),
     Conflict(
-        ("activation_checkpointing.cpu_checkpointing", "activation_checkpointing.policy"),
-        lambda on, policy: on and policy == "none",
-        'false, or activation_checkpointing.policy to be "full" or "selective"',
+        ("activation_checkpointing.every", "activation_checkpointing.policy"),
+        lambda every, policy: every != 1 and policy != "selective",
+        '1, or activation_checkpointing.policy to be "selective"',
+    ),
+    Conflict(
+        ("optimizer.params.max_grad_norm",),
+        lambda norm: norm != 0,
+        "0; the top-level gradient_clipping clips by the global norm",
+    ),
+    Conflict(
+        ("optimizer.params.capturable",), bool, "false; a step on shards is not captured into a CUDA graph"
+    ),
+    Conflict(
+        ("optimizer.params.differentiable",), bool, "false; a step on shards has no gradient of its own"
+    ),
+    Conflict(
+        ("optimizer.params.amsgrad", "optimizer.type"),
+        lambda on, name: on and name in ("Adagrad", "Lamb"),
+        "false; the optimiser has no such variant",
+    ),
+    Conflict(
+        ("optimizer.type", "zero_optimization.stage"),
+        lambda name, stage: name == "Adafactor" and stage > 0,
+        "another optimiser, or zero_optimization.stage to be 0; Adafactor needs whole matrices",
     ),
     Conflict(
         ("autotuning.end_profile_step", "autotuning.start_profile_step"),
@@ -137,171 +130,6 @@ CONFLICTS = (
         "at least autotuning.start_profile_step",
     ),
 )
-
-_BLOCK = "remove the block or set enabled to false"
-_ONE = "set it to 1; the ranks are then data-parallel"
-NOT_BUILT = (
-    Switch(
-        "zero_optimization.offload_param.device",
-        _not_none,
-        'set it to "none"; stage 3 over more ranks saves memory',
-    ),
-    Switch(
-        "zero_optimization.offload_optimizer.device",
-        _not_none,
-        'set it to "none"; a higher stage saves memory',
-    ),
-    Switch("zero_optimization.zero_hpz_partition_size", _above_1, "set it to 1"),
-    Switch(
-        "zero_optimization.zero_quantized_weights", bool, "set it to false; weights are gathered unquantised"
-    ),
-    Switch("zero_optimization.zero_quantized_nontrainable_weights", bool, "set it to false"),
-    Switch(
-        "zero_optimization.zero_quantized_gradients",
-        bool,
-        "set it to false; communication_data_type is built",
-    ),
-    Switch("zero_optimization.zeropp_loco_param", _present, "remove it"),
-    Switch("zero_optimization.mics_shard_size", lambda size: size > 0, "set it to -1"),
-    Switch("zero_optimization.mics_hierarchical_params_gather", bool, "set it to false"),
-    Switch("zero_optimization.zenflow", _present, "remove the block"),
-    Switch(
-        "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
-    ),
-    Switch("tensor_parallel.autotp_size", _above_1, _ONE),
-    Switch("tensor_parallel.tp.tp_size", _above_1, _ONE),
-    Switch("tensor_parallel.sequence_parallel", bool, "set it to false"),
-    Switch("sequence_parallel_size", _above_1, _ONE),
-    Switch("context_parallel_size", _above_1, _ONE),
-    Switch("pipeline.stages", _above_1, _ONE),
-    Switch("expert_parallel.enabled", bool, _BLOCK),
-    Switch("expert_parallel.autoep_size", _above_1, _ONE),
-    Switch("expert_parallel.expert_tensor_parallel_size", _above_1, _ONE),
-    Switch("data_efficiency.enabled", bool, _BLOCK),
-    Switch("curriculum_learning.enabled", bool, _BLOCK),
-    Switch("progressive_layer_drop.enabled", bool, _BLOCK),
-    Switch("eigenvalue.enabled", bool, _BLOCK),
-    Switch("quantize_training.enabled", bool, _BLOCK),
-    *(
-        Switch(f"compression_training.{name}.shared_parameters.enabled", bool, _BLOCK)
-        for name in (
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-        )
-    ),
-    Switch("compression_training.layer_reduction.enabled", bool, _BLOCK),
-    Switch("sparse_attention.mode", lambda mode: mode != "dense", 'remove the block or set mode to "dense"'),
-    Switch("weight_quantization.enabled", bool, _BLOCK),
-    Switch("elasticity.enabled", bool, f"{_BLOCK}; a checkpoint loads at another world size without it"),
-    Switch("autotuning.enabled", bool, _BLOCK),
-    Switch("hybrid_engine.enabled", bool, _BLOCK),
-    Switch(
-        "flops_profiler.enabled", bool, f"{_BLOCK}; wall_clock_breakdown and the progress line show TFLOP/s"
-    ),
-    Switch("comet.enabled", bool, f"{_BLOCK}; csv_monitor, jsonl_monitor, tensorboard and wandb are built"),
-    Switch("amp.enabled", bool, f"{_BLOCK}; use bf16, fp16 or torch_autocast"),
-    Switch("nebula.enabled", bool, f"{_BLOCK}; checkpoints are safe against a crash without it"),
-    Switch("datastates_ckpt", _present, "remove it"),
-    Switch("graph_harvesting", bool, "set it to false; compile.enabled is built"),
-    Switch(
-        "optimizer.type",
-        lambda name: name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
-        "use Adam or Lamb; gradients are then sent uncompressed",
-    ),
-    Switch("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
-    Switch("activation_checkpointing.offload", _not_none, 'set it to "none"'),
-    Switch("activation_checkpointing.cpu_checkpointing", bool, "set it to false; activations are recomputed"),
-    *(
-        Switch(f"compile.{name}", bool, "set it to false; compile.enabled alone is built")
-        for name in (
-            "deepcompile",
-            "free_activation",
-            "offload_activation",
-            "offload_opt_states",
-            "offload_parameters",
-        )
-    ),
-    Switch("checkpoint.asynchronous", bool, "set it to false; saving then waits for the disk"),
-    Switch("checkpoint.use_node_local_storage", bool, "set it to false and save to a shared folder"),
-    Switch("checkpoint.writer.decoupled", bool, "set it to false; saving then waits for the disk"),
-    Switch("health.heartbeat_seconds", _present, "remove it"),
-    Switch("health.hang_seconds", _present, "remove it; the process group's timeout still ends a hung run"),
-    Switch("health.non_finite", _more_than_skip, 'set it to "skip"'),
-    Switch("health.spike", _more_than_skip, 'set it to "ignore"'),
-    Switch("memory.device_limit", _present, "remove it"),
-    Switch("memory.host_limit", _present, "remove it"),
-    Switch("memory.nvme_path", _present, "remove it"),
-)
-
-_FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"
-_ONE_PATH = "there is one gradient path for every stage"
-_COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
-_NO_TP = "acts on model-parallel ranks, of which there is one"
-NO_EFFECT = {
-    "zero_optimization.contiguous_gradients": _FSDP_BUFFERS,
-    "zero_optimization.reduce_scatter": "sharded stages always reduce-scatter, stage 0 all-reduces",
-    "zero_optimization.reduce_bucket_size": _FSDP_BUFFERS,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _FSDP_BUFFERS,
-    "zero_optimization.allgather_partitions": "parameters are gathered by all-gather alone",
-    "zero_optimization.allgather_bucket_size": _FSDP_BUFFERS,
-    "zero_optimization.overlap_comm": "communication always overlaps; it cannot change a result",
-    "zero_optimization.load_from_fp32_weights": "checkpoints hold the master weights",
-    "zero_optimization.sub_group_size": "the optimiser steps over all shards at once",
-    "zero_optimization.ignore_unused_parameters": "a parameter without gradient is left alone at every stage",
-    "zero_optimization.round_robin_gradients": _FSDP_BUFFERS,
-    "zero_optimization.stage3_prefetch_bucket_size": "prefetch runs unit by unit",
-    "zero_optimization.stage3_model_persistence_threshold": "parameters are sharded by unit",
-    "zero_optimization.stage3_max_live_parameters": "a unit is freed after use; at most two units are live",
-    "zero_optimization.stage3_max_reuse_distance": "a unit is freed after use; at most two units are live",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "parameters are gathered by all-gather alone",
-    "zero_optimization.stage3_allgather_sequential": _FSDP_BUFFERS,
-    "zero_optimization.legacy_stage1": _ONE_PATH,
-    "zero_optimization.memory_efficient_linear": "parameters are freed by unit, whatever the layer",
-    "zero_optimization.pipeline_loading_checkpoint": "every checkpoint loads into every layout",
-    "zero_optimization.override_module_apply": "no method of nn.Module is replaced",
-    "zero_optimization.log_trace_cache_warnings": "no trace of modules is recorded",
-    "zero_optimization.enable_sanity_checks": "shapes are those of the unsharded model at all times",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "acts on the NVMe tier, which is off",
-    "aio": "is read by the NVMe tier alone, which is off",
-    "disable_allgather": "parameters are gathered by all-gather alone",
-    "sparse_gradients": "gradients are reduced dense; the values are the same",
-    "zero_allow_untested_optimizer": "every optimiser works at every stage",
-    "zero_force_ds_cpu_optimizer": "torch's own fused kernels run on the CPU",
-    "use_data_before_expert_parallelism": "orders expert-parallel ranks, of which there is one",
-    "seq_parallel_communication_data_type": "acts on sequence-parallel ranks, of which there is one",
-    "vocabulary_size": "was used for a warning about its divisor",
-    "timers": "throughput is always measured, without waiting for the device",
-    "optimizer.legacy_fusion": "chose between two fused kernels of DeepSpeed",
-    "bf16.immediate_grad_update": _ONE_PATH,
-    "fp16.auto_cast": "floating-point inputs are always cast to the compute dtype",
-    "activation_checkpointing.partition_activations": _NO_TP,
-    "activation_checkpointing.contiguous_memory_optimization": "torch's allocator places activations",
-    "activation_checkpointing.number_checkpoints": "sized a buffer that is not needed",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronisation is needed between units",
-    "activation_checkpointing.profile": "wall_clock_breakdown times the phases",
-    "compile.free_activation_threshold": _COMPILER,
-    "compile.offload_activation_pin_memory": _COMPILER,
-    "compile.double_buffer": _COMPILER,
-    "compile.symmetric_memory": _COMPILER,
-    "compile.debug_log": _COMPILER,
-    "compile.sync_before_reduce": _COMPILER,
-    "compile.sync_after_reduce": _COMPILER,
-    "compile.sync_before_allgather": _COMPILER,
-    "compile.sync_after_allgather": _COMPILER,
-    "compile.keep_int_input_tensors": _COMPILER,
-    "compile.keep_all_input_tensors": _COMPILER,
-    "compile.passes": _COMPILER,
-    "checkpoint.load_universal": "every checkpoint is universal",
-    "checkpoint.checkpoint_serialization": "one format: safetensors shards and a manifest",
-    "checkpoint.parallel_write": "every rank writes its own shard",
-    "checkpoint.writer": "there is one writer",
-    "tensor_parallel": _NO_TP,
-    "pipeline": "acts on pipeline stages, of which there is one",
-}
 
 
 def find_conflicts(config: Section, skip: Iterable[str] = ()) -> Iterator[Problem]:
@@ -342,11 +170,6 @@ def no_effect_notes(given: Iterable[str]) -> Iterator[tuple[str, str]]:
     for path, reason in NO_EFFECT.items():
         if any(is_below(one, path) for one in paths):
             yield path, reason
-
-
-def is_below(path: str, block: str) -> bool:
-    """Whether ``path`` is ``block`` or lies in it."""
-    return path == block or path.startswith((f"{block}.", f"{block}["))
 
 
 def _touches(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.config.check import is_below, no_effect_notes
+from thalweg.config.check import no_effect_notes
+from thalweg.config.fates import is_below
 from thalweg.config.problems import printable, show
 from thalweg.config.schema_base import Section, options, plain, section_of, value_at
 

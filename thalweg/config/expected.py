@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from thalweg.config.problems import show
 from thalweg.config.schema_base import Section, alternatives, choices, options
-from thalweg.config.schema_optim import OPTIMIZERS, SCHEDULES
+from thalweg.config.schema_optim import OPTIMIZERS
+from thalweg.config.schema_schedules import SCHEDULES
 
 _CLOSE = 0.6
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Any: "any value"}

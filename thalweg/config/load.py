@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from thalweg.config.check import find_conflicts
+from thalweg.config.check import find_conflicts, find_not_built
 from thalweg.config.expected import expected, homes, near, nearest_value
 from thalweg.config.older import Renames, modernise
 from thalweg.config.problems import ConfigError, Problem, UnknownKey, join
@@ -27,11 +27,11 @@ from thalweg.config.schema import Config, ModelFacts, Provenance
 from thalweg.config.schema_base import AUTO, Section, alternatives, plain, section_of
 from thalweg.config.schema_optim import (
     OPTIMIZERS,
-    SCHEDULES,
     UNUSABLE_OPTIMIZERS,
     params_of,
     proper_name,
 )
+from thalweg.config.schema_schedules import SCHEDULES, UNUSABLE_SCHEDULES
 from thalweg.config.source import read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -83,6 +83,8 @@ def load(source: Source = None, *, world_size: int | None = None) -> Config:
     more = list(find_conflicts(draft.config, draft.bad_paths))
     if world_size is not None:
         more += find_batch_problems(draft.config, world_size, draft.bad_paths)
+    if draft.problems or more:
+        more += find_not_built(draft.config, draft.bad_paths)
     draft.finish(more)
     return draft.config
 
@@ -234,9 +236,10 @@ def _checked_params(block: str, name: str, params: dict[str, Any], problems: lis
 
 
 def _unknown_type(block: str, kind: str) -> Problem:
-    reason = next((why for name, why in UNUSABLE_OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-    if block == "optimizer" and reason:
-        return Problem("optimizer.type", kind, f"another optimiser: {kind} {reason}")
+    unusable = UNUSABLE_OPTIMIZERS if block == "optimizer" else UNUSABLE_SCHEDULES
+    reason = next((why for name, why in unusable.items() if name.lower() == kind.lower()), None)
+    if reason:
+        return Problem(f"{block}.type", kind, f"another type: {kind} {reason}")
     names = ", ".join(_TABLES[block])
     other = "; any other can be built by you and handed to initialize"
     return Problem(f"{block}.type", kind, f"one of {names}{other}", near(kind, _TABLES[block]))

@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thalweg.config.batch import solve
-from thalweg.config.check import find_conflicts, find_not_built, is_below
+from thalweg.config.check import find_conflicts, find_not_built
+from thalweg.config.fates import is_below
 from thalweg.config.problems import ConfigError, Problem
 from thalweg.config.schema import Config, ModelFacts
 from thalweg.config.schema_base import AUTO, open_options, value_at, with_values
-from thalweg.config.schema_optim import REQUIRED_PARAMS, params_of
+from thalweg.config.schema_optim import params_of
+from thalweg.config.schema_schedules import REQUIRED_PARAMS
 
 _BATCH = (
     "train_batch_size",

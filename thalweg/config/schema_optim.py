@@ -1,4 +1,4 @@
-"""The parameters that each optimiser and each schedule takes: names, types and defaults.
+"""The parameters that each optimiser takes: names, types and defaults.
 
 The engine hands an optimiser only what the user gave, so that a library's own defaults hold;
 the tables here refuse what the optimiser would not understand, and give ``"auto"`` its value.
@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from thalweg.config.schema_base import (
     Count,
     Decay,
+    Dtype,
     Fraction,
     Items,
     NonNegative,
     Pair,
     Positive,
     Section,
-    tupled,
 )
-
-Steps = Count
-Rates = NonNegative | Annotated[tuple[NonNegative, ...], BeforeValidator(tupled)]
+from thalweg.config.schema_schedules import SCHEDULES
 
 
 class Params(Section):
@@ -45,7 +43,7 @@ class TorchFlags(Section):
 
 
 class AdamParams(Params, TorchFlags):
-    """``adam_w_mode`` decides between decoupled decay and L2, as in DeepSpeed; torch's Adam has L2."""
+    """As in DeepSpeed, Adam decouples its decay unless ``adam_w_mode`` is false; no decay by default."""
 
     betas: Pair = (0.9, 0.999)
     eps: NonNegative = 1e-8
@@ -56,15 +54,9 @@ class AdamParams(Params, TorchFlags):
     adamw_mode: bool = True
     torch_adam: bool = False
     set_grad_none: bool = True
-    decoupled_weight_decay: bool = False
+    decoupled_weight_decay: bool = True
     fp32_optimizer_states: bool = True
     max_grad_norm: NonNegative = 0.0
-
-
-class AdamWParams(AdamParams):
-    """AdamW, with torch's default decay."""
-
-    weight_decay: NonNegative = 0.01
 
 
 class AdagradParams(Params, TorchFlags):
@@ -96,8 +88,7 @@ class LambParams(Params):
 class LionParams(Params):
     """Lion (arXiv 2302.06675)."""
 
-    lr: NonNegative = 1e-4
-    betas: Pair = (0.9, 0.99)
+    betas: Pair = (0.9, 0.999)
     set_grad_none: bool = True
     fp32_optimizer_states: bool = True
 
@@ -105,14 +96,16 @@ class LionParams(Params):
 class MuonParams(Params):
     """Muon on matrices, AdamW on the rest; ``muon_lr`` and ``adam_lr`` go before ``lr``."""
 
+    lr: NonNegative = 0.02
     momentum: Decay = 0.95
     muon_lr: NonNegative | None = None
     adam_lr: NonNegative | None = None
-    betas: Pair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
+    betas: Pair = (0.9, 0.95)
+    eps: NonNegative = 1e-10
     nesterov: bool = True
     ns_steps: Positive = 5
     ns_method: Literal["gram", "standard"] = "gram"
+    ns_dtype: Literal["auto"] | Dtype = "auto"
     ns_coefficients: Items = (3.4445, -4.775, 2.0315)
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
 
@@ -235,7 +228,7 @@ class OneBitLambParams(LambParams):
 
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
-    "AdamW": AdamWParams,
+    "AdamW": AdamParams,
     "Adagrad": AdagradParams,
     "Lamb": LambParams,
     "Lion": LionParams,
@@ -260,78 +253,6 @@ UNUSABLE_OPTIMIZERS = {
     "MuAdam": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
     "MuAdamW": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
     "MuSGD": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
-}
-
-
-class ScheduleParams(Section):
-    """``last_batch_iteration`` as DeepSpeed has it: -1 starts afresh."""
-
-    last_batch_iteration: Annotated[int, Field(ge=-1)] = -1
-
-
-class WarmupLRParams(ScheduleParams):
-    """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` (else the optimiser's rate), then constant."""
-
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_num_steps: Steps = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupDecayLRParams(WarmupLRParams):
-    """The same, then a straight fall to 0 at ``total_num_steps``."""
-
-    total_num_steps: Positive | None = None
-
-
-class WarmupCosineLRParams(ScheduleParams):
-    """A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``."""
-
-    total_num_steps: Positive | None = None
-    warmup_min_ratio: Fraction = 0.0
-    warmup_num_steps: Steps = 1000
-    cos_min_ratio: Fraction = 1e-4
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class LRRangeTestParams(ScheduleParams):
-    """Smith's range test (arXiv 1506.01186)."""
-
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-
-
-class OneCycleParams(ScheduleParams):
-    """Smith's 1-cycle (arXiv 1803.09820)."""
-
-    cycle_min_lr: Rates | None = None
-    cycle_max_lr: Rates | None = None
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Positive | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Fraction = 0.8
-    cycle_max_mom: Fraction = 0.9
-    decay_mom_rate: NonNegative = 0.0
-
-
-SCHEDULES: dict[str, type[Section]] = {
-    "WarmupLR": WarmupLRParams,
-    "WarmupDecayLR": WarmupDecayLRParams,
-    "WarmupCosineLR": WarmupCosineLRParams,
-    "LRRangeTest": LRRangeTestParams,
-    "OneCycle": OneCycleParams,
-}
-
-REQUIRED_PARAMS = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
 
 

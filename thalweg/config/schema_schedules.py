@@ -1,0 +1,214 @@
+"""The parameters that each schedule takes: DeepSpeed's five, and torch's that need no object or function."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from thalweg.config.schema_base import (
+    Count,
+    Counts,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    tupled,
+    whole,
+)
+
+Steps = Count
+Rates = NonNegative | Annotated[tuple[NonNegative, ...], BeforeValidator(tupled)]
+
+
+class ScheduleParams(Section):
+    """``last_batch_iteration`` as DeepSpeed has it: -1 starts afresh."""
+
+    last_batch_iteration: Annotated[int, Field(ge=-1)] = -1
+
+
+class WarmupLRParams(ScheduleParams):
+    """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` (else the optimiser's rate), then constant."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: Steps = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """The same, then a straight fall to 0 at ``total_num_steps``."""
+
+    total_num_steps: Positive | None = None
+
+
+class WarmupCosineLRParams(ScheduleParams):
+    """A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``."""
+
+    total_num_steps: Positive | None = None
+    warmup_min_ratio: Fraction = 0.0
+    warmup_num_steps: Steps = 1000
+    cos_min_ratio: Fraction = 1e-4
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class LRRangeTestParams(ScheduleParams):
+    """Smith's range test (arXiv 1506.01186)."""
+
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+
+
+class OneCycleParams(ScheduleParams):
+    """Smith's 1-cycle (arXiv 1803.09820)."""
+
+    cycle_min_lr: Rates | None = None
+    cycle_max_lr: Rates | None = None
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Positive | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Fraction = 0.8
+    cycle_max_mom: Fraction = 0.9
+    decay_mom_rate: NonNegative = 0.0
+
+
+class TorchSchedule(Section):
+    """``last_epoch`` as torch has it: -1 starts afresh."""
+
+    last_epoch: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
+
+
+class StepLRParams(TorchSchedule):
+    """A factor ``gamma`` every ``step_size`` updates."""
+
+    step_size: Positive | None = None
+    gamma: NonNegative = 0.1
+
+
+class MultiStepLRParams(TorchSchedule):
+    """A factor ``gamma`` at each of the ``milestones``."""
+
+    milestones: Counts | None = None
+    gamma: NonNegative = 0.1
+
+
+class ConstantLRParams(TorchSchedule):
+    """A factor for the first ``total_iters`` updates."""
+
+    factor: Fraction = 1 / 3
+    total_iters: Count = 5
+
+
+class LinearLRParams(TorchSchedule):
+    """A factor that moves in a line."""
+
+    start_factor: Fraction = 1 / 3
+    end_factor: Fraction = 1.0
+    total_iters: Count = 5
+
+
+class ExponentialLRParams(TorchSchedule):
+    """A factor ``gamma`` every update."""
+
+    gamma: NonNegative | None = None
+
+
+class PolynomialLRParams(TorchSchedule):
+    """A fall to 0 by a polynomial."""
+
+    total_iters: Count = 5
+    power: NonNegative = 1.0
+
+
+class CosineAnnealingLRParams(TorchSchedule):
+    """Half a cosine over ``T_max`` updates."""
+
+    T_max: Positive | None = None
+    eta_min: NonNegative = 0.0
+
+
+class CosineAnnealingWarmRestartsParams(TorchSchedule):
+    """A cosine that starts again (arXiv 1608.03983)."""
+
+    T_0: Positive | None = None
+    T_mult: Positive = 1
+    eta_min: NonNegative = 0.0
+
+
+class CyclicLRParams(TorchSchedule):
+    """A triangle between two rates (arXiv 1506.01186)."""
+
+    base_lr: Rates | None = None
+    max_lr: Rates | None = None
+    step_size_up: Positive = 2000
+    step_size_down: Positive | None = None
+    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
+    gamma: NonNegative = 1.0
+    scale_mode: Literal["cycle", "iterations"] = "cycle"
+    cycle_momentum: bool = True
+    base_momentum: Rates = 0.8
+    max_momentum: Rates = 0.9
+
+
+class OneCycleLRParams(TorchSchedule):
+    """torch's 1-cycle (arXiv 1708.07120)."""
+
+    max_lr: Rates | None = None
+    total_steps: Positive | None = None
+    epochs: Positive | None = None
+    steps_per_epoch: Positive | None = None
+    pct_start: Fraction = 0.3
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    cycle_momentum: bool = True
+    base_momentum: Rates = 0.85
+    max_momentum: Rates = 0.95
+    div_factor: NonNegative = 25.0
+    final_div_factor: NonNegative = 1e4
+    three_phase: bool = False
+
+
+SCHEDULES: dict[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "StepLR": StepLRParams,
+    "MultiStepLR": MultiStepLRParams,
+    "ConstantLR": ConstantLRParams,
+    "LinearLR": LinearLRParams,
+    "ExponentialLR": ExponentialLRParams,
+    "PolynomialLR": PolynomialLRParams,
+    "CosineAnnealingLR": CosineAnnealingLRParams,
+    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
+    "CyclicLR": CyclicLRParams,
+    "OneCycleLR": OneCycleLRParams,
+}
+
+REQUIRED_PARAMS = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "StepLR": ("step_size",),
+    "MultiStepLR": ("milestones",),
+    "ExponentialLR": ("gamma",),
+    "CosineAnnealingLR": ("T_max",),
+    "CosineAnnealingWarmRestarts": ("T_0",),
+    "CyclicLR": ("base_lr", "max_lr"),
+    "OneCycleLR": ("max_lr",),
+}
+
+UNUSABLE_SCHEDULES = {
+    "LambdaLR": "takes a function, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
+    "MultiplicativeLR": "takes a function, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
+    "SequentialLR": "takes schedules, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
+    "ChainedScheduler": "takes schedules, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
+    "ReduceLROnPlateau": "waits for a metric; step it in your own loop",
+    "SWALR": "belongs to weight averaging, which you drive; hand it to initialize(lr_scheduler=...)",
+}
