@@ -66,20 +66,21 @@ def test_wheel_works_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     environ["PYTHONPATH"] = str(site)
     code = """
 import torch, thalweg
+torch.manual_seed(0)
 assert thalweg.__file__.startswith(SITE), thalweg.__file__
 engine, *_ = thalweg.initialize(
     model=torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)),
-    config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
             "zero_optimization": {"stage": 3}},
 )
 x = torch.ones(2, 8)
 losses = []
-for _ in range(3):
+for _ in range(5):
     loss = engine(x).square().mean()
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
-assert losses[2] < losses[0], losses
+assert losses[-1] < losses[0], losses
 """
     command = [sys.executable, "-c", code.replace("SITE", repr(str(site)))]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)

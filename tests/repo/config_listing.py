@@ -1,0 +1,62 @@
+"""Lists every option of the config: path, type, default and fate.
+
+The list is committed; regenerate it with
+
+    python -m tests.repo.config_listing
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from thalweg.config.expected import expected
+from thalweg.config.fates import fate_of
+from thalweg.config.problems import show
+from thalweg.config.schema import Config
+from thalweg.config.schema_base import Section, options, plain, section_of
+from thalweg.config.schema_optim import OPTIMIZERS
+from thalweg.config.schema_schedules import SCHEDULES
+
+FILE = Path(__file__).with_name("config_schema.txt")
+
+
+def listing() -> str:
+    """One line for each option, in the order of the schema, then the parameters by type."""
+    lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
+    lines += [_line(path, field, fate_of(path)) for path, field in options(Config) if not _is_block(field)]
+    lines += _below_lists()
+    for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
+        for name, model in table.items():
+            for key, field in model.model_fields.items():
+                lines.append(_line(f"{block}.params.{key} [{name}]", field, "read"))
+    return "\n".join(lines) + "\n"
+
+
+def _is_block(field: Any) -> bool:
+    return section_of(field.annotation) is not None
+
+
+def _line(path: str, field: Any, fate: str) -> str:
+    kind = expected(field.annotation, field.metadata)
+    return f"{path} | {kind} | {show(plain(field.default))} | {fate}"
+
+
+def _below_lists() -> list[str]:
+    """The options of blocks that stand in lists and mappings, which have no path of their own."""
+    lines = []
+    for model in sorted(_all_sections(Section), key=lambda one: one.__name__):
+        if model.__name__ in ("CurriculumMetric", "TPLayerSpec", "Group"):
+            for path, field in options(model):
+                if not _is_block(field):
+                    lines.append(_line(f"({model.__name__}).{path}", field, "later"))
+    return lines
+
+
+def _all_sections(base: type[Section]) -> set[type[Section]]:
+    found = set(base.__subclasses__())
+    return found.union(*map(_all_sections, found))
+
+
+if __name__ == "__main__":
+    FILE.write_text(listing(), encoding="utf-8")
