@@ -25,9 +25,9 @@ FSDP2_HOME = "thalweg/zero/_fsdp2.py"
 OPERATORS_HOME = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
 PRIVATE_HOMES = {
-    "_C._swap_tensor_impl": "thalweg/zero/gather.py",  # as torch.utils.swap_tensors does
-    "_C._disabled_torch_function_impl": "thalweg/zero/gather.py",  # the idiom for tensor subclasses
+    "_C._swap_tensor_impl": "thalweg/zero/gather.py",  # what torch.utils.swap_tensors does after its checks
 }
+IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
 PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}
 
 Rule = Callable[[Module], Iterator[str]]
@@ -177,7 +177,7 @@ def operator_uses(module: Module) -> list[tuple[ast.AST, str]]:
         if parts[:2] == ["torch", "ops"] and len(parts) == 4:
             if parts[2] in PRIVATE_NAMESPACES or parts[3].startswith("_"):
                 found.append((node, ".".join(parts[2:])))
-        elif parts[:2] == ["torch", "_C"] and len(parts) == 3:
+        elif parts[:2] == ["torch", "_C"] and len(parts) == 3 and f"_C.{parts[2]}" not in IDIOMS:
             found.append((node, f"_C.{parts[2]}"))
         elif parts[0] == "torch" and len(parts) == 2 and re.match(r"^_(?!foreach_|_|C$)", parts[1]):
             found.append((node, parts[1]))
