@@ -36,7 +36,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from thalweg.ops.linear import matmul_operators
@@ -136,13 +135,10 @@ class _Checkpointed(Disguised):
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
         groups = self._thalweg_remat.saved_groups
-        return checkpoint(
-            partial(plain, **kwargs),
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=partial(_selective_contexts, groups) if groups else noop_context_fn,
-        )
+        # torch.compile understands a partial here, but not the default spelled out.
+        contexts: dict[str, Any] = {"context_fn": partial(_selective_contexts, groups)} if groups else {}
+        unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
+        return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

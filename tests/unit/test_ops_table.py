@@ -233,17 +233,20 @@ def test_the_measurement_finds_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) ->
         assert choose(measure_product("nt", F32, 256, 256, 256)) == expected
 
 
-def test_the_measurement_leaves_no_trace() -> None:
+def test_the_probe_and_the_measurement_leave_no_trace() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     torch.set_num_threads(1)
     state = torch.get_rng_state()
+    usable.cache_clear()
     with (
         torch.inference_mode(),
         torch.autocast("cpu", dtype=torch.bfloat16),
         FlopCounterMode(display=False) as mode,
     ):
         measure_product("nn", F32, 64, 96, 128)
+        usable("tn", "convolution", F32)
+        torch.ones(2, 2) + torch.ones(2, 2)
     assert mode.get_total_flops() == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == 1

@@ -1,20 +1,18 @@
 """Time the candidates of one product, undisturbed and undisturbing.
 
-The measurement runs in a thread of its own, since everything that could change what it
-measures, or be changed by it, belongs to a thread: autocast, inference mode, functorch
-levels, dispatch modes (a selective checkpoint would record the trial products as the
-model's own), saved-tensor hooks.  Operands are constants: no random state is touched.
+It runs isolated from whatever is set up around the caller, and on constant operands, so
+that no random state is touched.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from thalweg.ops.isolation import isolated
 from thalweg.ops.products import CANDIDATES, REFERENCE, operands, usable
 
 _ROUNDS = 5
@@ -41,33 +39,16 @@ def measure_product(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) ->
     Uses as many threads as torch has now.  Large products are measured on a smaller one
     (:func:`trial_shape`), so the times rank candidates and mean nothing else.
     """
-    threads = torch.get_num_threads()
-    times: dict[str, float] = {}
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            torch.set_num_threads(threads)
-            with torch.no_grad():
-                times.update(_measure(kind, dtype, rows, k, n, threads))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="thalweg-measure")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return times
+    return isolated(_measure, kind, dtype, rows, k, n)
 
 
-def _measure(kind: str, dtype: torch.dtype, rows: int, k: int, n: int, threads: int) -> dict[str, float]:
+def _measure(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> dict[str, float]:
     names = [name for name in CANDIDATES[kind] if usable(kind, name, dtype)]
     if names == [REFERENCE]:
         return {REFERENCE: 0.0}
     # CPU time of this thread does not count what other processes take; with more threads the
     # slowest one decides, and only the wall clock sees it.
-    clock = time.thread_time if threads == 1 else time.perf_counter
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     args = operands(kind, *trial_shape(rows, k, n, _FLOPS.get(dtype, _FLOPS_HALF)), dtype)
     best: dict[str, float] = {}
     for name in reversed(names):  # torch's own last: where it is hopeless, once is enough

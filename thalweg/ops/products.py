@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.ops._private import onednn_linear, onednn_linear_op
+from thalweg.ops.isolation import isolated
 
 KINDS = ("nt", "nn", "tn")
 REFERENCE = "torch"
@@ -141,6 +142,10 @@ def usable(kind: str, name: str, dtype: torch.dtype) -> bool:
         return False
     if name != "fp32" and (onednn_linear_op() is None or not torch.backends.mkldnn.is_available()):
         return False
+    return isolated(_is_right, kind, name, dtype)
+
+
+def _is_right(kind: str, name: str, dtype: torch.dtype) -> bool:
     args = operands(kind, 64, 48, 80, dtype, seed=0)
     try:
         got = CANDIDATES[kind][name](*args)
