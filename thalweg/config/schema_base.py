@@ -71,8 +71,8 @@ def _settled(item: Any) -> Any:
 def whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and abs(value) >= _INT64:
-        raise PydanticCustomError("too_large", "a whole number of 64 bits")
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= _INT64):
+        raise PydanticCustomError("whole", "a whole number of 64 bits")
     return value
 
 

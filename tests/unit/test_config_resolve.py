@@ -1,0 +1,454 @@
+"""Resolution: the batch equation, every "auto", rules between options, what is not built or has no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thalweg.config import Config, ConfigError, ModelFacts, NotBuiltYet, load, load_config, resolve
+from thalweg.config.check import CONFLICTS
+from thalweg.config.fates import NO_EFFECT, NOT_BUILT
+from thalweg.config.schema_base import AUTO, choices, options, section_of, value_at, with_values
+
+LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def only_problem(source: Any, world_size: int = 1) -> Any:
+    """The one problem of a config that cannot be resolved."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, world_size=world_size)
+    assert len(caught.value.problems) == 1, str(caught.value)
+    return caught.value.problems[0]
+
+
+def sizes(config: Config) -> tuple[int, int, int]:
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+
+# ---- the batch equation (pain point 19) ----
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "ranks", "solved"),
+    [
+        ({TOTAL: 32, MICRO: 4, STEPS: 2}, 4, (32, 4, 2)),
+        ({TOTAL: 32, MICRO: 4}, 4, (32, 4, 2)),
+        ({TOTAL: 32, STEPS: 2}, 4, (32, 4, 2)),
+        ({MICRO: 4, STEPS: 2}, 4, (32, 4, 2)),
+        ({TOTAL: 32}, 4, (32, 8, 1)),
+        ({MICRO: 4}, 4, (16, 4, 1)),
+        ({STEPS: 3}, 4, (12, 1, 3)),
+        ({}, 4, (4, 1, 1)),
+        ({TOTAL: "auto", MICRO: "auto", STEPS: "auto"}, 2, (2, 1, 1)),
+        ({TOTAL: 32, MICRO: None, STEPS: "auto"}, 4, (32, 8, 1)),
+    ],
+)
+def test_the_missing_sizes_are_derived(given_sizes: dict, ranks: int, solved: tuple) -> None:
+    config = load_config(given_sizes, world_size=ranks)
+    assert sizes(config) == solved
+    assert config.data_parallel_size == ranks
+
+
+def test_a_mismatch_shows_both_sides_and_the_missing_launcher_variable() -> None:
+    problem = only_problem({TOTAL: 32, MICRO: 4, STEPS: 2})
+    text = str(problem)
+    assert problem.path == TOTAL
+    assert "train_batch_size = 32" in text
+    assert "4 x 2 x 1 = 8" in text
+    for name in LAUNCHERS:
+        assert name in text
+    assert "thalweg run --nproc 4" in text
+
+
+def test_a_launcher_that_says_one_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    text = str(only_problem({TOTAL: 32, MICRO: 4, STEPS: 2}))
+    assert "WORLD_SIZE=1" in text
+    assert "4 ranks" in text
+
+
+def test_at_several_ranks_no_launcher_is_suspected() -> None:
+    text = str(only_problem({TOTAL: 32, MICRO: 4, STEPS: 2}, world_size=2))
+    assert "4 x 2 x 2 = 16" in text
+    assert "SLURM" not in text
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "term"),
+    [({TOTAL: 30, MICRO: 4}, STEPS), ({TOTAL: 30, STEPS: 4}, MICRO), ({TOTAL: 3}, MICRO)],
+)
+def test_a_size_that_would_not_be_whole(given_sizes: dict, term: str) -> None:
+    text = str(only_problem(given_sizes, world_size=4))
+    assert f"so that {term} is a whole number" in text
+
+
+def test_the_data_parallel_size_is_checked() -> None:
+    assert only_problem({"data_parallel_size": 4}, world_size=2).path == "data_parallel_size"
+    assert load_config({"data_parallel_size": 2}, world_size=2).data_parallel_size == 2
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, "2", 2.5, None])
+def test_a_world_size_that_is_none(ranks: Any) -> None:
+    with pytest.raises(ConfigError, match="world_size"):
+        resolve(load({}), world_size=ranks)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    total=st.none() | st.integers(1, 64),
+    micro=st.none() | st.integers(1, 8),
+    steps=st.none() | st.integers(1, 8),
+    ranks=st.integers(1, 8),
+)
+def test_the_equation_holds_or_is_refused(total: Any, micro: Any, steps: Any, ranks: int) -> None:
+    source = {TOTAL: total, MICRO: micro, STEPS: steps}
+    solvable = any(
+        (total or m * s * ranks) == m * s * ranks
+        for m in ([micro] if micro else range(1, 65))
+        for s in ([steps] if steps else ([1] if total and not micro else range(1, 65)))
+    )
+    try:
+        config = load_config(source, world_size=ranks)
+    except ConfigError:
+        assert not solvable
+        return
+    found = dict(zip((TOTAL, MICRO, STEPS), sizes(config), strict=True))
+    assert found[TOTAL] == found[MICRO] * found[STEPS] * ranks
+    assert all(value is None or found[key] == value for key, value in source.items())
+
+
+def test_load_checks_the_equation_only_with_a_world_size() -> None:
+    source = {TOTAL: 32, MICRO: 4, STEPS: 2}
+    assert load(source).train_batch_size == 32
+    assert load(source, world_size=4).train_batch_size == 32
+    with pytest.raises(ConfigError):
+        load(source, world_size=3)
+
+
+# ---- auto (pain point 18) ----
+
+
+def test_buffers_follow_the_hidden_size() -> None:
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    source = {"zero_optimization": dict.fromkeys(names, "auto")}
+    model = ModelFacts(num_parameters=10**6, hidden_size=100, num_layers=2)
+    zero = load_config(source, model=model).zero_optimization
+    assert [getattr(zero, name) for name in names] == [10_000, 9_000, 1_000]
+
+
+def test_a_model_without_hidden_size_gets_the_defaults() -> None:
+    source = {"zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
+    for model in (None, ModelFacts(num_parameters=10)):
+        config = load_config(source, model=model)
+        assert config.zero_optimization == load_config({}).zero_optimization
+
+
+def test_the_schedule_follows_the_optimiser() -> None:
+    config = load_config(
+        {
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 3e-4, "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_max_lr": "auto",
+                    "warmup_min_lr": "auto",
+                    "warmup_num_steps": "auto",
+                    "total_num_steps": 50,
+                },
+            },
+        }
+    )
+    assert config.optimizer is not None
+    assert config.scheduler is not None
+    assert dict(config.optimizer.params) == {
+        "lr": 3e-4,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert dict(config.scheduler.params) == {
+        "warmup_max_lr": 3e-4,
+        "warmup_min_lr": 0.0,
+        "warmup_num_steps": 5,
+        "total_num_steps": 50,
+    }
+
+
+def test_an_auto_that_nobody_can_know() -> None:
+    source = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    assert load(source).scheduler is not None
+    assert only_problem(source).path == "scheduler.params.total_num_steps"
+
+
+def test_clipping_with_and_without_its_key() -> None:
+    assert load_config({}).gradient_clipping == 0.0
+    assert "no clipping" in load_config({}).describe()
+    assert load_config({"gradient_clipping": "auto"}).gradient_clipping == 1.0
+    assert load_config({"gradient_clipping": 0.5}).gradient_clipping == 0.5
+
+
+def test_what_huggingface_hands_over() -> None:
+    config = load_config(
+        {
+            "fp16": {
+                "enabled": "auto",
+                "loss_scale": 0,
+                "loss_scale_window": 1000,
+                "initial_scale_power": 16,
+            },
+            "bf16": {"enabled": "auto"},
+            "optimizer": {
+                "type": "AdamW",
+                "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto"),
+            },
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9},
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "steps_per_print": float("inf"),
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "wall_clock_breakdown": False,
+        },
+        world_size=2,
+    )
+    assert sizes(config) == (2, 1, 1)
+    assert not config.fp16.enabled
+    assert not config.bf16.enabled
+    assert AUTO not in str(config.optimizer)
+
+
+SWITCHED_ON_BY_PRESENCE = (
+    "zero_optimization.zenflow.",
+    "zero_optimization.zeropp_loco_param.",
+    "sparse_attention.",
+    "weight_quantization.",
+)
+
+
+@pytest.mark.parametrize("path", [path for path, _ in options(Config)])
+def test_auto_is_taken_at_every_option_and_resolved(path: str) -> None:
+    tree: Any = AUTO
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    for block, kind in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        if path.startswith(f"{block}."):
+            tree[block].setdefault("type", kind)
+    if path.startswith(SWITCHED_ON_BY_PRESENCE):
+        with pytest.raises(ConfigError, match="not built yet"):
+            load_config(tree, world_size=2)
+        return
+    config = load_config(tree, world_size=2)
+    field = dict(options(Config))[path]
+    value = value_at(config, path)
+    assert value != AUTO or AUTO in choices(field.annotation)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    config = load(
+        {"gradient_clipping": "auto", TOTAL: 16, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    )
+    model = ModelFacts(num_parameters=10, hidden_size=8)
+    once = resolve(config, world_size=4, model=model)
+    assert resolve(once, world_size=4) == once
+    assert once.describe() == resolve(once, world_size=4).describe()
+    assert config.gradient_clipping == AUTO, "resolving must not change the loaded config"
+
+
+def test_describe_tells_where_values_come_from() -> None:
+    text = load_config({TOTAL: 32, "gradient_clipping": "auto"}, world_size=4).describe()
+    assert "train_batch_size = 32\n" in text
+    assert "train_micro_batch_size_per_gpu = 8  # train_batch_size /" in text
+    assert "gradient_clipping = 1.0  #" in text
+
+
+# ---- rules between options ----
+
+BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+    ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 64, "initial_scale_power": 5}}, "fp16.min_loss_scale"),
+    ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis"),
+    ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+    ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+    ({"prescale_gradients": True, "gradient_allreduce_op": "sum"}, "prescale_gradients"),
+    ({"activation_checkpointing": {"every": 2}}, "activation_checkpointing.every"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
+    ({"optimizer": {"type": "Adam", "params": {"capturable": True}}}, "optimizer.params.capturable"),
+    ({"optimizer": {"type": "Adam", "params": {"differentiable": True}}}, "optimizer.params.differentiable"),
+    ({"optimizer": {"type": "Lamb", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+    ({"optimizer": {"type": "Adafactor"}, "zero_optimization": {"stage": 1}}, "optimizer.type"),
+    ({"optimizer": {"type": "LBFGS"}}, "optimizer.type"),
+    ({"optimizer": {"type": "SparseAdam"}}, "optimizer.type"),
+    ({"scheduler": {"type": "LambdaLR"}}, "scheduler.type"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "scheduler.params.cycle_max_lr"),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.01}}},
+        "scheduler.params.cycle_max_lr",
+    ),
+    ({"autotuning": {"start_profile_step": 9}}, "autotuning.end_profile_step"),
+)
+
+
+@pytest.mark.parametrize(("source", "path"), BROKEN)
+def test_contradictions_are_refused(source: dict[str, Any], path: str) -> None:
+    assert only_problem(source).path == path
+    with pytest.raises(ConfigError):
+        load(source)
+
+
+def test_every_rule_has_a_case() -> None:
+    cases = {path for _, path in BROKEN} | {
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.device",
+    }
+    assert {rule.paths[0] for rule in CONFLICTS} <= cases
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}},
+        {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 0}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"activation_checkpointing": {"policy": "selective", "every": 3}},
+        {"optimizer": {"type": "Adafactor"}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+        {"checkpoint": {"keep": 3, "resume": "must", "tag_validation": "Ignore"}},
+        {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+        {"compile": {"enabled": True, "backend": "eager", "dynamic": False, "kwargs": {"options": {"x": 1}}}},
+        {"jsonl_monitor": {"enabled": True, "output_path": "x"}, "wandb": {"enabled": True}},
+        {
+            "seed": 3,
+            "deterministic": True,
+            "cpu_kernels": "torch",
+            "dump_state": True,
+            "log_level": "WARNING",
+        },
+    ],
+)
+def test_what_is_built_is_accepted(source: dict[str, Any]) -> None:
+    load_config(source)
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "rmsprop", "NAdam"]
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_optimisers_at_every_stage(name: str, stage: int) -> None:
+    load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}})
+
+
+# ---- not built yet ----
+
+ON: dict[str, Any] = {
+    "zero_optimization.offload_param.device": ("cpu", {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.offload_optimizer.device": ("nvme", {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.zeropp_loco_param": ({}, {}),
+    "zero_optimization.zenflow": ({}, {}),
+    "zero_optimization.mics_shard_size": (2, {}),
+    "sparse_attention.mode": ("fixed", {}),
+    "optimizer.type": ("OneBitAdam", {}),
+    "managed_gradient_accumulation": (False, {}),
+    "activation_checkpointing.offload": ("cpu", {"activation_checkpointing": {"policy": "full"}}),
+    "datastates_ckpt": ({"x": 1}, {}),
+    "health.heartbeat_seconds": (1, {}),
+    "health.hang_seconds": (1, {}),
+    "health.non_finite": ("rewind", {}),
+    "health.spike": ("stop", {}),
+    "memory.device_limit": ("80GiB", {}),
+    "memory.host_limit": (1, {}),
+    "memory.nvme_path": ("/x", {}),
+}
+
+
+def _with(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    head, _, rest = path.partition(".")
+    return {**tree, head: _with(tree.get(head, {}), rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("switch", NOT_BUILT, ids=lambda switch: switch.path)
+def test_a_switch_of_later_work_is_one_clear_error(switch: Any) -> None:
+    field = dict(options(Config))[switch.path]
+    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    value, base = ON.get(switch.path, (True if bool in kinds else 2, {}))
+    with pytest.raises(ConfigError) as caught:
+        load_config(_with(base, switch.path, value), world_size=2)
+    problems = caught.value.problems
+    assert [problem.path for problem in problems] == [switch.path]
+    assert f"not built yet: {switch.path} = " in str(problems[0])
+    assert switch.cure in str(problems[0])
+
+
+def test_blocks_that_are_switched_off_are_accepted() -> None:
+    tree: dict[str, Any] = {"sparse_attention": {"mode": "dense"}}
+    fields = dict(options(Config))
+    for switch in NOT_BUILT:
+        default = fields[switch.path].default
+        if switch.path.endswith(".enabled"):
+            tree = _with(tree, switch.path, False)
+        elif isinstance(default, bool | int | float) or default in ("none", "skip", "ignore"):
+            tree = _with(tree, switch.path, default)
+    load_config(tree, world_size=4)
+
+
+def test_parallel_axes_are_refused_before_the_batch_equation_is_blamed() -> None:
+    problem = only_problem({"sequence_parallel_size": 2, TOTAL: 8, MICRO: 4, STEPS: 1}, world_size=4)
+    assert isinstance(problem, NotBuiltYet)
+    assert (
+        only_problem({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 3}, 3).path
+        == "sequence_parallel_size"
+    )
+
+
+# ---- accepted, no effect ----
+
+
+def _a_leaf(path: str) -> tuple[str, Any]:
+    """The path itself, or the first option below it that is no block, and its default."""
+    found = ((p, field) for p, field in options(Config) if p == path or p.startswith(f"{path}."))
+    return next(
+        (p, field.default) for p, field in found if not section_of(field.annotation) and field.default != AUTO
+    )
+
+
+@pytest.mark.parametrize("path", list(NO_EFFECT))
+def test_what_has_no_effect_is_told_once_if_it_was_set(path: str) -> None:
+    assert f"{path} = " not in load_config({}).describe()
+    leaf, value = (path, True) if path.endswith("overlap_comm") else _a_leaf(path)
+    base = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
+    text = load_config(_with(base, leaf, value)).describe()
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{path} = ")]
+    assert len(lines) == 1
+    assert lines[0].endswith(NO_EFFECT[path])
+    assert "accepted, no effect" in text
+
+
+def test_values_are_replaced_by_path_without_touching_the_original() -> None:
+    config = load({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}})
+    changed = with_values(config, {"optimizer.params.lr": 2.0, "fp16.enabled": True, "seed": 4})
+    assert value_at(changed, "optimizer.params.lr") == 2.0
+    assert value_at(changed, "fp16.enabled") is True
+    assert value_at(config, "optimizer.params.lr") == 1.0
+    assert value_at(config, "fp16.enabled") is False
