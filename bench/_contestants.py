@@ -9,7 +9,8 @@ the same seed with the same AdamW; each is written as its own documentation writ
     ddp_zero_redundancy     DDP with ZeroRedundancyOptimizer around fused AdamW
     fsdp2_2, fsdp2_3        fully_shard on each block and the root, fused AdamW; reshard_after_forward
                             off (the traffic of stage 2) or on (stage 3)
-    fsdp2_comm_2, _3        the same loop with Thalweg's collective objects
+    fsdp2_comm_2, _3        the same loop with Thalweg's collective objects and its setting of malloc: what
+                            is left between it and Thalweg is the engine
     deepspeed_0 .. _3       DeepSpeed's engine with its own default AdamW on CPU
     thalweg_0 .. _3         Thalweg's engine, `cpu_kernels` auto; thalweg_torch_0 .. _3 with "torch"
 """
@@ -159,7 +160,9 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
 def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
     """Give raw FSDP2 units the collective objects of `thalweg.comm`: shared memory, or the wire's."""
     from thalweg import comm
+    from thalweg.device import keep_freed_memory
 
+    keep_freed_memory()
     world = group.size()
     own: list[int] = []
     seen: set[int] = set()

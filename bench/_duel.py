@@ -178,7 +178,7 @@ def absent(name: str) -> str:
 
 # Peak resident memory over that of the imports, in multiples of the fp32 parameters, a little above what
 # was measured; it only decides how many contestants are alive at once.
-_MEMORY_FACTOR = {"ddp": 6.0, "fsdp2": 7.0, "deepspeed": 9.0, "thalweg": 7.5}
+_MEMORY_FACTOR = {"ddp": 6.0, "fsdp2": 7.0, "deepspeed": 9.0, "thalweg": 6.0}
 
 
 def estimate_mib(name: str, job: Job, world: int) -> float:
@@ -203,7 +203,7 @@ def pack(
     names: Sequence[str], anchor: str, job: Job, world: int, budget_mib: float | None = None
 ) -> list[list[str]]:
     """Split the contestants, in order, into batches that fit; the anchor leads each of them."""
-    budget = 0.75 * available_mib() if budget_mib is None else budget_mib
+    budget = 0.85 * available_mib() if budget_mib is None else budget_mib
     batches: list[list[str]] = []
     used = 0.0
     for name in names:
