@@ -170,7 +170,7 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
     for number, hint in (
         (signal.SIGKILL, "out-of-memory"),
         (signal.SIGBUS, "/dev/shm"),
-        (signal.SIGSEGV, "FAULT"),
+        (signal.SIGSEGV, "stack above"),
     ):
         text = report(collect(tmp_path, {0: -number}, {}), 1)
         assert number.name in text and hint in text

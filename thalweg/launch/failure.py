@@ -20,7 +20,7 @@ from thalweg.launch.watch import RankExit
 _PEER_LOSS = re.compile(r"peer|connection|socket|gloo|nccl|broken pipe|store", re.IGNORECASE)
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: `dmesg` tells, and a smaller micro-batch helps",
-    signal.SIGSEGV: "a crash in compiled code: PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGSEGV: "a crash in compiled code: the Python stack above shows where",
     signal.SIGBUS: "often a full /dev/shm: `df /dev/shm` tells",
     signal.SIGABRT: "compiled code gave up; its message is above",
 }

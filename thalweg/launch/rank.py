@@ -9,6 +9,7 @@ launcher shows the first one.
 """
 
 import contextlib
+import faulthandler
 import importlib.machinery
 import json
 import os
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
     if kind == "program":
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]
+    if sys.stderr is not None and not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash in compiled code leaves the Python stack behind
     try:
         _become(kind, target)
     except SystemExit:
