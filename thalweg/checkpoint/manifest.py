@@ -177,6 +177,9 @@ def _check_version(head: Head, where: str) -> None:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
+    for name, file in manifest.files.items():
+        if not 8 <= file.header_bytes <= file.size:
+            yield f"the header of {name} does not fit into it"
     for name, record in manifest.tensors.items():
         if record.dtype not in DTYPES:
             yield f"tensor {name} has the unknown dtype {record.dtype!r}"

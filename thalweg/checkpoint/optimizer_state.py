@@ -161,8 +161,8 @@ def _match_group(
 ) -> dict[str, Any]:
     """The saved hyperparameters for a live group: those of the saved group that has its members."""
     home = {name: number for number, entry in enumerate(saved) for name in entry["params"]}
-    members = [_stored_name(checkpoint, _name_of(p, names, index)) for p in group["params"]]
-    strangers = [name for name in members if name not in home]
+    members = {_stored_name(checkpoint, _name_of(p, names, index)): p for p in group["params"]}
+    strangers = [name for name, p in members.items() if name not in home and p.requires_grad]
     if strangers and strict:
         raise MismatchedCheckpoint(
             f"the optimiser's group {index} has parameters that the saved optimiser did not have: "

@@ -26,7 +26,6 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +70,10 @@ def check_tag(tag: str) -> str:
 
 def read_manifest(io: FileSystem, path: Path) -> Manifest:
     """The checked manifest of a committed directory."""
-    return parse(_manifest_bytes(io, path), str(path / MANIFEST))
+    try:
+        return parse(_manifest_bytes(io, path), str(path / MANIFEST))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
 def _manifest_bytes(io: FileSystem, path: Path) -> bytes:
@@ -79,29 +81,46 @@ def _manifest_bytes(io: FileSystem, path: Path) -> bytes:
         return read_file(io, path / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{path} has no {MANIFEST}: it is not a committed checkpoint") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
-def find(io: FileSystem, directory: Path) -> list[Found]:
-    """Every committed or damaged checkpoint in ``directory``, newest first, the unreadable last."""
+def find(io: FileSystem, directory: Path, *, lenient: bool = False) -> list[Found]:
+    """Every committed or damaged checkpoint in ``directory``, newest first, the damaged last.
+
+    Unless ``lenient`` an ``OSError`` passes through: that a disk cannot read a manifest now
+    does not make it damaged, and a save that took it for damaged might remove it.
+    """
     try:
         names = io.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [
-        _look(io, directory / name)
-        for name in names
-        if not name.startswith(".") and name != LATEST and io.exists(directory / name / MANIFEST)
-    ]
-    return sorted(found, key=lambda f: (-f.sequence, f.path.name))
+    paths = [directory / name for name in names if not name.startswith(".") and name != LATEST]
+    found = [_look(io, path, lenient=lenient) for path in paths if _is_ours(io, path)]
+    return sorted(found, key=_newest_first)
 
 
-def _look(io: FileSystem, path: Path) -> Found:
+def _is_ours(io: FileSystem, path: Path) -> bool:
+    """Whether a directory is a checkpoint, be it one that has lost its manifest."""
+    if io.exists(path / MANIFEST):
+        return True
+    try:
+        return any(re.fullmatch(r"shard-\d+-of-\d+\..*safetensors", name) for name in io.listdir(path))
+    except NotADirectoryError:
+        return False
+
+
+def _newest_first(found: Found) -> tuple[int, int, str]:
+    return (-found.sequence, -len(found.path.name), found.path.name)  # of equals, the generation
+
+
+def _look(io: FileSystem, path: Path, *, lenient: bool = False) -> Found:
     try:
         return Found(path, parse_head(_manifest_bytes(io, path), str(path / MANIFEST)))
     except DamagedCheckpoint as error:
         return Found(path, None, str(error))
+    except OSError as error:
+        if not lenient:
+            raise
+        return Found(path, None, f"{path / MANIFEST} cannot be read: {error}")
 
 
 def generations(io: FileSystem, directory: Path, tag: str) -> list[Found]:
@@ -112,7 +131,7 @@ def generations(io: FileSystem, directory: Path, tag: str) -> list[Found]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     found = [_look(io, directory / name) for name in names]
-    return sorted(found, key=lambda f: (-f.sequence, f.path.name))
+    return sorted(found, key=_newest_first)
 
 
 def resolve(io: FileSystem, directory: Path, tag: str) -> Found:
@@ -143,40 +162,38 @@ def read_pointer(io: FileSystem, directory: Path) -> str | None:
 def candidates(io: FileSystem, directory: Path) -> list[Found]:
     """What a load without a tag may take, best first: the pointer's checkpoint, then the newest.
 
-    Warns when the pointer is missing or names nothing, or when a newer checkpoint is committed.
+    Warns of damaged ones, and when the pointer is missing, names nothing or is not the newest.
     """
-    found = find(io, directory)
-    if not found:
-        return []
+    found = find(io, directory, lenient=True)
     tag = read_pointer(io, directory)
+    if not found:
+        if tag is None:
+            return []
+        raise MissingCheckpoint(
+            f"{directory / LATEST} names {tag!r}, but no checkpoint is there; restore it, or remove the file "
+            "to start anew"
+        )
     newest = found[0]
+    named = next((f for f in found if f.head and f.head.tag == tag), None)
+    named = named or next((f for f in found if f.path.name == tag), None)
+    for damaged in found:
+        if damaged.head is None and damaged is not named:
+            _log.warning("a damaged checkpoint is passed over: %s", damaged.problem)
     if tag is None:
         _log.warning(
-            "%s has no %r file; taking the newest committed checkpoint, %s",
-            directory,
-            LATEST,
-            newest.path.name,
+            "%s has no %r file; the newest committed checkpoint is %s", directory, LATEST, newest.path.name
         )
-        return found
-    named = next((f for f in found if f.head and f.head.tag == tag), None) or next(
-        (f for f in found if f.path.name == tag), None
-    )
-    if named is None:
+    elif named is None:
+        _log.warning("%s names %r, which is not there; falling back", directory / LATEST, tag)
+    elif named.head and named is not newest:
         _log.warning(
-            "%s names %r, which is not there; falling back to %s", directory / LATEST, tag, newest.path.name
-        )
-        return found
-    if named is not newest and newest.head:
-        _log.warning(
-            "%s names %r, but %r was committed after it; taking %r as the pointer says",
+            "%s names %r, but %s was committed after it; taking %r as the pointer says",
             directory / LATEST,
             tag,
-            newest.head.tag,
+            newest.path.name,
             tag,
         )
-    older = [f for f in found if f is not named and f.sequence <= named.sequence]
-    newer = [f for f in found if f is not named and f.sequence > named.sequence]
-    return [named, *newer, *older] if named.head else [*newer, *older, named]
+    return found if named is None else [named, *(f for f in found if f is not named)]
 
 
 def make_directory(io: FileSystem, directory: Path) -> None:
@@ -199,7 +216,7 @@ def begin(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, 
     make_directory(io, directory)
     clean(io, directory)
     plain = directory / tag
-    if io.exists(plain) and not io.exists(plain / MANIFEST):
+    if io.exists(plain) and not _is_ours(io, plain):
         raise CheckpointError(
             f"{plain} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
@@ -273,9 +290,10 @@ def discard(io: FileSystem, directory: Path, path: Path) -> None:
     remove_tree(io, hidden)
 
 
-def keep_newest(io: FileSystem, directory: Path, count: int) -> None:
-    """Discard all but the ``count`` newest checkpoints; what cannot be read is left alone."""
-    for old in [f for f in find(io, directory) if f.head][count:]:
+def keep_newest(io: FileSystem, directory: Path, count: int, newest: Path) -> None:
+    """Discard all but ``newest`` and the ``count - 1`` before it; what is damaged is left alone."""
+    older = [f for f in find(io, directory) if f.head and f.path != newest]
+    for old in older[count - 1 :]:
         discard(io, directory, old.path)
 
 
@@ -333,10 +351,3 @@ def abandon(io: FileSystem, temporary: Path) -> None:
             remove_tree(io, temporary)
     except OSError as error:
         _log.warning("could not remove %s after a failed save (%s); the next save will", temporary, error)
-
-
-def tags(io: FileSystem, directory: Path) -> Iterator[str]:
-    """The committed tags, newest first."""
-    for found in find(io, directory):
-        if found.head:
-            yield found.head.tag

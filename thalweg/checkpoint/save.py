@@ -150,7 +150,7 @@ def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None, public: P
     try:
         public = publish.settle(io, directory, tag)
         if keep is not None:
-            publish.keep_newest(io, directory, keep)
+            publish.keep_newest(io, directory, keep, public)
     except (
         OSError,
         CheckpointError,

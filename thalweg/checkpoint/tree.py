@@ -78,6 +78,7 @@ _CODECS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any],
     "size": ((torch.Size,), list, torch.Size),
     "bytearray": ((bytearray,), bytes, bytearray),
 }
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 _BY_TYPE = {cls: (name, codec[1]) for name, codec in _CODECS.items() for cls in codec[0]}
 
 
@@ -152,9 +153,9 @@ class _Encoder:
         if kind in _BY_TYPE:
             name, to_parts = _BY_TYPE[kind]
             return _tagged(name, self.encode(to_parts(value), path))
-        for base in (bool, int, float, str):  # an IntEnum, say, comes back equal as the plain value
-            if isinstance(value, base) and base(value) == value:
-                return self.encode(base(value), path)
+        for base, plain in _PLAIN.items():  # an IntEnum, say, comes back equal as the plain value
+            if isinstance(value, base) and plain(value) == value:
+                return self.encode(plain(value), path)
         return self._fail(path, f"is a {kind.__module__}.{kind.__qualname__}, which has no safe form on disk")
 
     def _dict(self, value: dict, path: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""``thalweg ckpt inspect|verify|export``: look into a checkpoint, check its bytes, write it for Hugging Face."""
+"""``thalweg ckpt inspect|verify|export``: look into a checkpoint, check it, write it for Hugging Face."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""Helpers of the checkpoint tests: a tiny job, hashes of what a checkpoint holds, failing disks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thalweg.checkpoint import Checkpoint, FileSystem, Probe, Snapshot, collect, load, save
+
+
+def tiny(seed: int = 0) -> Snapshot:
+    """A few tensors of several dtypes with values that depend on ``seed``; three shard files."""
+    generator = torch.Generator().manual_seed(seed)
+    return Snapshot(
+        tensors={
+            "model/weight": torch.randn(5, 3, generator=generator),
+            "model/half": torch.randn(7, generator=generator).bfloat16(),
+            "optim/step/weight": torch.tensor(float(seed)),
+        },
+        aliases={"model/tied": "model/weight"},
+        state={"client": {"seed": seed, "tensor": torch.arange(4) + seed}},
+    )
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """One hash over every tensor, the state and its values, all read through the checks."""
+    total = hashlib.sha256(repr(checkpoint.head.step).encode())
+    for name in checkpoint.names():
+        tensor = checkpoint.read(name)
+        total.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    total.update(repr(checkpoint.state).encode())
+    return total.hexdigest()
+
+
+def saved_digest(snapshot: Snapshot, step: int, folder: Path) -> str:
+    """The digest that a checkpoint of ``snapshot`` has."""
+    save(folder, "reference", snapshot, step=step)
+    return digest(Checkpoint.open(folder))
+
+
+def newest_digest(folder: Path) -> str:
+    """The digest of what a resuming job would take."""
+    checkpoint = load(folder, resume="must")
+    assert checkpoint is not None
+    with checkpoint:
+        return digest(checkpoint)
+
+
+def entries(folder: Path) -> set[str]:
+    """All names in the directory, hidden ones included."""
+    return {path.name for path in folder.iterdir()}
+
+
+class Fast(Probe):
+    """A probe that does not wait for the disk: where no power is lost, fsync changes nothing."""
+
+    def fsync(self, handle: int) -> None:
+        pass
+
+    def fsync_dir(self, path: Path) -> None:
+        pass
+
+
+def fail_at(index: int, code: int = errno.EIO, *, forever: bool = False) -> Probe:
+    """A disk whose operation ``index`` fails (and, with ``forever``, all after it)."""
+
+    def before(k: int, operation: str, target: Any) -> None:
+        if k == index or (forever and k > index):
+            raise OSError(code, os.strerror(code), str(target))
+
+    return Fast(before)
+
+
+def kill_at(index: int) -> Probe:
+    """A disk at whose operation ``index`` the process is killed as by ``kill -9``."""
+
+    def before(k: int, operation: str, target: Any) -> None:
+        if k == index:
+            os.kill(os.getpid(), 9)
+
+    return Fast(before)
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    """Run ``action`` in a forked child; returns the wait status (0: it finished)."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)  # no pytest below this point
+    return os.waitpid(pid, 0)[1]
+
+
+def count_operations(action: Callable[[FileSystem], Any]) -> Probe:
+    """Run ``action`` on a probe that does nothing; its ``log`` has the operations."""
+    probe = Fast()
+    action(probe)
+    return probe
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    """Uneven dims, a frozen weight, a tie, bf16, buffers of both kinds, a 0-dim parameter."""
+    torch.manual_seed(seed)
+    return Small()
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.hidden = nn.Linear(5, 3)
+        self.frozen = nn.Linear(3, 5)
+        self.low = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(tokens))
+        x = self.frozen(torch.tanh(self.hidden(x)))
+        x = self.low(x.bfloat16()).float() * self.scale
+        return self.head(x)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
+    """Steps on random tokens; the losses."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 7, (6,), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_model(folder: Path, model: nn.Module, optimizer: Any, step: int = 0, **options: Any) -> Path:
+    """Collect and save under ``step<N>``."""
+    return save(folder, f"step{step}", collect(model, optimizer), step=step, **options)
