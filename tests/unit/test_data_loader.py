@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from thalweg.data import CountingLoader, adopt_loader, build_loader, repeat
+from thalweg.data import CountingLoader, adopt_loader, build_loader, forever
 
 
 class Squares(Dataset):
@@ -281,14 +281,27 @@ def test_limits_of_streams_are_said():
     assert [b.tolist() for b in with_worker] == [[0, 1], [2, 3], [4]]
 
 
-def test_repeat_goes_on_and_refuses_nothing():
+def test_forever_goes_on_and_ends_on_nothing():
     loader = build_loader(Squares(4), batch_size=2)
-    batches = repeat(loader)
+    batches = forever(loader)
     ids = [next(batches)[0].tolist() for _ in range(6)]
     assert sorted(i for pair in ids for i in pair) == sorted([*range(4)] * 3)
     assert loader.epoch == 2
-    with pytest.raises(ValueError, match="empty"):
-        next(repeat([]))
+    assert list(forever([])) == []
+    # A stream whose state was saved at its very end is empty once, and then starts again.
+    stream = build_loader(Counting(4), batch_size=2)
+    stream.load_state_dict(stream.state_dict() | {"position": 4})
+    assert next(forever(stream)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dataset", [Squares, Counting])
+@pytest.mark.parametrize(("size", "drop_last", "number"), [(10, False, 3), (10, True, 2), (8, False, 2)])
+def test_the_last_batch_of_an_epoch_is_known_as_such(dataset, size, drop_last, number):
+    loader = build_loader(dataset(size), batch_size=4, drop_last=drop_last)
+    for _ in range(2):
+        assert [loader.at_epoch_end for _ in loader] == [False] * (number - 1) + [True]
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["position"]) for state in states][-1] == (3, 0)
 
 
 def user_loader(**options):

@@ -1,7 +1,8 @@
 """Text to documents, documents to tokens, tokens to blocks, blocks to each rank's batches."""
 
 from thalweg.data.adopt import CountingLoader, adopt_loader
-from thalweg.data.loader import StatefulLoader, build_loader, repeat
+from thalweg.data.batches import forever
+from thalweg.data.loader import StatefulLoader, build_loader
 from thalweg.data.pack import PackedBlocks, open_tokens, pack, save_tokens
 from thalweg.data.sampler import EpochPlan, permutation
 from thalweg.data.source import Document, read_files, read_folder, split_held_out, stdlib_documents
@@ -16,12 +17,12 @@ __all__ = [
     "StatefulLoader",
     "adopt_loader",
     "build_loader",
+    "forever",
     "open_tokens",
     "pack",
     "permutation",
     "read_files",
     "read_folder",
-    "repeat",
     "save_tokens",
     "split_held_out",
     "stdlib_documents",

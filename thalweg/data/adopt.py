@@ -64,9 +64,14 @@ class CountingLoader:
                 self._batches, self._begun = number + 1, True
                 yield batch
 
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
+        return self._begun and self._batches >= _length(self.loader)
+
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
-        finished = isinstance(self.loader, Sized) and self._batches >= _length(self.loader)
+        finished = self.at_epoch_end
         return {
             "version": 1,
             "epoch": self._epoch + finished,

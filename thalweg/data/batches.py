@@ -10,14 +10,16 @@ from torch import Tensor
 
 
 def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the loader's batches epoch after epoch; ends only if an epoch is empty."""
-    while True:
-        empty = True
+    """Yield the loader's batches epoch after epoch; ends only if two epochs in a row are empty.
+
+    One may be: a stream that was saved at its end resumes there.
+    """
+    empty = 0
+    while empty < 2:
+        empty += 1
         for batch in loader:
-            empty = False
+            empty = 0
             yield batch
-        if empty:
-            return
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ def make_loader(
     if data is None:
         return None
     if isinstance(data, DataLoader):
-        return adopt_loader(data, rank=rank, world_size=world_size)
+        return adopt_loader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
     return build_loader(
         data,
         batch_size=int(config.train_micro_batch_size_per_gpu),

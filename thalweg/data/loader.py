@@ -18,7 +18,7 @@ run's dropout differ).  What is not restored: random transforms *inside* worker 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ class StatefulLoader:
     Each ``iter()`` is one pass over the data: the rest of the epoch after
     ``load_state_dict``, else a whole epoch.  A pass that has begun, finished or not, is
     followed by the next epoch (another order when shuffled), unless ``set_epoch`` names one.
-    After each batch ``last_sample_ids`` holds the ids in it and ``last_repeated`` how many
-    of them the epoch has given out before (nearly always 0; see ``sampler.py``).
+    After each batch ``last_sample_ids`` holds the ids in it, ``last_repeated`` how many of
+    them the epoch has given out before (nearly always 0; see ``sampler.py``), and
+    ``at_epoch_end`` says whether it was the epoch's last.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class StatefulLoader:
         self._epoch = 0
         self._position = 0
         self._begun = False
+        self.at_epoch_end = False
         self._stream = is_stream(dataset)
         self._pending: deque[Share] = deque()
         self._pass = 0
@@ -98,7 +100,7 @@ class StatefulLoader:
 
     def state_dict(self) -> dict[str, int | bool | None]:
         """Return where the loader is, as a few JSON scalars that are the same on every rank."""
-        finished = self._num_samples is not None and self.plan.take(self._num_samples - self._position) == 0
+        finished = self._begun and self.at_epoch_end
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch + finished,
@@ -126,6 +128,7 @@ class StatefulLoader:
                 )
         self._pass += 1
         self._epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self.at_epoch_end = False
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
@@ -154,6 +157,7 @@ class StatefulLoader:
             share, batch = item if self._stream else (self._pending.popleft(), item)
             self._position, self._begun = share.stop, True
             self.last_sample_ids, self.last_repeated = share.ids, share.repeated
+            self.at_epoch_end = share.last
             yield batch
 
     def _loader(self) -> DataLoader:
@@ -257,18 +261,3 @@ def build_loader(
         drop_last=drop_last,
     )
     return StatefulLoader(dataset, plan, collate_fn=collate_fn, **options)
-
-
-def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches for ever, one pass after another.
-
-    Raises ``ValueError`` when two passes together yield nothing, which would otherwise spin
-    (one may: a stream that was saved at its end resumes there).
-    """
-    empty = 0
-    while empty < 2:
-        empty += 1
-        for batch in loader:
-            empty = 0
-            yield batch
-    raise ValueError("the loader is empty: there is no batch to repeat")

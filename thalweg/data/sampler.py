@@ -34,12 +34,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a step: the epoch's samples ``[start, stop)`` go to all ranks, ``ids`` to this."""
+    """One rank's part of a step: the epoch's samples ``[start, stop)`` go to all ranks, ``ids`` to this.
+
+    ``last``: the epoch has no step after this one.
+    """
 
     start: int
     stop: int
     ids: list[int]
     repeated: int = 0
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,9 @@ class EpochPlan:
             repeated = int(self.rank >= total)
             if repeated:
                 own = ids[self.rank - total : self.rank - total + 1]
-            yield Share(position, position + total, own.tolist(), repeated)
-            position += total
+            start, position = position, position + total
+            last = self.take(self.num_samples - position) == 0
+            yield Share(start, position, own.tolist(), repeated, last)
 
     def take(self, remaining: int) -> int:
         """Return how many of the ``remaining`` samples the next step of all ranks takes; 0 ends the epoch."""

@@ -46,7 +46,8 @@ class StreamShares(IterableDataset):
             if repeated:  # fewer samples left than ranks: see the rule in sampler.py
                 again = (plan.rank - total) % total
                 ids, samples = [position + again], [window[again]]
-            yield Share(position, position + total, ids, repeated), self._collate(samples)
-            position += total
             del window[:total]
             window += islice(stream, ahead - len(window))
+            start, position = position, position + total
+            last = plan.take(len(window)) == 0
+            yield Share(start, position, ids, repeated, last), self._collate(samples)

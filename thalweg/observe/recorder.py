@@ -12,7 +12,7 @@ cannot be *built* is an error at the start; files are only ever appended to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thalweg.observe.console import build_console
@@ -87,8 +87,10 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
     """Return the recorder that ``config`` asks for, with writers on rank 0 only.
 
     Reads ``steps_per_print``, ``csv_monitor``, ``jsonl_monitor``, ``tensorboard`` and
-    ``wandb``.  Raises :class:`MissingPackageError` on *every* rank when a package is
-    missing, so that no rank waits for one that has stopped.
+    ``wandb``.  ``total_steps``, for the bar, is the schedule's ``total_num_steps`` by default.
+
+    Raises :class:`MissingPackageError` on *every* rank when a package is missing, so that
+    no rank waits for one that has stopped.
     """
     for key, (package, install) in _PACKAGES.items():
         section = getattr(config, key, None)
@@ -96,5 +98,13 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
             require(package, key=key, install=install)
     if rank != 0:
         return Recorder()
+    if total_steps is None:
+        total_steps = _scheduled_steps(config)
     writers = [build_console(config, total_steps), *(build(config) for build in _BUILDERS)]
     return Recorder([writer for writer in writers if writer is not None])
+
+
+def _scheduled_steps(config: Any) -> int | None:
+    params = getattr(getattr(config, "scheduler", None), "params", None)
+    total = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    return total if isinstance(total, int) else None
