@@ -17,9 +17,8 @@ same local storage.
   parameter's mesh and each rank copies its part *into* the shard that was there before:
   FSDP2 gathers from that storage and the optimizer's state hangs on that object.
 
-``torch.utils.swap_tensors`` is not used: it refuses two classes with different slots, and
-it poisons the AccumulateGrad node of a parameter that is part of a live graph.  Nothing of
-that node is lost here, as the exchange is undone on exit.
+A parameter of a model built under ``zero.Init`` that is not sharded yet has a recorded value:
+inside it has that value, and what is kept on exit becomes part of the record.
 
 Invariants: parameters are visited in the same order on each rank (the caller passes the
 same list everywhere); an exception restores every object and changes no value.
@@ -40,28 +39,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thalweg.utils.log import get_logger
+from thalweg.zero.exchange import FullParameter, exchange
+from thalweg.zero.pending import is_pending, value_of
+from thalweg.zero.record import is_meta
 
 _log = get_logger(__name__)
-_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
-
-
-class _FullParameter(torch.Tensor):
-    """A plain tensor with DTensor's slots, so that Python lets an object change between the two."""
-
-    __slots__ = _SLOTS
-    # As nn.Parameter: what is computed from it is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return "Parameter containing:\n" + repr(self.detach())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 @dataclass(eq=False)
@@ -154,9 +136,11 @@ class GatheredParameters:
     def _open(self, param: Tensor) -> None:
         record = _open.get(id(param))
         _check_rank(self.modifier_rank, record.sharded if record else param)
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) or is_pending(param):
             self._mine.append(_gather(param))
-        elif not param.is_meta and param.numel() and not param.untyped_storage().size():
+        elif is_meta(param):
+            raise ValueError("this parameter is on meta and has no value yet: call thalweg.initialize first")
+        elif param.numel() and not param.untyped_storage().size():
             raise ValueError(
                 "this parameter is a gathered copy that has been freed since; take it from the module again "
                 "(model.parameters()), or pass fwd_module=model"
@@ -184,7 +168,6 @@ class GatheredParameters:
         finally:
             self._restore()
         for param, value in values:
-            assert isinstance(param, DTensor)
             _write(param, value)
         if values:
             self._refresh({id(param): value for param, value in values})
@@ -221,7 +204,7 @@ class GatheredParameters:
             torch._C._swap_tensor_impl(param, alias)
         for record in reversed(self._mine):
             requires_grad = record.param.requires_grad
-            _exchange(record.param, record.sharded)
+            exchange(record.param, record.sharded)
             record.param.requires_grad_(requires_grad)
             del _open[id(record.param)]
         self._mine, self._aliases, self._full = [], [], []
@@ -276,8 +259,20 @@ def _reshard(root: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _gather(param: DTensor) -> _Gathered:
-    """All-gather ``param`` and make its object the full tensor."""
+def _gather(param: Tensor) -> _Gathered:
+    """Make the object ``param`` the full tensor."""
+    if isinstance(param, DTensor):
+        spare = torch.Tensor._make_subclass(FullParameter, _full_value(param), param.requires_grad)
+    else:
+        spare = nn.Parameter(value_of(param), param.requires_grad)
+    exchange(param, spare)
+    record = _Gathered(param, spare, param._version)
+    _open[id(param)] = record
+    return record
+
+
+def _full_value(param: DTensor) -> Tensor:
+    """All-gather ``param`` into memory of its own."""
     mesh, local = param.device_mesh, param.to_local()
     source = param
     if local.device.type != mesh.device_type:  # shards that rest on the host
@@ -292,39 +287,24 @@ def _gather(param: DTensor) -> _Gathered:
     full = source.full_tensor().detach()
     if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         full = full.clone()  # one rank, or replicated: writes must not reach the shard
-    spare = torch.Tensor._make_subclass(_FullParameter, full, param.requires_grad)
-    _exchange(param, spare)
-    record = _Gathered(param, spare, param._version)
-    _open[id(param)] = record
-    return record
-
-
-def _exchange(a: Tensor, b: Tensor) -> None:
-    """Exchange class and tensor of two objects; attributes and identities stay.
-
-    Both keep (or get) the slots of the DTensor: FSDP2 looks at the local tensor of the user's
-    object when a forward runs inside the context.
-    """
-    for slot in _SLOTS:
-        held = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
-        setattr(a, slot, held)
-        setattr(b, slot, held)
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    torch._C._swap_tensor_impl(a, b)
+    return full
 
 
 @torch.no_grad()
-def _write(param: DTensor, value: Tensor) -> None:
+def _write(param: Tensor, value: Tensor) -> None:
     """Copy this rank's part of ``value`` (the full tensor) into the shard that ``param`` holds."""
+    if not isinstance(param, DTensor):
+        param.copy_(value)  # pending: recorded as a constant
+        return
     local = param.to_local()
     value = value.to(param.device_mesh.device_type)
     part = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
     local.copy_(part.to_local())
 
 
-def _broadcast(value: Tensor, rank: int, sharded: DTensor | None) -> None:
+def _broadcast(value: Tensor, rank: int, sharded: Tensor | None) -> None:
     """Give every rank of the mesh (of the world, for a plain tensor) the value of ``rank``, in place."""
-    if sharded is None:
+    if not isinstance(sharded, DTensor):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(value, rank)
         return

@@ -1,0 +1,50 @@
+"""Two tensor objects exchange what they are; each keeps its identity and its attributes.
+
+``torch.utils.swap_tensors`` does this for objects with equal slots only, and it poisons the
+AccumulateGrad node of a tensor that is part of a live graph.  Here the exchange is undone
+later (or the tensor was in no graph), so such a node finds the tensor that it knows again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
+
+
+class FullParameter(torch.Tensor):
+    """A plain tensor with DTensor's slots, so that Python lets an object change between the two."""
+
+    __slots__ = _SLOTS
+    # As nn.Parameter: what is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return "Parameter containing:\n" + repr(self.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def exchange(a: Tensor, b: Tensor) -> None:
+    """Exchange class and content of ``a`` and ``b``.
+
+    Where one is a DTensor both have its slots afterwards: FSDP2 looks at the local tensor of
+    the user's object when a forward runs while that object is full.
+    """
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        for slot in _SLOTS:
+            held = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
+            setattr(a, slot, held)
+            setattr(b, slot, held)
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    torch._C._swap_tensor_impl(a, b)

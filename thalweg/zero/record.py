@@ -1,0 +1,207 @@
+"""What zero.Init writes down: the operations that make the values of tensors without memory.
+
+The picture.  A tensor of a model that is being built has a *storage* on the meta device: it
+has a size, an identity and aliases, but no bytes.  Each such storage has a :class:`Cell`,
+and a cell has a ``head``: the last operation that wrote to it.  An operation names what it
+read as :class:`Ref`: a cell, the head which that cell had at the time (its *version*), and
+the strided window that was looked at.  So views need no record of their own, ties are ties
+because they share a storage, and the operations form a graph that holds exactly what is
+still needed: an operation that overwrites a whole storage names no earlier version, and
+what nobody names is garbage.
+
+    w = torch.empty(4, 3)     cell(w): head None            (never written: zeros)
+    w.uniform_(-1, 1)         cell(w): head op1, reads nothing, random state of that moment
+    w[0].fill_(0)             cell(w): head op2, reads (cell(w), op1)
+    w.normal_()               cell(w): head op3, reads nothing; op1 and op2 are garbage
+
+Random numbers.  While recording, the generator is moved on exactly as if the values had been
+drawn, and the operation keeps the state it found.  So replay may start anywhere, what the
+user draws between or after is what an ordinary build would give, and control flow that
+depends on random numbers takes the right branch.
+
+The sequence number of an operation is its place in the program; replay runs operations in
+that order, so that in-place semantics need no analysis beyond the versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec
+
+_sequence = itertools.count()
+
+
+@dataclass(eq=False)
+class Op:
+    """One recorded operation.
+
+    ``leaves`` are its flattened arguments with a :class:`Ref` for each tensor without memory
+    and a private copy of each real one; ``outputs`` maps positions in the flattened result to
+    the windows of new storages; ``writes`` are the cells it changes.  ``state`` is that of the
+    random generator before it, or ``None``.  Without a ``func`` the operation is a constant:
+    ``leaves[0]`` is the real storage.
+    """
+
+    func: Any
+    leaves: list[Any]
+    spec: TreeSpec | None
+    state: Tensor | None = None
+    outputs: dict[int, Ref] = field(default_factory=dict)
+    writes: list[Cell] = field(default_factory=list)
+    seq: int = field(default_factory=lambda: next(_sequence))
+
+    def reads(self) -> Iterator[Ref]:
+        """Yield the windows it reads or changes."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, Ref))
+
+
+class Cell:
+    """The record of one storage: its size in bytes and the last operation that wrote to it."""
+
+    __slots__ = ("head", "nbytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = StorageWeakRef(storage)
+        self.nbytes = storage.nbytes()
+        self.head: Op | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether any tensor still uses the storage."""
+        return not self.storage.expired()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ref:
+    """A strided window of a cell at a version (``None``: what was there does not matter, or zeros)."""
+
+    cell: Cell
+    version: Op | None
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool = False
+
+    @property
+    def covers(self) -> bool:
+        """Whether the window is the whole storage, each element once."""
+        numel = 1
+        for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[1]):
+            if size != 1 and stride != numel:
+                return False
+            numel *= size
+        return self.offset == 0 and numel * self.dtype.itemsize >= self.cell.nbytes
+
+
+class _Cells:
+    """Cells by storage.  An entry lives until its storage has died and somebody cleans up."""
+
+    def __init__(self) -> None:
+        self._cells: dict[int, Cell] = {}
+        self._limit = 4096
+
+    def of(self, storage: torch.UntypedStorage) -> Cell:
+        """Return the cell of ``storage``, a new one (zeros) where there is none."""
+        # The weak reference in the cell keeps the address from being used again.
+        cell = self._cells.get(storage._cdata)
+        if cell is None:
+            if len(self._cells) >= self._limit:
+                self.clean()
+                self._limit = max(4096, 2 * len(self._cells))
+            cell = self._cells[storage._cdata] = Cell(storage)
+        return cell
+
+    def clean(self) -> None:
+        """Forget storages that no tensor uses any more."""
+        self._cells = {key: cell for key, cell in self._cells.items() if cell.alive}
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+cells = _Cells()
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no memory, whatever a subclass says of itself."""
+    return torch.Tensor.is_meta.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def ref_of(tensor: Tensor) -> Ref:
+    """Describe ``tensor`` (on meta) as a window of its cell at the present version."""
+    cell = cells.of(tensor.untyped_storage())
+    return Ref(
+        cell,
+        cell.head,
+        tensor.dtype,
+        tuple(tensor.size()),
+        tuple(tensor.stride()),
+        tensor.storage_offset(),
+        tensor.is_conj(),
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What recording needs to know of an operator."""
+
+    random: bool
+    written: frozenset[int | str]  # argument positions and names that it changes
+    overwrites: bool  # it changes its first argument without reading it
+    blind: bool  # its result does not depend on the values of its tensor arguments
+    reshapes: bool  # it changes size, stride or storage of its argument in place
+
+
+_OVERWRITES = frozenset(
+    [
+        "zero_",
+        "fill_",
+        "copy_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "bernoulli_",
+    ]
+)
+_BLIND_PREFIXES = (
+    "new_",
+    "empty",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
+_RESHAPES = frozenset({"resize_", "resize_as_"})
+
+
+@functools.cache
+def facts_of(func: Any) -> Facts:
+    """Return the :class:`Facts` of an ``OpOverload``."""
+    schema = func._schema
+    written: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {argument.name} if argument.kwarg_only else {position, argument.name}
+    name = schema.name.rpartition("::")[2]
+    return Facts(
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        written=frozenset(written),
+        overwrites=name in _OVERWRITES and not (name == "bernoulli_" and func._overloadname == "Tensor"),
+        blind=name.startswith(_BLIND_PREFIXES),
+        reshapes=torch.Tag.inplace_view in func.tags or name in _RESHAPES,
+    )
