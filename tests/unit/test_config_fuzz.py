@@ -26,7 +26,7 @@ from thalweg.config.schema_optim import params_of
 from thalweg.config.text import parse
 
 SEED = int(os.environ.get("THALWEG_SEED", "20"))
-COUNT = int(os.environ.get("THALWEG_MUTATIONS", "1500"))
+COUNT = int(os.environ.get("THALWEG_MUTATIONS", "600"))
 OLDER = {name.rpartition(".")[2] for name in SPELLINGS} | {"cpu_offload", "zero_optimization"}
 
 
@@ -129,7 +129,7 @@ JSON = st.recursive(
 KEYS = st.sampled_from([*Config.model_fields, "bfloat16"])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.dictionaries(KEYS, JSON, max_size=5))
 def test_any_value_under_any_key(tree: dict[str, Any]) -> None:
     outcome(tree)
@@ -146,20 +146,20 @@ def typed_blocks(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(typed_blocks())
 def test_any_value_under_the_keys_of_a_block(tree: dict[str, Any]) -> None:
     outcome(tree)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.text(max_size=80))
 def test_any_text_parses_or_is_refused(text: str) -> None:
     document = parse(text)
     assert document.problems or document.tree is not None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_json_means_what_json_means(tree: dict[str, Any]) -> None:
     if "nan" in repr(tree):

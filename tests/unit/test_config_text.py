@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+from thalweg.config import ConfigError, load_config
 from thalweg.config.text import parse
 
 
@@ -100,7 +102,28 @@ def test_a_number_too_long_for_an_integer_is_no_crash() -> None:
 
 
 def test_time_is_linear_in_the_text() -> None:
-    text = "{" + ",\n".join(f'"k{i}": [1, 2, {{"x": "y"}}]' for i in range(20_000)) + "}"
+    text = "{" + ",\n".join(f'"k{i}": [1, 2, {{"x": "y"}}]' for i in range(3_000)) + "}"
     document = parse(text)
     assert document.tree == json.loads(text)
-    assert document.lines["k19999"] == 20_000
+    assert document.lines["k2999"] == 3_000
+
+
+HOSTILE = {
+    "values": '{"a":[' + "1," * 300_000 + "]}",
+    "duplicates": "{" + ",\n".join('"a": 1' for _ in range(15_000)) + "}",
+    "unknown keys": "{" + ",\n".join(f'"k{i}": 1' for i in range(15_000)) + "}",
+    "comments": "{" + "/*" * 300_000,
+    "blanks": "{" + " " * 900_000 + "x",
+    "levels": '{"a":' * 100_000,
+    "quotes": '{"a": "' + '\\"' * 400_000,
+    "words": "{a: " + "x " * 400_000 + "}",
+    "length": '{"a": "' + "x" * 3_000_000 + '"}',
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_hostile_texts_are_refused_within_a_second_of_work(name: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError):
+        load_config(HOSTILE[name])
+    assert time.process_time() - start < 1.0

@@ -35,6 +35,7 @@ from thalweg.config.schema_schedules import SCHEDULES, UNUSABLE_SCHEDULES
 from thalweg.config.source import read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
+_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
 _AUTO_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 _TABLES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
@@ -51,8 +52,11 @@ class Draft:
 
     @property
     def bad_paths(self) -> tuple[str, ...]:
-        """The paths whose values are unknown, in today's spelling."""
-        return tuple(self.renames.today(problem.path) for problem in self.problems)
+        """The options whose values are unknown, in today's spelling."""
+        paths = (
+            problem.path.partition("[")[0] for problem in self.problems if type(problem) is not UnknownKey
+        )
+        return tuple(dict.fromkeys(self.renames.today(path) for path in paths))
 
     def finish(self, more: Iterable[Problem]) -> None:
         """Raise every problem, the draft's own and ``more``, if there is any."""
@@ -126,17 +130,16 @@ def _validated(tree: dict[str, Any], problems: list[Problem]) -> Config:
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            faults = [
-                (fault, _problem(fault)) for fault in error.errors(include_url=False, include_context=False)
-            ]
+            faults = error.errors(include_url=False, include_context=False)
         known = {problem.path for problem in problems}
-        problems += {p.path: p for _, p in faults if p.path not in known}.values()
-        for fault, _ in faults:
+        found = [_problem(fault, hint=number < _HINTS) for number, fault in enumerate(faults)]
+        problems += {problem.path: problem for problem in found if problem.path not in known}.values()
+        for fault in faults:
             _cut(tree, fault["loc"])
     raise AssertionError(f"a tree without its faults must validate: {problems}")
 
 
-def _problem(fault: Any) -> Problem:
+def _problem(fault: Any, hint: bool) -> Problem:
     """A fault of pydantic's in our words; ``loc`` may end in names of union members, which are dropped."""
     annotation: Any = Config
     metadata: Any = ()
@@ -146,7 +149,7 @@ def _problem(fault: Any) -> Problem:
         if section and isinstance(part, str):
             option = section.model_fields.get(part)
             if option is None:
-                return _unknown_key(section, join(*path), part, fault["input"])
+                return _unknown_key(section, join(*path), part, fault["input"], hint=hint)
             annotation, metadata = option.annotation, option.metadata
         else:
             inner = _item_of(annotation, part)
@@ -168,9 +171,11 @@ def _item_of(annotation: Any, part: str | int) -> Any:
     return None
 
 
-def _unknown_key(section: type[Section], block: str, key: str, value: Any, places: str = "") -> Problem:
+def _unknown_key(
+    section: type[Section], block: str, key: str, value: Any, places: str = "", hint: bool = True
+) -> Problem:
     path = join(block, key) if block else key
-    close = near(key, section.model_fields)
+    close = near(key, section.model_fields) if hint else None
     elsewhere = [place for place in homes(Config).get(key, ()) if place != path][:3]
     text = f"one of the keys of {block or 'the top level'}{places}"
     if elsewhere:
@@ -218,19 +223,23 @@ def _checked_params(block: str, name: str, params: dict[str, Any], problems: lis
     try:
         checked = model.model_validate(params)
     except ValidationError as error:
-        for fault in error.errors(include_url=False, include_context=False):
+        known = {problem.path for problem in problems}
+        for number, fault in enumerate(error.errors(include_url=False, include_context=False)):
             key = str(fault["loc"][0])
             option = model.model_fields.get(key)
             path = f"{block}.params.{key}"
             params.pop(key, None)
             if option is None:
-                problem = _unknown_key(model, f"{block}.params", key, fault["input"], f" of {name}")
+                problem = _unknown_key(
+                    model, f"{block}.params", key, fault["input"], f" of {name}", number < _HINTS
+                )
             else:
                 value = fault["input"]
                 hint = nearest_value(option.annotation, value)
                 problem = Problem(path, value, expected(option.annotation, option.metadata), hint)
-            if path not in {p.path for p in problems}:
+            if path not in known:
                 problems.append(problem)
+                known.add(path)
         checked = model.model_validate(params)
     return {key: plain(getattr(checked, key)) for key in params}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+_LISTED = 100  # problems that the message of an error spells out; `problems` holds them all
 _SHOWN = 80  # characters of an offending value that a message repeats
 
 
@@ -39,8 +40,11 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.source = source
         count = len(self.problems)
+        lines = [str(problem) for problem in self.problems[:_LISTED]]
+        if count > _LISTED:
+            lines.append(f"and {count - _LISTED} more")
         head = f"{count} problem{'s' if count != 1 else ''} in the config{f' {source}' if source else ''}:"
-        super().__init__(printable("\n  ".join([head, *map(str, self.problems)])))
+        super().__init__(printable("\n  ".join([head, *lines])))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.source)

@@ -18,10 +18,9 @@ from typing import Any
 
 from thalweg.config.expected import near
 from thalweg.config.problems import Problem, join, printable, show
-from thalweg.config.text import MAX_DEPTH, Document, parse
+from thalweg.config.text import MAX_DEPTH, MAX_VALUES, Document, parse
 
-_MAX_BYTES = 8 * 1024 * 1024
-_MAX_NODES = 200_000
+_MAX_BYTES = 1024 * 1024
 _INFINITE_ALLOWED = "steps_per_print"
 
 
@@ -46,7 +45,7 @@ def _read_text(source: str | os.PathLike[str]) -> tuple[Document, str]:
     if isinstance(name, bytes):
         name = os.fsdecode(name)
     if isinstance(source, str) and name.lstrip().startswith("{"):
-        return parse(name), "text"
+        return (_too_long(len(name)) if len(name) > _MAX_BYTES else parse(name)), "text"
     path = Path(name)
     try:
         if os.path.exists(name):
@@ -67,12 +66,16 @@ def _bytes_of(path: Path) -> bytes:
 
 def _parse_bytes(raw: bytes) -> Document:
     if len(raw) > _MAX_BYTES:
-        return Document(problems=[Problem("", f"{len(raw)} bytes", f"at most {_MAX_BYTES} bytes of JSON")])
+        return _too_long(len(raw))
     try:
         return parse(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         found = Problem("", raw[error.start : error.start + 8], f"UTF-8 text; byte {error.start} is not")
         return Document(problems=[found])
+
+
+def _too_long(length: int) -> Document:
+    return Document(problems=[Problem("", f"{length} bytes", f"at most {_MAX_BYTES} bytes of JSON")])
 
 
 def _decode(text: str) -> bytes | None:
@@ -115,11 +118,11 @@ class _Cleaner:
 
     def _plain(self, value: Any, path: tuple[str | int, ...]) -> Any:
         self.nodes += 1
-        if self.nodes > _MAX_NODES or len(path) > MAX_DEPTH:
-            limit = f"at most {MAX_DEPTH} levels and {_MAX_NODES} values"
+        if self.nodes > MAX_VALUES or len(path) > MAX_DEPTH:
+            limit = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values"
             return (
                 self._report(path[:4], type(value).__name__, limit)
-                if self.nodes <= _MAX_NODES + 1
+                if self.nodes <= MAX_VALUES + 1
                 else _LEAVE_OUT
             )
         if value is None or isinstance(value, bool):

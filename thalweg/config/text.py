@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from thalweg.config.problems import Problem, join
 
 MAX_DEPTH = 64
+MAX_VALUES = 20_000
 _JSON = json.JSONDecoder()
 _BLANK = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -47,6 +48,7 @@ def parse(text: str) -> Document:
         reader.document.tree = reader.root()
     except _SyntaxFault:
         reader.document.tree = None
+    reader.document.problems[:0] = reader.duplicates()
     return reader.document
 
 
@@ -54,8 +56,10 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self._num_values = 0
         self.document = Document()
         self._seen: dict[tuple[str | int, ...], list[int]] = {}
+        self._last: dict[tuple[str | int, ...], Any] = {}
         self._counted = (0, 1)  # a position and its line: positions only grow, so lines are counted once
 
     def root(self) -> Any:
@@ -70,8 +74,9 @@ class _Reader:
         return tree
 
     def _value(self, path: tuple[str | int, ...], depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            self._fault(f"at most {MAX_DEPTH} levels", path)
+        self._num_values += 1
+        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
+            self._fault(f"at most {MAX_DEPTH} levels and {MAX_VALUES} values", path[:4])
         head = self.text[self.at : self.at + 1]
         if head == "{":
             self.at += 1
@@ -176,15 +181,19 @@ class _Reader:
 
     def _note(self, path: tuple[str | int, ...], line: int, value: Any) -> None:
         name = join(*path)
-        lines = self._seen.setdefault(path, [])
-        lines.append(line)
+        self._seen.setdefault(path, []).append(line)
+        self._last[path] = value
         self.document.lines[name] = line
-        if len(lines) > 1:
-            said = " and ".join(map(str, lines))
-            self.document.problems = [p for p in self.document.problems if p.path != name]
-            self.document.problems.append(
-                Problem(name, value, f"the key once; it is on lines {said}", None, line)
-            )
+
+    def duplicates(self) -> list[Problem]:
+        """One problem for each key given more than once, with all its lines."""
+        found = []
+        for path, lines in self._seen.items():
+            if len(lines) > 1:
+                said = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
+                expected = f"the key once; it is on lines {said}"
+                found.append(Problem(join(*path), self._last[path], expected, None, lines[-1]))
+        return sorted(found, key=lambda problem: problem.line or 0)
 
     def _skip(self) -> int:
         """Pass blanks and comments; the number of line ends passed."""
