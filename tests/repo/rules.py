@@ -25,7 +25,9 @@ FSDP2_HOME = "thalweg/zero/_fsdp2.py"
 OPERATORS_HOME = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
 PRIVATE_HOMES = {
-    "_C._swap_tensor_impl": "thalweg/zero/gather.py",  # what torch.utils.swap_tensors does after its checks
+    "_C._swap_tensor_impl": "thalweg/zero/exchange.py",  # what torch.utils.swap_tensors does after its checks
+    "_C._nn": "thalweg/zero/pending.py",  # the argument parser of nn.Module.to
+    "_C._DisableTorchDispatch": "thalweg/zero/pending.py",  # the guard that FakeTensor is built with
 }
 IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
 PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}

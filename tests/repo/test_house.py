@@ -76,9 +76,31 @@ def test_what_the_tests_use_is_installed_by_make(tmp_path: Path) -> None:
     imported = set()
     for path in (ROOT / "tests").rglob("*.py"):
         imported |= set(re.findall(r"^\s*(?:import|from) ([a-z_]+)", path.read_text(), re.MULTILINE))
-    third_party = {"torch", "numpy", "pydantic", "safetensors", "tqdm", "transformers", "datasets", "tokenizers",
-                   "accelerate", "peft", "matplotlib", "tensorboard", "hypothesis", "psutil", "pytest", "hjson",
-                   "deepspeed", "scipy", "yaml", "wandb", "torchao"}  # fmt: skip
+    third_party = set(
+        [
+            "torch",
+            "numpy",
+            "pydantic",
+            "safetensors",
+            "tqdm",
+            "transformers",
+            "datasets",
+            "tokenizers",
+            "accelerate",
+            "peft",
+            "matplotlib",
+            "tensorboard",
+            "hypothesis",
+            "psutil",
+            "pytest",
+            "hjson",
+            "deepspeed",
+            "scipy",
+            "yaml",
+            "wandb",
+            "torchao",
+        ]
+    )
     assert imported & third_party <= names
 
 
