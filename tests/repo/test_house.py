@@ -3,9 +3,11 @@ truth."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,36 +74,19 @@ def test_what_the_tests_use_is_installed_by_make(tmp_path: Path) -> None:
     extras = re.search(r"-e '\.\[([\w,]+)\]'", "\n".join(steps("test", tmp_path)))
     assert extras is not None
     wanted = [item for name in extras[1].split(",") for item in PROJECT["optional-dependencies"][name]]
-    names = {re.split(r"[<>=\[]", item)[0] for item in [*wanted, *PROJECT["dependencies"]]}
-    imported = set()
+    names = {re.split(r"[<>=\[]", item)[0].replace("-", "_") for item in [*wanted, *PROJECT["dependencies"]]}
+    imported: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("*.py"):
-        imported |= set(re.findall(r"^\s*(?:import|from) ([a-z_]+)", path.read_text(), re.MULTILINE))
-    third_party = set(
-        [
-            "torch",
-            "numpy",
-            "pydantic",
-            "safetensors",
-            "tqdm",
-            "transformers",
-            "datasets",
-            "tokenizers",
-            "accelerate",
-            "peft",
-            "matplotlib",
-            "tensorboard",
-            "hypothesis",
-            "psutil",
-            "pytest",
-            "hjson",
-            "deepspeed",
-            "scipy",
-            "yaml",
-            "wandb",
-            "torchao",
-        ]
-    )
-    assert imported & third_party <= names
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported.update({item.name.split(".")[0]: path.name for item in node.names})
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported[(node.module or "").split(".")[0]] = path.name
+    ours = {path.stem for path in ROOT.iterdir()}
+    strangers = {
+        name: where for name, where in imported.items() if name not in names | ours | sys.stdlib_module_names
+    }
+    assert not strangers, "add these to an extra in pyproject.toml"
 
 
 @pytest.mark.parametrize("page", PAGES)
