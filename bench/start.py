@@ -23,13 +23,13 @@ from _groups import Group, GroupError
 from _peers import ROOT, deepspeed_environment, python_for
 from _report import Row, compare, envelope, machine_line, rows_table, write_result
 
-# Prints the seconds that the statement took after its ground was there, as the last line on standard error.
+# Prints the clock and the CPU seconds of the statement after its ground, as the last line on standard error.
 _PROBE = """
 import sys, time
 {ground}
-start = time.perf_counter()
+clock, cpu = time.perf_counter(), time.process_time()
 {statement}
-sys.stderr.write("\\n%r" % (time.perf_counter() - start))
+sys.stderr.write("\\n%r %r" % (time.perf_counter() - clock, time.process_time() - cpu))
 """
 
 _TORCH, _FSDP2 = "import torch", "import torch; from torch.distributed.fsdp import fully_shard"
@@ -58,8 +58,9 @@ def time_import(peer: str, ground: str, statement: str) -> dict[str, float]:
     )
     if done.returncode:
         raise GroupError(f"{statement}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    printed, _, seconds = done.stderr.rpartition("\n")
-    return {"import_s": float(seconds), "printed_bytes": len(printed) + len(done.stdout)}
+    printed, _, answer = done.stderr.rpartition("\n")
+    clock, cpu = map(float, answer.split())
+    return {"import_s": clock, "import_cpu_s": cpu, "printed_bytes": len(printed) + len(done.stdout)}
 
 
 def time_start(name: str, world: int) -> dict[str, float]:
@@ -123,14 +124,14 @@ def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
     rows = [
         samples.row(what, what, "import deepspeed", metric)
         for what in list(IMPORTS)[:3]
-        for metric in ("import_s", "printed_bytes")
+        for metric in ("import_s", "import_cpu_s", "printed_bytes")
     ]
     rows += [
         samples.row(f"small model, stage {stage}, {world} ranks", *names, metric)
         for world in worlds
         for stage in (1, 3)
         for names in [(f"thalweg_{stage}, {world} ranks", f"deepspeed_{stage}, {world} ranks")]
-        for metric in ("initialize_s", "first_step_s")
+        for metric in ("initialize_s", "initialize_cpu_s", "first_step_s")
     ]
     goals = []
     for what, metric, most in (
