@@ -3,6 +3,9 @@
 import contextlib
 
 import torch
+import torch._dynamo
+
+import thalweg.engine  # noqa: F401
 
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # absent in the smallest installations

@@ -1,0 +1,55 @@
+"""Small models with the shapes that break sharding: ties, scalars, odd sizes, frozen parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thalweg.nn.transformer import GPT, GPTConfig
+
+VOCABULARY = 61
+LENGTH = 12
+
+
+def tiny_gpt(seed: int = 0, tied: bool = True, dropout: float = 0.0) -> GPT:
+    """A GPT of 3 layers x 24 with a vocabulary that divides by no world size."""
+    torch.manual_seed(seed)
+    shape = GPTConfig(
+        vocab_size=VOCABULARY,
+        n_layer=3,
+        n_head=2,
+        n_embd=24,
+        block_size=LENGTH,
+        tied=tied,
+        dropout=dropout,
+    )
+    return GPT(shape)
+
+
+class Odd(nn.Module):
+    """Rows fewer than ranks, a 0-dim scale, a frozen layer, a buffer; returns a scalar loss."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCABULARY, 5)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 1)])
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(5)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("offset", torch.linspace(-1, 1, 5))
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        x = self.embed(tokens_BT) + self.offset
+        x = self.norm(x + self.layers[1](torch.tanh(self.layers[0](x))))
+        y = self.layers[2](x + self.frozen(x)).squeeze(-1) * self.scale
+        return F.mse_loss(y.float(), labels_BT.float() / VOCABULARY)
+
+
+def batch(step: int, size: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens (size, length) of a global step, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]

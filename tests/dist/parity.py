@@ -1,0 +1,131 @@
+"""The house test's two sides: one plain process, and an engine on ranks.
+
+Both consume the same global batches: step ``s`` is ``world * accumulation`` micro-batches
+of ``MICRO`` samples, of which rank ``r`` takes every ``world``-th.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.models import batch
+
+MICRO = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the parity matrix; ``windows`` are micro-batches per update."""
+
+    stage: int = 0
+    dtype: str = "fp32"
+    windows: tuple[int, ...] = (1,) * 20
+    accumulation: int = 1
+    clip: float = 0.0
+    optimizer: str = "AdamW"
+    params: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    kernels: str = "torch"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        """The ds_config of this case."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": MICRO,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "cpu_kernels": self.kernels,
+            "optimizer": {"type": self.optimizer, "params": self.params},
+            "zero_optimization": {"stage": self.stage},
+        }
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True}
+        return {**config, **self.extra}
+
+    def with_(self, **changes: Any) -> Case:
+        """A copy with other fields."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Mean loss of each update, and the full parameters after the last."""
+
+    losses: list[float]
+    parameters: list[torch.Tensor]
+
+    def worst(self, other: Outcome) -> float:
+        """Largest absolute difference of losses."""
+        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
+
+def ragged(accumulation: int, updates: int) -> tuple[int, ...]:
+    """Windows of an epoch that does not divide: every third one is short."""
+    short = max(1, accumulation - 1)
+    return tuple(short if update % 3 == 2 else accumulation for update in range(updates))
+
+
+def run_plain(
+    model: nn.Module,
+    case: Case,
+    world: int,
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> Outcome:
+    """One process, the whole global batch at once, plain PyTorch."""
+    model = copy.deepcopy(model)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    losses, position = [], 0
+    for window in case.windows:
+        parts = [batch(position + i, world * MICRO) for i in range(window)]
+        position += window
+        tokens = torch.cat([part[0] for part in parts])
+        labels = torch.cat([part[1] for part in parts])
+        loss = model(tokens, labels)
+        loss.backward()
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Outcome(losses, [p.detach().clone() for p in model.parameters()])
+
+
+def run_engine(model: nn.Module, case: Case, rank: int, world: int) -> Outcome:
+    """The engine on this rank, its micro-batches of each window."""
+    import thalweg
+
+    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=case.config())
+    losses, position = [], 0
+    for window in case.windows:
+        total = torch.zeros(())
+        for i in range(window):
+            tokens, labels = batch(position + i, world * MICRO)
+            if window != case.accumulation:
+                engine.set_gradient_accumulation_boundary(i == window - 1)
+            loss = engine(tokens[rank::world], labels[rank::world])
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
+        position += window
+        dist.all_reduce(total)
+        losses.append(float(total) / (world * window))
+    parameters = [full(p) for p in engine.module.parameters()]
+    engine.close()
+    return Outcome(losses, parameters)
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """The logical value of a parameter, gathered."""
+    value = parameter.detach()
+    return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+
+
+def equal_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether two lists of tensors agree in every bit."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
