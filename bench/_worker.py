@@ -7,7 +7,7 @@ not disturb the one whose turn it is.  When the driver goes away, `readline` end
 
     {"do": "run", "steps": k}  ->  {"seconds": [k], "cpu": [k], "losses": [k]}
     {"do": "report"}           ->  {"peak_mib", "now_mib", "import_mib", "model_mib", "setup_mib",
-                                    "setup_seconds", "imports"}
+                                    "setup_seconds", "setup_cpu_seconds", "imports"}
     {"do": "stop"}
 """
 
@@ -53,9 +53,10 @@ class Rank:
         )
         model = build_model(self.job)
         self.facts["model_mib"] = memory_mib()["peak_mib"]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         self.step = build(args.contestant, self.job, model, self.world)
         self.facts["setup_seconds"] = time.perf_counter() - start
+        self.facts["setup_cpu_seconds"] = time.process_time() - cpu
         self.facts["setup_mib"] = memory_mib()["peak_mib"]
         self.done = 0
         self.dist = dist
