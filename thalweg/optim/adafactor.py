@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from thalweg.optim.lion import loss_of
 from thalweg.optim.local import Fp32State, local, new_state, state_dtype, working_copies
 from thalweg.optim.norms import square_sums
-from thalweg.optim.reduce import AllReduce, Span, plain_all_reduce, reduce_tensors_
+from thalweg.optim.reduce import AllReduce, Span, cut_dim, cuts_of, plain_all_reduce, reduce_tensors_
 
 
 @dataclass
@@ -43,15 +43,8 @@ class _Item:
 
     def span(self, dim: int | None = None) -> Span:
         """Return the groups over which a sum along ``dim`` (None: over everything) has to be completed."""
-        if not isinstance(self.param, DTensor):
-            return ()
-        mesh = self.param.device_mesh
         return tuple(
-            mesh.get_group(axis)
-            for axis, placement in enumerate(self.param.placements)
-            if _cut_dim(placement) is not None
-            and mesh.size(axis) > 1
-            and (dim is None or _cut_dim(placement) == dim % self.param.ndim)
+            group for group, cut in cuts_of(self.param) if dim is None or cut == dim % self.param.ndim
         )
 
     @property
@@ -113,7 +106,7 @@ class Adafactor(Fp32State, torch.optim.Adafactor):
         matrices = [item for item in items if item.factored]
         rows = [torch.linalg.vector_norm(m.grad, dim=-1, keepdim=True).square_() for m in matrices]
         cols = [torch.linalg.vector_norm(m.grad, dim=-2, keepdim=True).square_() for m in matrices]
-        weights = [item.work.new_tensor(value) for item, value in self._squares(items, "work")]
+        weights = _squares([item.work for item in items])
         self._complete(
             [*rows, *cols, *weights],
             [*(m.span(-1) for m in matrices), *(m.span(-2) for m in matrices), *(i.span() for i in items)],
@@ -128,15 +121,10 @@ class Adafactor(Fp32State, torch.optim.Adafactor):
         estimates = iter(means)
         for item in items:
             item.update = self._update(item, next(estimates) if item.factored else None)
-        sizes = [item.work.new_tensor(value) for item, value in self._squares(items, "update")]
+        sizes = _squares([item.update for item in items])
         self._complete(sizes, [item.span() for item in items])
         for item, weight, size in zip(items, weights, sizes, strict=True):
             self._apply(item, float(weight), float(size))
-
-    @staticmethod
-    def _squares(items: Sequence[_Item], name: str) -> list[tuple[_Item, float]]:
-        sums = [square_sums([getattr(item, name)]) for item in items]
-        return list(zip(items, torch.cat([s.cpu() for s in sums]).tolist(), strict=True))
 
     def _complete(self, tensors: Sequence[Tensor], spans: Sequence[Span]) -> None:
         reduce_tensors_(tensors, spans, self.all_reduce)
@@ -163,14 +151,14 @@ class Adafactor(Fp32State, torch.optim.Adafactor):
         item.work.add_(item.update, alpha=-alpha / clip)
 
 
-def _cut_dim(placement: Placement) -> int | None:
-    """Return the tensor dim that ``placement`` cuts, or None."""
-    return None if placement.is_replicate() or placement.is_partial() else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+def _squares(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of squares of each piece as a tensor of the piece's dtype and device."""
+    return [square_sums([piece])[0].to(piece.dtype) for piece in pieces]
 
 
 def _factor_placements(param: DTensor, averaged: int) -> list[Placement]:
     gone = averaged % param.ndim
-    return [Replicate() if _cut_dim(p) == gone else p for p in param.placements]
+    return [Replicate() if cut_dim(p) == gone else p for p in param.placements]
 
 
 def _factor_shape(param: Tensor, averaged: int) -> torch.Size:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from thalweg.optim.newton_schulz import multiply_adds
-from thalweg.optim.reduce import spans_of
+from thalweg.optim.reduce import cut_dim, cuts_of
 
 ROUND_ELEMENTS = 2**24
 
@@ -83,22 +83,17 @@ class Place:
 
 def place_of(param: Tensor, replicate_group: dist.ProcessGroup | None) -> Place:
     """Return where ``param`` lies; plain tensors are copies within ``replicate_group`` if one is given."""
-    group = replicate_group if not isinstance(param, DTensor) else None
-    dim: int | None = None
-    if isinstance(param, DTensor):
-        span = spans_of([param])[0]
-        cuts = [p for axis, p in enumerate(param.placements) if _cuts(p) and param.device_mesh.size(axis) > 1]
-        chunked = [placement for placement in cuts if type(placement) is Shard]
-        if len(cuts) > 1 or len(chunked) != len(cuts):
-            return Place(None, Cut(param.shape, None, 1), general=True)
-        if chunked:
-            group, dim = span[0], chunked[0].dim
+    cuts = cuts_of(param)
+    chunked = all(type(placement) is Shard or cut_dim(placement) is None for placement in _placements(param))
+    if len(cuts) > 1 or not chunked:
+        return Place(None, Cut(param.shape, None, 1), general=True)
+    group, dim = cuts[0] if cuts else (None if isinstance(param, DTensor) else replicate_group, None)
     world = 1 if group is None else dist.get_world_size(group)
     return Place(group, Cut(param.shape, dim, world))
 
 
-def _cuts(placement: Placement) -> bool:
-    return not placement.is_replicate() and not placement.is_partial()
+def _placements(param: Tensor) -> tuple[Placement, ...]:
+    return param.placements if isinstance(param, DTensor) else ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 Span = tuple[dist.ProcessGroup, ...]
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], object]
@@ -21,6 +21,21 @@ AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], objec
 def plain_all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """The default collective: ``torch.distributed.all_reduce`` in place."""
     dist.all_reduce(tensor, op=op, group=group)
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """Return the tensor dim that ``placement`` cuts over its mesh axis, or None."""
+    whole = placement.is_replicate() or placement.is_partial()
+    return None if whole else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def cuts_of(param: Tensor) -> tuple[tuple[dist.ProcessGroup, int], ...]:
+    """Return (process group, tensor dim) for each mesh axis of more than one rank that cuts ``param``."""
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    dims = [(axis, cut_dim(placement)) for axis, placement in enumerate(param.placements)]
+    return tuple((mesh.get_group(axis), dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1)
 
 
 def spans_of(params: Iterable[Tensor]) -> list[Span]:
@@ -33,18 +48,9 @@ def spans_of(params: Iterable[Tensor]) -> list[Span]:
             continue
         key = (param.device_mesh, param.placements)
         if key not in known:
-            known[key] = _span(param)
+            known[key] = tuple(group for group, _ in cuts_of(param))
         spans.append(known[key])
     return spans
-
-
-def _span(param: DTensor) -> Span:
-    mesh = param.device_mesh
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(param.placements)
-        if not placement.is_replicate() and not placement.is_partial() and mesh.size(axis) > 1
-    )
 
 
 def reduce_over_spans(
