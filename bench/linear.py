@@ -1,4 +1,4 @@
-"""Linear layers: the measured kernels (`"cpu_kernels": "auto"`) against torch's own, layer by layer and in a step.
+"""Linear layers: the measured kernels (`"cpu_kernels": "auto"`) against torch's own, alone and in a step.
 
 The two contestants run in turns in one process on equal copies of a layer or model; what is compared is the
 least process CPU time (robust where the machine is shared) and the median on the clock of one forward and
@@ -144,6 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for k, n in shapes:
                     for count in args.rows:
                         rows += layer_case(dtype, count, k, n, args.repeats, args.seconds)
+        rows += layer_case(torch.float16, 64, 256, 1024, args.repeats, args.seconds)
     return envelope("linear", rows, repeats=args.repeats, choices=export_table())
 
 

@@ -217,6 +217,19 @@ def test_compiled(table: Always) -> None:
     assert abs(got.item() - want.item()) < 1e-5
 
 
+def test_flops_are_counted_as_before(table: Always) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    totals = []
+    for mode in ("torch", "auto"):
+        model = small()
+        switch_linear_layers(model, mode)
+        with FlopCounterMode(display=False) as counter:
+            model(*(torch.zeros(2, 16, dtype=torch.long),) * 2).backward()
+        totals.append(counter.get_total_flops())
+    assert table.asked and totals[0] == totals[1] > 0
+
+
 def test_exported_and_traced(table: Always) -> None:
     layer = nn.Linear(8, 8)
     switch_linear_layers(layer)

@@ -197,6 +197,18 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert processor_name().startswith(os.uname().machine)
 
 
+def test_ever_new_lengths_do_not_compile_for_ever() -> None:
+    counted = Counted()
+    table = KernelTable(None, counted)
+    answers = [table.pick("nt", F32, rows, K, N) for rows in range(1, 1001)]
+    assert answers == ["onednn"] * 384 + [REFERENCE] * 616
+    assert [table.pick("nt", F32, rows, K, N) for rows in range(1, 1001)] == answers
+    assert len(counted.calls) == 11
+    half = KernelTable(None, Counted("fp32_onednn"))
+    answers = [half.pick("nn", torch.float16, rows, K, N) for rows in range(1, 401)]
+    assert answers == ["fp32_onednn"] * 384 + ["fp32"] * 16
+
+
 def test_a_challenger_must_win_clearly() -> None:
     assert choose({REFERENCE: 1.00, "onednn": 0.50}) == "onednn"
     assert choose({REFERENCE: 1.00, "onednn": 0.99}) == REFERENCE

@@ -6,11 +6,13 @@ Every one is looked up, never assumed: where a torch build lacks it, the caller 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import flop_counter
 
 
 def onednn_linear_op() -> Any:
@@ -29,6 +31,17 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     is not contiguous.  Not differentiable.
     """
     return _linear_op(x, weight, bias, "none", [], "")
+
+
+def _linear_flops(x_shape: Any, weight_shape: Any, *_args: Any, out_shape: Any = None, **_kwargs: Any) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+def count_onednn_flops() -> None:
+    """Tell torch's flop counter what the operator computes, as torch does for its own ones."""
+    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if packet is not None and packet not in flop_counter.flop_registry:
+        flop_counter.register_flop_formula(packet)(_linear_flops)
 
 
 functorch_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)

@@ -35,6 +35,11 @@ KINDS = ("nt", "nn", "tn")
 REFERENCE = "torch"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+COMPILED: Mapping[str, str] = MappingProxyType(
+    {"onednn": REFERENCE, "convolution": REFERENCE, "fp32_onednn": "fp32"}
+)
+"""Candidates that compile a kernel for each exact shape, and what does the same without."""
+
 Product = Callable[..., Tensor]
 
 
@@ -150,7 +155,7 @@ def _is_right(kind: str, name: str, dtype: torch.dtype) -> bool:
     try:
         got = CANDIDATES[kind][name](*args)
         want = CANDIDATES[kind][REFERENCE](*(arg.double() for arg in args))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError):
         return False
     if got.shape != want.shape or got.dtype != dtype:
         return False

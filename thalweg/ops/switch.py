@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.ops._private import onednn_linear_op
+from thalweg.ops._private import count_onednn_flops, onednn_linear_op
 from thalweg.ops.linear import conv1d, linear
 from thalweg.ops.subclass import Disguised, subclass_of, undisguise
 
@@ -62,6 +62,7 @@ def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
         raise ValueError(f"cpu_kernels is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
     if mode == "torch" or onednn_linear_op() is None:
         return 0
+    count_onednn_flops()
     switched = 0
     for module in model.modules():
         forward = _forward_for(module)

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 
 from thalweg.ops.measure import choose, measure_product
-from thalweg.ops.products import CANDIDATES, REFERENCE, usable
+from thalweg.ops.products import CANDIDATES, COMPILED, REFERENCE, usable
 
 Measure = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
 
 _FORMAT = 1
 _LOCK_SECONDS = 5.0
+_MAX_COMPILED = 384  # exact products; less than oneDNN's cache, which the rest of torch uses too
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +75,8 @@ class KernelTable:
     def __init__(self, directory: Path | None, measure: Measure = measure_product) -> None:
         self._measure = measure
         self._picks: dict[str, str] = {}
-        self._fast: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
+        self._answers: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
+        self._compiled = 0
         self._lock = threading.RLock()
         self._fixed = False
         self._identity = {"processor": processor_name(), "torch": torch.__version__}
@@ -82,13 +84,25 @@ class KernelTable:
         self._path = None if directory is None else directory / f"linear-{digest}.json"
 
     def pick(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
-        """Return the candidate for a product of this kind ((rows, k) by n columns), measuring if need be."""
-        short = (torch.get_num_threads(), kind, dtype, bucket(rows), k, n)
-        name = self._fast.get(short)
+        """Return the candidate for a product of this kind ((rows, k) by n columns), measuring if need be.
+
+        An answer stands for the life of the process: forward, recomputation and backward agree.
+        """
+        product = (torch.get_num_threads(), kind, dtype, rows, k, n)
+        name = self._answers.get(product)
         if name is None:
             with self._lock:
-                name = self._decide(*short)
-                self._fast[short] = name
+                name = self._admit(self._decide(product[0], kind, dtype, bucket(rows), k, n))
+                self._answers[product] = name
+        return name
+
+    def _admit(self, name: str) -> str:
+        # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches
+        # of ever new lengths would compile at every call, which costs more than a kernel gains.
+        if name in COMPILED:
+            if self._compiled >= _MAX_COMPILED:
+                return COMPILED[name]
+            self._compiled += 1
         return name
 
     def export_table(self) -> dict[str, str]:
@@ -106,7 +120,7 @@ class KernelTable:
         good = {key: name for key, name in table.items() if _valid(key, name)}
         with self._lock:
             self._picks.update(good)
-            self._fast.clear()
+            self._answers.clear()
             self._fixed = fixed
         return len(good)
 
