@@ -282,8 +282,11 @@ def test_describe_tells_where_values_come_from() -> None:
 
 BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
-    ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
-    ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.dtype"),
+    (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+        "torch_autocast.dtype",
+    ),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale"),
     ({"fp16": {"enabled": True, "min_loss_scale": 64, "initial_scale_power": 5}}, "fp16.min_loss_scale"),
@@ -331,7 +334,7 @@ def test_every_rule_has_a_case() -> None:
     [
         {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}},
         {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 0}},
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": True}},
         {"activation_checkpointing": {"policy": "selective", "every": 3}},
         {"optimizer": {"type": "Adafactor"}},
         {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},

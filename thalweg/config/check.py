@@ -34,14 +34,14 @@ CONFLICTS = (
         ("bf16.enabled", "fp16.enabled"), _both, "false, because fp16.enabled is true; keep one of the two"
     ),
     Conflict(
-        ("torch_autocast.enabled", "fp16.enabled"),
-        _both,
-        "false, because fp16.enabled is true; autocast keeps fp32 parameters, so keep one of the two",
+        ("torch_autocast.dtype", "torch_autocast.enabled", "fp16.enabled"),
+        lambda dtype, autocast, on: autocast and on and dtype != "fp16",
+        '"fp16", because fp16.enabled is true; or switch one of the two off',
     ),
     Conflict(
-        ("torch_autocast.enabled", "bf16.enabled"),
-        _both,
-        "false, because bf16.enabled is true; autocast keeps fp32 parameters, so keep one of the two",
+        ("torch_autocast.dtype", "torch_autocast.enabled", "bf16.enabled"),
+        lambda dtype, autocast, on: autocast and on and dtype != "bf16",
+        '"bf16", because bf16.enabled is true; or switch one of the two off',
     ),
     Conflict(
         ("fp16.loss_scale_window", "fp16.enabled", "fp16.loss_scale"),

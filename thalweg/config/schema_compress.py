@@ -62,7 +62,7 @@ class GroupParams(Section):
 
     start_bits: Bits | None = None
     target_bits: Bits | None = None
-    quantization_period: Positive | None = None
+    quantization_period: Count | None = None
     bits: Bits | None = None
     dense_ratio: Fraction | None = None
     num_heads: Positive | None = None
