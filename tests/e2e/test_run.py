@@ -296,6 +296,10 @@ def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) 
     finally:  # a grandchild has nobody left to end it but this test
         for pid in helpers:
             os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.glob("thalweg-run-*")), "nobody was left to remove it"
+    assert finish(launch("", options=("--nproc", "1")))[0] == 0
+    assert not list(tmp_path.glob("thalweg-run-*")), "the next job does"
 
 
 def test_a_rank_that_raises_and_hangs_does_not_hold_the_job(launch: Launch) -> None:
@@ -308,7 +312,7 @@ def test_a_rank_that_raises_and_hangs_does_not_hold_the_job(launch: Launch) -> N
     """
     start = time.monotonic()
     code, _, err = finish(launch(script, options=("--nproc", "2", "--grace", "1")))
-    assert code != 0 and "KeyError: 'lost'" in err and "rank 0 of 2 failed first" in err
+    assert code == 1 and "KeyError: 'lost'" in err and "rank 0 of 2 failed first" in err
     assert time.monotonic() - start < 30
 
 

@@ -143,6 +143,8 @@ BUG = ("builtins.ValueError", "ValueError: boom")
         # killed: no record, a peer wrote an error before anyone saw the death
         ({0: (5, *PEER)}, {0: 1, 1: -9}, {1: (7, -9)}, 1, 137),
         ({0: (5, *PEER)}, {0: 1, 1: 3}, {1: (7, 3)}, 1, 3),
+        # both raised; the first was ended by the launcher before it had left
+        ({0: (1, *BUG), 1: (2, *BUG)}, {1: 1, 0: -15}, {0: (4, -15), 1: (3, 1)}, 0, 1),
         # a bug, and the others ended by the launcher
         ({0: (5, *BUG)}, {0: 1, 1: -15, 2: -9}, {1: (7, -15), 2: (8, -9)}, 0, 1),
         # nobody but the killed one failed
@@ -180,13 +182,14 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "mine", "script"),
     [
-        (["a.py", "--nproc", "3"], ["a.py"], ["--nproc", "3"]),
-        (["--nproc", "2", "a.py", "--", "-x"], ["--nproc", "2", "a.py"], ["--", "-x"]),
-        (["--nproc=2", "-m", "pkg", "--help"], ["--nproc=2", "-m", "pkg"], ["--help"]),
-        (["--no-bind", "a.py", ""], ["--no-bind", "a.py"], [""]),
-        (["--", "-odd.py", "x"], ["--", "-odd.py"], ["x"]),
+        (["a.py", "--nproc", "3"], [], ["a.py", "--nproc", "3"]),
+        (["--nproc", "2", "a.py", "--", "-x"], ["--nproc", "2"], ["a.py", "--", "-x"]),
+        (["--nproc=2", "-m", "pkg", "--help"], ["--nproc=2", "-m"], ["pkg", "--help"]),
+        (["--no-bind", "a.py", ""], ["--no-bind"], ["a.py", ""]),
+        (["--", "-odd.py", "x"], [], ["-odd.py", "x"]),
         (["--nproc"], ["--nproc"], []),
-        (["-i", "localhost:0", "a.py", "-i"], ["-i", "localhost:0", "a.py"], ["-i"]),
+        (["--help"], ["--help"], []),
+        (["-i", "localhost:0", "a.py", "-i"], ["-i", "localhost:0"], ["a.py", "-i"]),
     ],
 )
 def test_the_scripts_arguments_are_set_apart(

@@ -61,11 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
                   ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
         habits.add_argument(*names, action="store_true")
-    add("script", metavar="SCRIPT", nargs="?", help=argparse.SUPPRESS)
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split what is the launcher's from what is the script's: the script's begins after the script's name.
+    """Split the launcher's options from the script and what is the script's.
 
     argparse would take `--` out of the script's arguments and read the script's options as the launcher's.
     """
@@ -74,9 +73,9 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
     while position < len(arguments):
         argument = arguments[position]
         if argument == "--":
-            return arguments[: position + 2], arguments[position + 2 :]
+            return arguments[:position], arguments[position + 1 :]
         if not argument.startswith("-") or argument == "-":
-            return arguments[: position + 1], arguments[position + 1 :]
+            return arguments[:position], arguments[position:]
         position += 2 if takes_value.get(argument) else 1
     return arguments, []
 
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         Job(
             nproc=nproc,
             target=target,
-            arguments=tuple(args.passthrough),
+            arguments=tuple(args.passthrough[1:]),
             kind="program" if args.no_python else "module" if args.module else "script",
             cores=plan_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
             master_port=args.master_port,
@@ -145,7 +144,7 @@ def _refuse_several_hosts(args: argparse.Namespace) -> None:
 
 
 def _check_target(args: argparse.Namespace) -> str:
-    target = args.script
+    target = args.passthrough[0] if args.passthrough else ""
     if not target:
         raise ValueError("no script was given: `thalweg run --nproc 2 train.py`; see `thalweg run --help`")
     if args.module and args.no_python:

@@ -82,6 +82,8 @@ def collect(folder: Path, codes: Mapping[int, int], exits: Mapping[int, RankExit
             time_ns, code = noted.time_ns, noted.code
         else:  # the agent was faster; the first it names died before it ended any other
             time_ns = 0 if position == 0 else 2**63
+        if record and code <= 0:  # it had raised, and was ended while it was still leaving
+            code = 1
         failures.append(Failure(rank, code or 1, time_ns, record))
     failures.sort(key=lambda failure: (failure.is_peer_loss, failure.time_ns))
     stopped = {-signal.SIGTERM, -signal.SIGKILL}

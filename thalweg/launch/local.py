@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from thalweg.launch.watch import Watch, kill_sessions, read_pids
 
 _RANK = Path(__file__).with_name("rank.py")
 _PORT_TRIES = 5
+_PREFIX = "thalweg-run-"
 _ELASTIC = "torch.distributed.elastic"
 
 
@@ -63,7 +65,11 @@ def run_local(job: Job) -> Outcome:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory(prefix="thalweg-run-") as name, _environment(_rank_environ(job)):
+    _sweep(Path(tempfile.gettempdir()))
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as name,
+        _environment(_rank_environ(job)),
+    ):
         folder = Path(name)
         watch = Watch(folder, job.nproc, job.grace)
         watch.start()
@@ -136,6 +142,25 @@ def port_is_free(port: int) -> bool:
             probe.bind(("", port))
         except OSError:
             return False
+    return True
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of this user's launchers that were killed: nobody else can."""
+    for folder in parent.glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and folder.lstat().st_uid == os.getuid() and not _exists(int(pid)):
+                shutil.rmtree(folder)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
     return True
 
 
