@@ -160,9 +160,7 @@ def _damage(rng: random.Random, tree: dict[str, Any], kind: str) -> Damage | Non
         holder = holder[part]
     key = path[-1]
     if kind == "value":
-        holder[key] = (
-            copy.deepcopy(rng.choice(WRONG_VALUES[:24])) if rng.random() < 0.7 else rng.choice(WRONG_VALUES)
-        )
+        holder[key] = copy.deepcopy(rng.choice(WRONG_VALUES))
     elif kind == "drop":
         del holder[key]
     elif kind == "move":

@@ -117,9 +117,12 @@ def draft_of(source: Source) -> Draft:
     tree, draft.renames, faults = modernise(document.tree)
     draft.problems += faults
     given = frozenset(_leaves(tree))
+    filled = tuple(
+        (f"{block}.type", "asked for without a name") for block in _TABLES if _type_of(tree, block) == AUTO
+    )
     draft.problems += _check_params(tree)
     config = _validated(tree, draft.problems)
-    config._provenance = Provenance(given=given, notes=draft.renames.notes())
+    config._provenance = Provenance(given=given, filled=filled, notes=draft.renames.notes())
     draft.config = config
     return draft
 
@@ -198,14 +201,15 @@ def _check_params(tree: dict[str, Any]) -> list[Problem]:
     """Check type and parameters of ``optimizer`` and ``scheduler``; ``tree`` gets the checked values."""
     problems: list[Problem] = []
     for block in ("optimizer", "scheduler"):
-        section = tree.get(block)
-        if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        kind = _type_of(tree, block)
+        if not isinstance(kind, str):
             continue
-        name = _AUTO_TYPES[block] if section["type"] == AUTO else proper_name(block, section["type"])
+        section = tree[block]
+        name = _AUTO_TYPES[block] if kind == AUTO else proper_name(block, kind)
         if name is None:
-            problems.append(_unknown_type(block, section["type"]))
+            problems.append(_unknown_type(block, kind))
             tree.pop(block)
-            name = near(section["type"], _TABLES[block])
+            name = near(kind, _TABLES[block])
             if name is None:
                 continue
         section["type"] = name
@@ -215,6 +219,11 @@ def _check_params(tree: dict[str, Any]) -> list[Problem]:
         elif isinstance(params, dict):
             section["params"] = _checked_params(block, name, params, problems)
     return problems
+
+
+def _type_of(tree: dict[str, Any], block: str) -> Any:
+    section = tree.get(block)
+    return section.get("type") if isinstance(section, dict) else None
 
 
 def _checked_params(block: str, name: str, params: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
