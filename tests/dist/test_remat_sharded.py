@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops import switch_linear_layers
+from thalweg.ops import linear, switch_linear_layers
 from thalweg.ops.products import REFERENCE, usable
 from thalweg.remat import RematPolicy, apply_activation_checkpointing
 
@@ -32,7 +32,6 @@ class _Always:
 
 
 def _force(name: str) -> _Always:
-    linear = __import__("thalweg.ops.linear", fromlist=["default_table"])
     table = _Always(name)
     linear.default_table = lambda: table
     linear._MIN_FLOPS = 0.0

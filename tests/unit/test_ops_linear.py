@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thalweg.ops import conv1d, linear
+from thalweg.ops import linear as linear_module
+from thalweg.ops import products
+from thalweg.ops.linear import conv1d, linear
 from thalweg.ops.products import CANDIDATES, DTYPES, KINDS, REFERENCE, operands, usable
-
-linear_module = __import__("thalweg.ops.linear", fromlist=["linear"])
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
@@ -101,7 +101,6 @@ def test_every_usable_candidate_is_the_product(kind: str, name: str, dtype: torc
 
 
 def test_the_probe_refuses_a_wrong_kernel_and_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = __import__("thalweg.ops.products", fromlist=["usable"])
     broken = {kind: dict(CANDIDATES[kind]) for kind in KINDS}
     broken["nt"]["onednn"] = lambda a, b, bias=None: F.linear(a, b, bias) * 1.0001
 

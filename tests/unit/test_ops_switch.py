@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.ops import linear as linear_module
 from thalweg.ops import restore_linear_layers, switch_linear_layers
 from thalweg.ops.products import REFERENCE, usable
-
-linear_module = __import__("thalweg.ops.linear", fromlist=["linear"])
 
 pytestmark = pytest.mark.skipif(
     not usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"

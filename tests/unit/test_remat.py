@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thalweg import remat
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops import switch_linear_layers
+from thalweg.ops import linear, switch_linear_layers
 from thalweg.remat import RematPolicy, apply_activation_checkpointing, remove_activation_checkpointing
 
 FULL = RematPolicy("full")
@@ -90,7 +91,6 @@ def test_bitwise_equal_on_and_off(policy: RematPolicy, dropout: float) -> None:
 
 
 def test_dropout_would_differ_if_the_random_state_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    remat = __import__("thalweg.remat", fromlist=["checkpoint"])
     plain = remat.checkpoint
 
     def careless(*args: object, **kwargs: object) -> object:
@@ -155,8 +155,6 @@ def test_saved_operators_are_not_run_again() -> None:
 
 @pytest.mark.parametrize("policy", [FULL, RematPolicy("selective")], ids=str)
 def test_with_switched_linear_layers(policy: RematPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = __import__("thalweg.ops.linear", fromlist=["default_table"])
-
     class Always:
         def pick(self, *_args: object) -> str:
             return "onednn"

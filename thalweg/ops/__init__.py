@@ -26,15 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from thalweg.ops.linear import conv1d, linear
 from thalweg.ops.switch import restore_linear_layers, switch_linear_layers
 from thalweg.ops.table import default_table
 
 __all__ = [
-    "conv1d",
     "export_table",
     "import_table",
-    "linear",
     "restore_linear_layers",
     "switch_linear_layers",
 ]
