@@ -39,6 +39,13 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
 
 
+def return_freed_memory() -> None:
+    """Give back what :func:`keep_freed_memory` has kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for queued work, where the device queues any."""
     if device.type == "cuda":

@@ -26,7 +26,7 @@ from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
 from thalweg.data.batches import call_with, forever, loss_of, to_device
 from thalweg.data.for_engine import make_loader
-from thalweg.device import keep_freed_memory, pick_device, synchronize
+from thalweg.device import keep_freed_memory, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.utils.log import get_logger
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
@@ -440,9 +440,12 @@ class Engine(nn.Module):
             self._batches = None
 
     def close(self) -> None:
-        """Leave shared memory and close the writers; the model stays usable for its state."""
+        """Leave shared memory, close the writers, drop gradients; the model stays usable for its state."""
+        self.zero_grad()
         self._parts.meter.close()
         self._parts.sharded.close()
+        if self.device.type == "cpu":
+            return_freed_memory()
 
     destroy = close
 

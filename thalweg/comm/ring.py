@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.arena import CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
+from thalweg.comm.buffer import Lender
 from thalweg.comm.ledger import Ledger
 from thalweg.comm.sums import sum_rows
 
@@ -82,6 +83,7 @@ class _SlotInput:
         self._ring, self._name, self._ledger = ring, name, ledger
         self._output_dtype = output_dtype
         self._input: Tensor | None = None
+        self._lender = Lender()
         # What FSDP2's average is divided by besides the number of ranks: the loss scale.
         self.divisor = 1.0
 
@@ -91,7 +93,7 @@ class _SlotInput:
             self._input = self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
             return self._input
         # A low-precision sum is kept in the master's dtype: FSDP2 would cast it there next.
-        return torch.empty(*size, dtype=self._output_dtype or dtype, device=device)
+        return self._lender.take(size, self._output_dtype or dtype)
 
     def _sum(self, output: Tensor, shape: Sequence[int], own_row: bool, scale: float, kind: str) -> None:
         assert self._input is not None
@@ -178,7 +180,7 @@ class SharedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        ring, nbytes = self._ring, output_tensor.nbytes
+        ring = self._ring
         with self._ledger.timed(
             "all_gather",
             self._name,

@@ -36,7 +36,7 @@ from thalweg.comm import (
 from thalweg.zero import _fsdp2
 from thalweg.zero.homes import Placement, Slot, Store, arena_bytes, publish
 from thalweg.zero.policy import Precision, ZeroPolicy
-from thalweg.zero.units import UnitPolicy, find_units
+from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
         raise ValueError("the model has no parameters: there is nothing to train")
     replicate = not options.policy.shards_states or mesh.size() == 1
     slots = _slots(named, options, 1 if replicate else mesh.size())
-    units = find_units(model, options.units)
+    blocks = find_units(model, options.units)
+    units = with_stragglers(model, blocks)
     ledger = Ledger()
     ring_bytes = _largest_unit(slots, units, options.precision.reduce)
     arena = _make_arena(mesh, slots, ring_bytes, replicate, device, options.timeout)
     placement: Placement = "private" if replicate else ("shared" if arena else "wire")
+    if placement == "wire":
+        units = blocks
     rank = 0 if replicate else mesh.get_local_rank()
     stores = {name: Store(slot, rank, placement, arena, device) for name, slot in slots.items()}
     places = _places(model)

@@ -50,6 +50,25 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> dict[str, 
     return _without_shared(model, chosen)
 
 
+def with_stragglers(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The units, and the large leaf modules that none of them holds (an embedding, a head).
+
+    They bound the root unit, whose gradients are otherwise kept until the backward pass
+    ends.  Only where every unit is unsharded for the whole forward pass: a model may read
+    its embedding's weight outside of the embedding's forward.
+    """
+    least = max((num_parameters(unit) for unit in units.values()), default=0) // 4
+    found = dict(units)
+    for name, module in model.named_modules():
+        inside = any(name == unit or name.startswith(f"{unit}.") for unit in units)
+        leaf = bool(module._parameters) and not any(True for _ in module.children())
+        large = num_parameters(module) >= max(1, least)
+        if name and leaf and large and not inside and not isinstance(module, _CONTAINERS):
+            found[name] = module
+    kept = _without_shared(model, found)
+    return {name: module for name, module in found.items() if name in kept or name in units}
+
+
 def _named_blocks(model: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
     names: set[str] = set()
     for module in model.modules():

@@ -1,0 +1,452 @@
+"""What users do to an engine: the rows of PAIN_POINTS that live in training loops."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.dist.models import Odd, batch, tiny_gpt
+from tests.dist.parity import Case, full, run_engine, run_plain
+from tests.harness import run_ranks
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "cpu_kernels": "torch"}
+
+
+def config(stage: int, **more):
+    """A ds_config of this stage."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        **ADAM,
+        **more,
+    }
+
+
+def start(model, stage, **more):
+    """An engine over ``model``."""
+    import thalweg
+
+    return thalweg.initialize(model=model, config=config(stage, **more))[0]
+
+
+def mine(step, rank, world):
+    """This rank's part of a global batch."""
+    tokens, labels = batch(step, 2 * world)
+    return tokens[rank::world], labels[rank::world]
+
+
+def distance(engine, reference) -> float:
+    """Largest difference between the engine's parameters and a plain model's."""
+    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
+    return max(float((full(a) - b.detach()).abs().max()) for a, b in pairs)
+
+
+# Row 8: a random branch in every step
+
+
+class Branching(nn.Module):
+    """Three of eight blocks, chosen anew in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(8))
+        self.out = nn.Linear(9, 1)
+
+    def forward(self, x, which):
+        for index in which:
+            x = torch.tanh(self.layers[index](x))
+        return self.out(x).square().mean()
+
+
+def _branches(rank, world, stage):
+    model = Branching()
+    reference = copy.deepcopy(model)
+    engine = start(model, stage)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    choose = random.Random(5)
+    for step in range(100):
+        which = choose.sample(range(8), 3)
+        x = torch.randn(2 * world, 9, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x[rank::world], which))
+        engine.step()
+        reference(x, which).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return distance(engine, reference)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_row08_a_random_branch_every_step(stage):
+    assert max(run_ranks(_branches, 2, stage)) < 1e-4
+
+
+# Row 14: several engines in one process
+
+
+def _three_engines(rank, world):
+    models = {stage: tiny_gpt(seed=stage) for stage in (0, 2, 3)}
+    alone = {}
+    for stage, model in models.items():
+        alone[stage] = run_engine(model, Case(stage, windows=(1,) * 4), rank, world)
+    engines = {stage: start(copy.deepcopy(model), stage) for stage, model in models.items()}
+    losses = {stage: [] for stage in models}
+    for step in range(4):
+        tokens, labels = mine(step, rank, world)
+        outputs = {stage: engine(tokens, labels) for stage, engine in engines.items()}
+        for stage in (3, 0, 2):
+            engines[stage].backward(outputs[stage])
+        for stage, engine in engines.items():
+            engine.step()
+            total = outputs[stage].detach().clone()
+            dist.all_reduce(total)
+            losses[stage].append(float(total) / world)
+    return [losses[stage] == alone[stage].losses for stage in models]
+
+
+def test_row14_three_engines_interleaved_equal_three_runs():
+    for equal in run_ranks(_three_engines, 2):
+        assert equal == [True, True, True]
+
+
+# Row 15: two losses, a module used twice, a retained graph
+
+
+class Siamese(nn.Module):
+    """One tower used twice; returns two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.tower = nn.ModuleList([nn.Linear(6, 10), nn.Linear(10, 6)])
+
+    def encode(self, x):
+        return self.tower[1](torch.relu(self.tower[0](x)))
+
+    def forward(self, a, b):
+        ea, eb = self.encode(a), self.encode(b)
+        return (ea - eb).square().mean(), ea.abs().mean()
+
+
+def _two_losses(rank, world, stage, how):
+    model = Siamese()
+    reference = copy.deepcopy(model)
+    # Plain descent: Adam would turn a rounding error in a gradient near zero into a whole step.
+    engine = start(model, stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        a, b = torch.randn(2, 2 * world, 6, generator=generator).unbind(0)
+        first, second = engine(a[rank::world], b[rank::world])
+        if how == "sum":
+            engine.backward(first + second)
+        elif how == "two":
+            engine.backward(first, retain_graph=True)
+            engine.backward(second)
+        else:
+            engine.backward(first + second, retain_graph=True)
+            engine.backward(first)
+        engine.step()
+        one, two = reference(a, b)
+        (one + two if how != "again" else 2 * one + two).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return distance(engine, reference)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["sum", "two", "again"])
+def test_row15_two_losses_shared_modules_retained_graphs(stage, how):
+    assert max(run_ranks(_two_losses, 2, stage, how)) < 1e-6
+
+
+# Row 16: the plain loop
+
+
+def _plain_loop(rank, world, stage, dtype):
+    import thalweg
+
+    more = {dtype: {"enabled": True}} if dtype != "fp32" else {}
+    driven = start(tiny_gpt(), stage, **more)
+    model = tiny_gpt()
+    settings = config(stage, **more)
+    settings.pop("optimizer")
+    given = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    engine, optimizer, _, _ = thalweg.initialize(model=model, optimizer=given, config=settings)
+    worst = 0.0
+    for step in range(5):
+        tokens, labels = mine(step, rank, world)
+        driven.backward(driven(tokens, labels))
+        loss = engine(tokens, labels)
+        loss.backward()
+        for a, b in zip(driven.module.parameters(), engine.module.parameters(), strict=True):
+            worst = max(worst, float((full(a.grad) - full(b.grad)).abs().max()))
+        driven.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(engine.module.parameters(), driven.module.parameters(), strict=True)
+    return worst, max(float((full(a) - full(b)).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_row16_the_unmodified_loop_gives_the_same(stage, dtype):
+    for worst_grad, worst_parameter in run_ranks(_plain_loop, 2, stage, dtype):
+        limit = 1e-7 if dtype != "fp16" else 2e-3
+        assert worst_grad <= limit
+        assert worst_parameter <= limit * 100
+
+
+# Row 17: which dtype holds what
+
+
+def _dtypes(rank, world, stage, section, expected):
+    engine = start(tiny_gpt(), stage, **section)
+    tokens, labels = mine(0, rank, world)
+    seen = []
+    engine.module.blocks[0].mlp.up.register_forward_hook(
+        lambda m, a, out: seen.append((m.weight.dtype, out.dtype))
+    )
+    engine.backward(engine(tokens, labels))
+    grads = {p.grad.dtype for p in engine.module.parameters()}
+    engine.step()
+    states = {
+        value.dtype
+        for entry in engine.optimizer.state.values()
+        for key, value in entry.items()
+        if key.startswith("exp_avg")
+    }
+    masters = {p.dtype for p in engine.module.parameters()}
+    return seen[0], masters, grads, states
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("section", "compute", "master"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"bf16": {"enabled": True}}, torch.bfloat16, torch.float32),
+        ({"fp16": {"enabled": True}}, torch.float16, torch.float32),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_row17_live_tensors_have_the_dtypes_of_the_config(stage, section, compute, master):
+    for (weight, activation), masters, grads, states in run_ranks(_dtypes, 2, stage, section, None):
+        assert (weight, activation) == (compute, compute)
+        assert masters == {master}
+        assert grads == {master}
+        assert states == {torch.float32}
+
+
+# Row 46: the schedule, once per update
+
+
+def _rates(rank, world, accumulation):
+    schedule = {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_num_steps": 3,
+            "total_num_steps": 10,
+            "warmup_max_lr": 0.01,
+            "warmup_type": "linear",
+        },
+    }
+    engine = start(Odd(), 2, gradient_accumulation_steps=accumulation, scheduler=schedule)
+    rates = []
+    for step in range(6 * accumulation):
+        engine.backward(engine(*mine(step, rank, world)))
+        engine.step()
+        if engine.micro_steps % accumulation == 0:
+            rates.append(engine.get_lr()[0])
+    return rates
+
+
+def test_row46_one_curve_for_any_world_and_accumulation():
+    curves = [run_ranks(_rates, world, n)[-1] for world, n in ((1, 1), (1, 3), (2, 1), (3, 2))]
+    assert all(curve == curves[0] for curve in curves)
+    assert len(set(curves[0])) == 6  # it moves at each update
+
+
+# Row 32: memory of a deleted engine
+
+
+def _cycles(rank, world, stage):
+    from thalweg.observe import resident_mib
+
+    levels = []
+    for _ in range(6):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        engine = start(model, stage)
+        engine.backward(engine(torch.randn(4, 1024)).square().mean())
+        engine.step()
+        engine.close()
+        del engine, model
+        gc.collect()
+        levels.append(resident_mib())
+    return levels
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_row32_memory_returns_after_an_engine(stage):
+    """The states of one engine are 100 MiB a rank; five more cycles must not keep another one's."""
+    for levels in run_ranks(_cycles, 2, stage):
+        assert levels[-1] - levels[0] < 60, levels
+
+
+# Skipped steps
+
+
+def _overflow(rank, world, stage, dtype):
+    more = {dtype: {"enabled": True}} if dtype != "fp32" else {}
+    engine = start(tiny_gpt(), stage, **more)
+    before = [full(p) for p in engine.module.parameters()]
+    loss = engine(*mine(0, rank, world))
+    engine.backward(loss * float("inf") if rank == world - 1 else loss)
+    engine.step()
+    unchanged = all(torch.equal(full(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    for step in range(1, 3):
+        engine.backward(engine(*mine(step, rank, world)))
+        engine.step()
+    moved = any(not torch.equal(full(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    finite = all(bool(full(p).isfinite().all()) for p in engine.module.parameters())
+    return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(stage, dtype):
+    for outcome in run_ranks(_overflow, 2, stage, dtype):
+        assert outcome == (True, True, True, 1, 3)
+
+
+# Evaluation, no_sync, frozen parts
+
+
+def _modes(rank, world, stage):
+    model = Odd()
+    reference = copy.deepcopy(model)
+    engine = start(model, stage)
+    optimizer = torch.optim.AdamW(
+        [p for p in reference.parameters() if p.requires_grad], lr=1e-2, weight_decay=0
+    )
+    for step in range(4):
+        with engine.no_sync():
+            engine.backward(engine(*mine(2 * step, rank, world)))
+        engine.eval()
+        with torch.no_grad():
+            engine(*mine(90, rank, world))
+        engine.train()
+        engine.backward(engine(*mine(2 * step + 1, rank, world)))
+        engine.step()
+        for part in (0, 1):
+            reference(*batch(2 * step + part, 2 * world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss, expected = engine(*mine(99, rank, world)), reference(*mine(99, rank, world))
+    sharded = all(isinstance(p, DTensor) for p in engine.module.parameters() if p.ndim)
+    frozen = torch.equal(full(engine.module.frozen.weight), reference.frozen.weight)
+    return distance(engine, reference), float((loss - expected).abs()), sharded, frozen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync_evaluation_and_frozen_parts(stage):
+    for worst, gap, sharded, frozen in run_ranks(_modes, 2, stage):
+        assert worst < 1e-4
+        assert gap < 1e-5
+        assert sharded
+        assert frozen
+
+
+def _submodule(rank, world, stage):
+    """Calls that do not go through the root."""
+    engine = start(tiny_gpt(), stage, bf16={"enabled": True})
+    reference = tiny_gpt()
+    for step in range(2):
+        engine.backward(engine(*mine(step, rank, world)))
+        engine.step()
+    x = torch.randn(1, 4, 24)
+    with torch.no_grad():
+        out = engine.module.blocks[1](x)
+        for name, parameter in engine.module.blocks[1].named_parameters():
+            reference.blocks[1].get_parameter(name).copy_(full(parameter))
+        expected = reference.blocks[1].bfloat16()(x.bfloat16())
+    return float((out.float() - expected.float()).abs().max())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_unit_called_by_itself_sees_the_latest_update(stage):
+    assert max(run_ranks(_submodule, 2, stage)) == 0.0
+
+
+# Several hosts: the wire forms of the collectives
+
+
+def _wire(rank, world, stage):
+    import os
+
+    os.environ["THALWEG_SHARED_MEMORY"] = "0"
+    case = Case(stage, windows=(2,) * 6, accumulation=2, clip=0.05)
+    plain = run_plain(tiny_gpt(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
+    wire = run_engine(tiny_gpt(), case, rank, world)
+    os.environ["THALWEG_SHARED_MEMORY"] = "1"
+    shared = run_engine(tiny_gpt(), case, rank, world)
+    return wire.worst(plain), wire.losses == shared.losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
+def test_wire_and_shared_memory_give_the_same_bits(stage, world):
+    for worst, equal in run_ranks(_wire, world, stage):
+        assert worst < 2e-6
+        assert equal
+
+
+# Disagreement
+
+
+def _disagree(rank, world):
+    from thalweg.comm import CommError
+
+    engine = start(Branching(), 3)
+    x = torch.randn(2, 9, generator=torch.Generator().manual_seed(rank))
+    try:
+        engine.backward(engine(x, [0, 1, 2] if rank == 0 else [2, 1, 0]))
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_run_other_modules_get_an_error_with_names():
+    messages = run_ranks(_disagree, 2, timeout=60)
+    assert any("layers." in message and "rank" in message for message in messages), messages
+
+
+def _cross_entropy_outside(rank, world):
+    """Logits out of the engine, loss outside, as most scripts do."""
+    engine = start(tiny_gpt(), 3)
+    reference = tiny_gpt()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(3):
+        tokens, labels = mine(step, rank, world)
+        engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), labels.flatten()))
+        engine.step()
+        tokens, labels = batch(step, 2 * world)
+        F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return distance(engine, reference)
+
+
+def test_loss_outside_of_the_model():
+    assert max(run_ranks(_cross_entropy_outside, 2)) < 1e-4

@@ -1,0 +1,46 @@
+"""A block of memory that is lent as a tensor and lent again once nobody holds it.
+
+Gradients live from a backward pass to the next ``zero_grad`` and have the same size in
+each step.  Taken from the allocator they are fresh pages every time, which the kernel
+clears on first touch, and they fragment the heap; kept here they are neither.  Whether
+a tensor made from the block is still held, by whomever, is told by the block's own
+reference count, as every storage over it owns a reference.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+from torch import Tensor
+
+# getrefcount sees the attribute and its own argument.
+_UNHELD = 2
+
+
+class Lender:
+    """Lends a block as a tensor; see the module's text."""
+
+    def __init__(self) -> None:
+        self._block: mmap.mmap | None = None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor: the block again if it is free and large enough, else a new one."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        if self._block is None or len(self._block) < num_bytes or sys.getrefcount(self._block) > _UNHELD:
+            self._block = _map(num_bytes)
+        return torch.frombuffer(self._block, dtype=dtype, count=prod(shape)).view(*shape)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
