@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from thalweg.optim import build_optimizer, clip_grads_, global_grad_norm
+from thalweg.optim import adopt, build_optimizer, clip_grads_, global_grad_norm
 from thalweg.optim.build import OPTIMIZERS
 
 HYPER: dict[str, dict[str, Any]] = {
@@ -242,11 +242,35 @@ def muon_traffic(rank: int, world: int, replicated: bool) -> tuple[float, int, b
     return distance, num_mine, all(torch.equal(flat, other) for other in every)
 
 
+def adopted(rank: int, world: int) -> dict[str, float]:
+    """Objects of torch's own classes over shards, taken over, against torch's own over whole parameters."""
+    found = {}
+    for name in ("Rprop", "Adafactor", "Muon", "AdamW", "SGD"):
+        cls = getattr(torch.optim, name)
+        net, reference = sharded_net(world), Net()
+        pairs = zip(net.parameters(), reference.parameters(), strict=True)
+        chosen = [(p, q) for p, q in pairs if name != "Muon" or p.ndim == 2]
+        ours, theirs = cls([p for p, _ in chosen], lr=0.01), cls([q for _, q in chosen], lr=0.01)
+        adopt(ours)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            for p, q in chosen:
+                q.grad = torch.randn(q.shape, generator=generator)
+                p.grad = q.grad
+                if isinstance(p, DTensor):
+                    p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+            ours.step()
+            theirs.step()
+        found[name] = worst(net, reference)
+    return found
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
     "parity": (parity, (), (1, 2, 3, 4)),
     "same_gradients": (same_gradients, (), (3,)),
     "round_trip": (round_trip, (), (3,)),
     "two_axes": (two_axes, (), (4,)),
+    "adopted": (adopted, (), (3,)),
     "muon_shards": (muon_traffic, (False,), (1, 2, 3, 4)),
     "muon_copies": (muon_traffic, (True,), (1, 2, 3, 4)),
 }
@@ -292,6 +316,12 @@ def test_state_dict_continues_bit_for_bit() -> None:
 def test_other_layouts() -> None:
     for result in results(4):
         for name, distance in result["two_axes"].items():
+            assert distance < 1e-6, f"{name} is off by {distance}"
+
+
+def test_adopted_torch_optimizers() -> None:
+    for result in results(3):
+        for name, distance in result["adopted"].items():
             assert distance < 1e-6, f"{name} is off by {distance}"
 
 

@@ -210,8 +210,18 @@ def test_muon_groups_of_a_model(tied: bool) -> None:
     optimizer = build_optimizer("Muon", muon_groups(model), {"lr": 0.1})
     names = [group["param_names"] for group in optimizer.param_groups]
     assert names[0] == ["up.weight", "down.weight"]
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    split = build_optimizer("Muon", learnt, {"lr": 0.1}, model=model).param_groups
+    assert [len(group["params"]) for group in split] == [len(n) for n in names]
+    own = [
+        {"params": [model.wpe.weight, model.up.bias], "lr": 1.0},
+        {"params": [model.wte.weight], "use_muon": True},
+    ]
+    kinds = [(g["use_muon"], g["lr"]) for g in build_optimizer("Muon", own, {}, model=model).param_groups]
+    assert kinds == [(False, 1.0), (True, 0.02)]
     others = {"wte.weight", "wpe.weight", "up.bias", "down.bias", "norm.weight", "norm.bias"}
-    assert set(names[1]) == others | (set() if tied else {"to_vocabulary.weight"})
+    model_head = set() if tied else {"to_vocabulary.weight"}
+    assert set(names[1]) == others | model_head
 
 
 def test_hidden_matrices_by_name_and_shape() -> None:

@@ -16,6 +16,7 @@ logical shape and layout (or no shape at all), so that a checkpoint sees logical
 
 from __future__ import annotations
 
+from thalweg.optim.adopt import adopt
 from thalweg.optim.build import build_optimizer, build_schedule
 from thalweg.optim.clip import clip_grads_, global_grad_norm
 from thalweg.optim.lamb import Lamb
@@ -38,6 +39,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "adopt",
     "build_optimizer",
     "build_schedule",
     "clip_grads_",

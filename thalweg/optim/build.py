@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.elementwise import ELEMENTWISE
+from thalweg.optim.elementwise import ELEMENTWISE, can_fuse
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
 from thalweg.optim.muon import Muon
+from thalweg.optim.muon_params import muon_groups, parameter_of
 from thalweg.optim.names import check_keys, parameters_of, pick
 from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -41,12 +42,6 @@ _ONLY_OFF = {
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 _COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
-_FUSED_DEVICES = {
-    "Adam": ("cpu", "cuda"),
-    "AdamW": ("cpu", "cuda"),
-    "SGD": ("cpu", "cuda"),
-    "Adagrad": ("cpu",),
-}
 
 
 def build_optimizer(
@@ -54,13 +49,16 @@ def build_optimizer(
     params: Iterable[Any],
     hyper: Mapping[str, Any] | None = None,
     *,
+    model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
 
     ``params``: parameters, ``(name, parameter)`` pairs, or dicts of parameter groups, plain or ``DTensor``.
     ``hyper``: its keywords, as in ``optimizer.params`` of a ``ds_config.json``. Groups may override them.
-    ``replicate_group``: the ranks that hold the plain parameters as copies, if any (Muon shares its work).
+    For Muon alone, ``model``: the module whose parameters these are, so that it can tell a hidden matrix from
+    an embedding by the modules' types; and ``replicate_group``: the ranks that hold the plain parameters as
+    copies, so that they share the work out among them.
 
     Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
     others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
@@ -81,10 +79,10 @@ def build_optimizer(
     cls = _optimizer_class(name, tensors)
     keywords = _keywords(name, cls, hyper or {})
     if "fused" in parameters_of(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
-        devices = _FUSED_DEVICES.get(name, ())
-        keywords["fused"] = all(p.device.type in devices and p.is_floating_point() for p in tensors) or None
+        keywords["fused"] = can_fuse(name, tensors) or None
     if cls is Muon:
         keywords["replicate_group"] = replicate_group
+        groups = groups if model is None else muon_groups(model, groups)
     return cls(groups, **keywords)
 
 
@@ -191,7 +189,7 @@ def _as_list(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _tensors(members: Iterable[Any]) -> list[Tensor]:
-    tensors: list[Any] = [m[1] if isinstance(m, tuple) and len(m) == 2 else m for m in members]
+    tensors = [parameter_of(member) for member in members]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ValueError(

@@ -6,7 +6,7 @@ All the classes below are, so a shard is stepped exactly as that part of the who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -121,3 +121,16 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
     for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
+
+_FUSED_DEVICES = {
+    "Adam": ("cpu", "cuda"),
+    "AdamW": ("cpu", "cuda"),
+    "SGD": ("cpu", "cuda"),
+    "Adagrad": ("cpu",),
+}
+
+
+def can_fuse(name: str, params: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused kernel of the optimiser ``name`` for all of ``params``."""
+    devices = _FUSED_DEVICES.get(name, ())
+    return all(p.device.type in devices and p.is_floating_point() for p in params)

@@ -30,7 +30,7 @@ from torch.optim.adamw import adamw
 
 from thalweg.optim.lion import check_common, loss_of
 from thalweg.optim.local import Fp32State, local, local_grad, new_state, to_work, working_copies
-from thalweg.optim.muon_params import split_groups
+from thalweg.optim.muon_params import split_group
 from thalweg.optim.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
 from thalweg.optim.owners import Cut, on_owners, place_of
 from thalweg.utils.dtypes import parse_dtype
@@ -100,7 +100,21 @@ class Muon(Fp32State, torch.optim.Optimizer):
             "ns_method": ns_method,
             "adjust_lr_fn": adjust_lr_fn or "original",
         }
-        super().__init__(split_groups(params, rates), defaults)
+        self._rates = rates
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters: as it is if it says ``use_muon``, else split in two by the rule."""
+        for half in split_group(param_group, self._rates):
+            super().add_param_group(half)
+
+    def take_over(self, replicate_group: dist.ProcessGroup | None) -> None:
+        """Go on with the groups of a ``torch.optim.Muon``: only matrices, the plain iteration, in bf16."""
+        self._replicate_group = replicate_group
+        self._ns_dtype = torch.bfloat16
+        for group in self.param_groups:
+            settings = {"use_muon": True, "ns_method": "standard"}
+            group.update(settings, adjust_lr_fn=group.get("adjust_lr_fn") or "original")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,45 +26,64 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     return param.shape[0] < _TABLE_ASPECT * param.shape[1:].numel()
 
 
-def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups for Muon by the modules' types, with names: hidden matrices, and the others.
+def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
 
     The others are vectors, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
-    output is as long as the largest embedding. Frozen parameters are left out. Groups that would be empty are
-    left out, too.
+    output is as long as the largest embedding. ``groups``: groups of the model's parameters to split, their
+    settings kept; by default all that are not frozen, with their names. A group that says ``use_muon`` stays
+    whole; groups that would be empty are left out.
     """
+    tables = _tables(model)
+    if groups is None:
+        groups = [{"params": [(name, p) for name, p in model.named_parameters() if p.requires_grad]}]
+    halves: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            halves.append(dict(group))
+            continue
+        members = list(group["params"])
+        matrix = [p.ndim >= 2 and id(p) not in tables for p in map(parameter_of, members)]
+        for use_muon in (True, False):
+            half = [
+                member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon
+            ]
+            halves.append({**group, "params": half, "use_muon": use_muon})
+    return [half for half in halves if half["params"]]
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embeddings and of the head."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     tables = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     vocabulary = max((module.num_embeddings for module in embeddings), default=None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    if heads:
-        tables.add(id(heads[-1].weight))
-    hidden, others = [], []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            matrix = param.ndim >= 2 and id(param) not in tables
-            (hidden if matrix else others).append((name, param))
-    groups = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
-    return [group for group in groups if group["params"]]
+    return tables | {id(p) for head in heads[-1:] for p in head.parameters(recurse=False)}
 
 
-def split_groups(params: Iterable[Any], rates: dict[bool, float]) -> list[dict[str, Any]]:
-    """Return groups that each belong to one half, in the order given, hidden matrices first."""
-    items = list(params)
-    given = items if items and all(isinstance(item, dict) for item in items) else [{"params": items}]
-    groups: list[dict[str, Any]] = []
-    for group in given:
-        members: list[Any] = list(group["params"])
-        halves: dict[bool, list[Any]] = {True: [], False: []}
-        for member in members:
-            halves[_belongs_to_muon(group, member)].append(member)
-        for use_muon, half in halves.items():
-            if half:
-                groups.append({"lr": rates[use_muon], **group, "params": half, "use_muon": use_muon})
-    return groups
+def parameter_of(member: Any) -> Tensor:
+    """Return the parameter of a member of a group: itself, or the second of a (name, parameter) pair."""
+    return member[1] if isinstance(member, tuple) else member
 
 
-def _belongs_to_muon(group: dict[str, Any], member: Any) -> bool:
+def split_group(group: Mapping[str, Any], rates: Mapping[bool, float]) -> list[dict[str, Any]]:
+    """Return the hidden matrices of ``group`` and its others as groups of their own, the empty one left out.
+
+    ``rates``: the learning rate of Muon's half (True) and of AdamW's, where the group itself sets none.
+    """
+    given = group["params"]
+    members: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    halves: dict[bool, list[Any]] = {True: [], False: []}
+    for member in members:
+        halves[_belongs_to_muon(group, member)].append(member)
+    return [
+        {"lr": rates[use_muon], **group, "params": half, "use_muon": use_muon}
+        for use_muon, half in halves.items()
+        if half
+    ]
+
+
+def _belongs_to_muon(group: Mapping[str, Any], member: Any) -> bool:
     name, param = member if isinstance(member, tuple) else (None, member)
     if "use_muon" not in group:
         return is_hidden_matrix(param, name)
