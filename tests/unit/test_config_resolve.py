@@ -35,7 +35,7 @@ def sizes(config: Config) -> tuple[int, int, int]:
     return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
 
-# ---- the batch equation (pain point 19) ----
+# ---- the batch equation ----
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,14 @@ def sizes(config: Config) -> tuple[int, int, int]:
     ],
 )
 def test_the_missing_sizes_are_derived(given_sizes: dict, ranks: int, solved: tuple) -> None:
+    """PAIN_POINTS 19: whatever of the three is missing is derived."""
     config = load_config(given_sizes, world_size=ranks)
     assert sizes(config) == solved
     assert config.data_parallel_size == ranks
 
 
 def test_a_mismatch_shows_both_sides_and_the_missing_launcher_variable() -> None:
+    """PAIN_POINTS 19: the message names the launcher variable that is not set."""
     problem = only_problem({TOTAL: 32, MICRO: 4, STEPS: 2})
     text = str(problem)
     assert problem.path == TOTAL
@@ -135,7 +137,7 @@ def test_load_checks_the_equation_only_with_a_world_size() -> None:
         load(source, world_size=3)
 
 
-# ---- auto (pain point 18) ----
+# ---- auto ----
 
 
 def test_buffers_follow_the_hidden_size() -> None:
@@ -147,6 +149,7 @@ def test_buffers_follow_the_hidden_size() -> None:
 
 
 def test_a_model_without_hidden_size_gets_the_defaults() -> None:
+    """PAIN_POINTS 18: "auto" never depends on a ``hidden_size`` being there."""
     source = {"zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
     for model in (None, ModelFacts(num_parameters=10)):
         config = load_config(source, model=model)
@@ -272,6 +275,7 @@ def test_resolving_twice_changes_nothing() -> None:
 
 
 def test_describe_tells_where_values_come_from() -> None:
+    """PAIN_POINTS 18: the resolved config is printed, with the origin of each value."""
     text = load_config({TOTAL: 32, "gradient_clipping": "auto"}, world_size=4).describe()
     assert "train_batch_size = 32\n" in text
     assert "train_micro_batch_size_per_gpu = 8  # train_batch_size /" in text
