@@ -1,0 +1,70 @@
+"""The examples run as their first lines say, bare and under the launcher, and their losses fall."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BARE = [sys.executable]
+TWO = [sys.executable, "-m", "thalweg", "run", "--nproc", "2"]
+
+
+def losses_of(launcher: list[str], script: str, *arguments: str, cwd: Path) -> tuple[list[float], str]:
+    environ = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environ,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.M)], done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [BARE, TWO], ids=["bare", "two ranks"])
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("train_hf.py", ["--model", "gpt2"]),
+        ("train_hf.py", ["--model", "llama"]),
+        ("train_t5.py", []),
+    ],
+    ids=["gpt2", "llama", "t5"],
+)
+def test_hugging_face_models_learn(launcher, script, arguments, tmp_path):
+    losses, _ = losses_of(launcher, script, *arguments, "--steps", "10", cwd=tmp_path)
+    assert losses[0] > 6.4
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [BARE, TWO], ids=["bare", "two ranks"])
+def test_the_gpt_learns_and_leaves_a_checkpoint(launcher, tmp_path):
+    losses, printed = losses_of(launcher, "train_gpt.py", "--steps", "10", "--stage", "2", cwd=tmp_path)
+    assert 7 < losses[0] < 8.5
+    assert losses[-1] < losses[0] - 0.5
+    last = json.loads(printed.splitlines()[-1])
+    assert last["stage"] == 2
+    assert (tmp_path / last["checkpoint"]).is_dir()
+
+
+def test_an_example_shows_its_own_command():
+    for script in sorted((ROOT / "examples").glob("train_*.py")):
+        done = subprocess.run(
+            [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"examples/{script.name}" in done.stdout
+        assert "--steps" in done.stdout

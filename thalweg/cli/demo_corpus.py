@@ -1,0 +1,73 @@
+"""The demo's text: the standard library's sources, tokenized on the spot and kept in the demo's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thalweg.data import BytePairTokenizer, save_tokens, split_held_out, stdlib_documents, train_tokenizer
+from thalweg.data.pack import concatenate
+
+# One document in so many is never trained on.
+_HELD_OUT = 40
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Facts about the prepared text; ``vocabulary`` is what training the tokenizer arrived at."""
+
+    key: str
+    documents: int
+    bytes: int
+    tokens: int
+    vocabulary: int
+
+
+def prepare(out: Path, vocabulary: int, say: Callable[[str], None]) -> Corpus:
+    """Write ``tokenizer.json``, ``tokens.npy``, ``held_out.npy`` and ``corpus.json`` below ``out``.
+
+    Nothing is done twice: files of the same text and vocabulary are used as they are.
+    """
+    documents = list(stdlib_documents())
+    if not documents:
+        raise ValueError("this Python has no standard library sources (.py files): use one that does")
+    size = sum(len(document.text.encode()) for document in documents)
+    say(f"text: {len(documents):,} files of the standard library, {size / 1e6:.1f} MB")
+    digest = hashlib.blake2b(f"{_FORMAT} {vocabulary}".encode(), digest_size=12)
+    for document in documents:
+        digest.update(f"\0{document.name}\0{document.text}".encode())
+    key = digest.hexdigest()
+    kept = _kept(out, key)
+    if kept is not None:
+        say(f"tokenizer: {kept.vocabulary:,} tokens, kept from before; {kept.tokens / 1e6:.1f} M of text")
+        return kept
+    training, held_out = split_held_out(documents, _HELD_OUT)
+    tokenizer = train_tokenizer([document.text for document in training], vocabulary)
+    tokenizer.save(out / "tokenizer.json")
+    total = 0
+    for name, part in (("tokens.npy", training), ("held_out.npy", held_out)):
+        stream, _ = concatenate(
+            tokenizer.encode_all([document.text for document in part]), end_id=tokenizer.end_id
+        )
+        save_tokens(out / name, stream)
+        total += len(stream)
+    corpus = Corpus(key, len(documents), size, total, tokenizer.vocab_size)
+    (out / "corpus.json").write_text(json.dumps(asdict(corpus)), encoding="utf-8")
+    say(
+        f"tokenizer: {corpus.vocabulary:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text"
+    )
+    return corpus
+
+
+def _kept(out: Path, key: str) -> Corpus | None:
+    try:
+        corpus = Corpus(**json.loads((out / "corpus.json").read_text(encoding="utf-8")))
+        BytePairTokenizer.load(out / "tokenizer.json")
+    except (OSError, ValueError, TypeError):
+        return None
+    complete = all((out / name).exists() for name in ("tokens.npy", "held_out.npy"))
+    return corpus if corpus.key == key and complete else None

@@ -1,0 +1,136 @@
+"""One rank of the demo: ``python -m thalweg.cli.demo_rank train|reload SETTINGS.json``.
+
+``train`` runs on all ranks and ends with a checkpoint; ``reload`` runs in one fresh
+process.  Both measure the held-out loss by :func:`held_out_loss`, from the full fp32
+weights, on one thread: the same kernels on the same numbers, so equal weights give equal
+bits, and a checkpoint that lost a bit would show.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import thalweg
+from thalweg.cli.demo_settings import DemoSettings, engine_config
+from thalweg.data import BytePairTokenizer, PackedBlocks, forever, open_tokens
+from thalweg.nn.transformer import GPT, GPTConfig
+
+
+def build_model(settings: DemoSettings) -> GPT:
+    """Return the plain GPT, the same on every rank."""
+    torch.manual_seed(settings.seed)
+    return GPT(
+        GPTConfig(
+            vocab_size=settings.vocabulary,
+            n_layer=settings.num_layers,
+            n_head=settings.num_heads,
+            n_embd=settings.width,
+            block_size=settings.block_size,
+        )
+    )
+
+
+def train(settings: DemoSettings) -> None:
+    """Train, save a checkpoint, and on rank 0 write ``trained.json`` with the facts."""
+    out = Path(settings.out)
+    blocks = PackedBlocks(open_tokens(out / "tokens.npy"), settings.block_size, tail="drop")
+    engine, _, loader, _ = thalweg.initialize(
+        model=build_model(settings), training_data=blocks, config=engine_config(settings)
+    )
+    device, started = engine.device, time.perf_counter()
+    for batch in islice(forever(loader), settings.steps):
+        loss = engine(batch["input_ids"].to(device), batch["labels"].to(device))
+        engine.backward(loss)
+        engine.step()
+    seconds = time.perf_counter() - started
+    path = engine.save_checkpoint(out / "checkpoint", client_state={"settings": {"seed": settings.seed}})
+    weights = engine.state_dict()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    engine.close()
+    if rank == 0:
+        tokens = settings.steps * settings.micro_batch * settings.block_size * world
+        facts = {
+            "checkpoint": str(path),
+            "loss_saved": held_out_loss(plain_model(settings, weights), settings),
+            "parameters": sum(weight.numel() for weight in build_model(settings).parameters()),
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+        }
+        (Path(settings.results) / "trained.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def reload(settings: DemoSettings) -> None:
+    """Load the checkpoint at world size 1, measure the same loss, write a sample to ``reloaded.json``."""
+    config = engine_config(settings) | {"jsonl_monitor": {"enabled": False}, "steps_per_print": None}
+    torch.manual_seed(settings.seed + 1)
+    blank = build_model(DemoSettings(**(vars(settings) | {"seed": settings.seed + 1})))
+    engine, _, _, _ = thalweg.initialize(model=blank, config=config)
+    path, _ = engine.load_checkpoint(Path(settings.out) / "checkpoint")
+    model = plain_model(settings, engine.state_dict())
+    steps = engine.global_steps
+    engine.close()
+    tokenizer = BytePairTokenizer.load(Path(settings.out) / "tokenizer.json")
+    facts = {
+        "loss_reloaded": held_out_loss(model, settings),
+        "loaded": path,
+        "steps_reloaded": steps,
+        "sample": settings.prompt + generate(model, tokenizer, settings),
+    }
+    (Path(settings.results) / "reloaded.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def plain_model(settings: DemoSettings, weights: dict[str, Tensor]) -> GPT:
+    """Return an unsharded fp32 GPT on the CPU with the given full weights."""
+    model = build_model(settings)
+    model.load_state_dict(weights)
+    return model.float().eval()
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, settings: DemoSettings) -> float:
+    """Mean cross-entropy in nats over the first held-out blocks: text that was not trained on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    blocks = PackedBlocks(open_tokens(Path(settings.out) / "held_out.npy"), settings.block_size, tail="drop")
+    losses = []
+    for index in range(min(settings.held_out_blocks, len(blocks))):
+        block = blocks[index]
+        losses.append(model(block["input_ids"][None], block["labels"][None]).double())
+    torch.set_num_threads(threads)
+    return torch.stack(losses).mean().item()
+
+
+@torch.no_grad()
+def generate(model: GPT, tokenizer: BytePairTokenizer, settings: DemoSettings, *, top_k: int = 40) -> str:
+    """Return a continuation of the prompt, sampled at temperature 0.8 from the ``top_k`` likeliest tokens."""
+    dice = torch.Generator().manual_seed(settings.seed)
+    tokens = [tokenizer.end_id, *tokenizer.encode(settings.prompt).tolist()]
+    length = len(tokens)
+    for _ in range(settings.sample_tokens):
+        logits = model(torch.tensor([tokens[-settings.block_size :]]))[0, -1] / 0.8
+        likeliest, ids = logits.topk(top_k)
+        choice = torch.multinomial(likeliest.softmax(0), 1, generator=dice)
+        tokens.append(int(ids[choice]))
+        if tokens[-1] == tokenizer.end_id:
+            break
+    return tokenizer.decode(tokens[length:])
+
+
+def main(arguments: list[str]) -> None:
+    """Run one part of the demo."""
+    parts: dict[str, Any] = {"train": train, "reload": reload}
+    part, path = arguments
+    parts[part](DemoSettings.load(path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

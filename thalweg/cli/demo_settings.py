@@ -1,0 +1,78 @@
+"""What the demo trains and how: the numbers that its processes share.
+
+The sizes are chosen for two slow cores: about a minute of training takes the loss from
+ln(vocabulary) to well below 60% of it.  Muon learns this text from about half the tokens
+that AdamW needs at this size (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Everything that a rank needs to know; written as JSON for the ranks to read.
+
+    ``out`` is the folder of the demo; ``precision`` ``"bf16"`` or ``"fp32"``; ``device``
+    ``"cpu"`` or ``"auto"``.
+    """
+
+    out: str
+    results: str
+    steps: int = 120
+    stage: int = 3
+    nproc: int = 2
+    seed: int = 0
+    precision: str = "fp32"
+    vocabulary: int = 4096
+    num_layers: int = 3
+    num_heads: int = 4
+    width: int = 256
+    block_size: int = 128
+    micro_batch: int = 16
+    lr: float = 6e-3
+    held_out_blocks: int = 128
+    sample_tokens: int = 160
+    prompt: str = "def read_file(path):\n"
+
+    def save(self, path: Path) -> None:
+        """Write the settings as JSON."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> DemoSettings:
+        """Read what :meth:`save` wrote."""
+        return DemoSettings(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
+    """Return the demo's configuration: the keys of a ``ds_config.json``."""
+    chosen = settings or DemoSettings(out="demo-out", results="demo-out")
+    return {
+        "train_micro_batch_size_per_gpu": chosen.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "seed": chosen.seed,
+        "steps_per_print": 10,
+        "dataloader_drop_last": True,
+        "zero_optimization": {"stage": chosen.stage},
+        "bf16": {"enabled": chosen.precision == "bf16"},
+        "optimizer": {
+            "type": "Muon",
+            "params": {"lr": chosen.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": chosen.steps,
+                "warmup_num_steps": max(2, min(10, chosen.steps // 5)),
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.05,
+            },
+        },
+        "jsonl_monitor": {"enabled": True, "output_path": chosen.out, "job_name": ""},
+    }
