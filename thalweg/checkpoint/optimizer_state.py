@@ -198,7 +198,9 @@ def _template(
     local = parameter.detach()
     if shape == parameter.shape and parameter.dim() > 0:
         made = torch.empty_like(local, dtype=dtype)
-        return made.to_local() if forms == ["shard"] and isinstance(made, DTensor) else made
+        if isinstance(made, DTensor) and "shard" in forms and "dtensor" not in forms:
+            return made.to_local()
+        return made
     device = local.to_local().device if isinstance(local, DTensor) else local.device
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         device = torch.device("cpu")  # as torch.optim keeps it

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, whole
 from thalweg.checkpoint.manifest import Head, Manifest, Piece
 from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.shards import ShardReader
+from thalweg.checkpoint.shards import SMALL, ShardReader
 from thalweg.checkpoint.tree import decode
 from thalweg.utils.log import get_logger
 
@@ -202,11 +202,8 @@ class Checkpoint:
                 return Damage(piece.file, name, str(error))
             return None
 
-        with ThreadPoolExecutor(_READERS) as pool:
-            found += filter(
-                None, pool.map(verify, [i for i in wanted if i[1].file not in broken][share::shares])
-            )
-        return found
+        readable = [item for item in wanted if item[1].file not in broken][share::shares]
+        return found + [damage for damage in self._each(readable, verify) if damage]
 
     def verify(self, *, group: Any = None, prefix: str = "") -> None:
         """Collective: raise the same ``DamagedCheckpoint`` on all ranks unless every byte is as committed."""
@@ -328,10 +325,12 @@ class Checkpoint:
             for overlap, origin, local in want.targets:
                 local[overlap.slices(origin.offset)].copy_(values[overlap.slices(want.piece.offset)])
 
-    def _each(self, wants: list[_Want], action: Any) -> None:
+    def _each(self, items: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
+        """``action`` on each item, on several threads where there is enough to read for that to pay."""
+        if sum(record.size for record in self.manifest.files.values()) < SMALL:
+            return [action(item) for item in items]
         with ThreadPoolExecutor(_READERS) as pool:
-            for _ in pool.map(action, wants):
-                pass
+            return list(pool.map(action, items))
 
     def _reader(self, piece: Piece) -> ShardReader:
         return self._readers[piece.file]

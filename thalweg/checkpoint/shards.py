@@ -26,6 +26,7 @@ from thalweg.checkpoint.errors import DamagedCheckpoint
 from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.manifest import FileRecord, Piece
 
+SMALL = 1 << 20  # bytes below which handing work to a thread costs more than it saves
 BLOCK = 4 << 20  # bytes read and hashed at a time, small enough to stay in cache
 
 
@@ -96,9 +97,13 @@ class ShardWriter:
         slot = self._left.pop(0)
         data = raw_bytes(value)
         assert slot.key == key and data.nbytes == slot.nbytes, (slot, key, data.nbytes)
-        digest = self._hasher.submit(_sha256, data)
-        self._io.pwrite(self._handle, data, self._position)
-        self._digests[key] = digest.result()
+        if data.nbytes < SMALL:
+            self._digests[key] = _sha256(data)
+            self._io.pwrite(self._handle, data, self._position)
+        else:
+            digest = self._hasher.submit(_sha256, data)
+            self._io.pwrite(self._handle, data, self._position)
+            self._digests[key] = digest.result()
         self._position += data.nbytes
 
     def finish(self) -> Written:
