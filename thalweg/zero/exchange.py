@@ -46,5 +46,7 @@ def exchange(a: Tensor, b: Tensor) -> None:
             held = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
             setattr(a, slot, held)
             setattr(b, slot, held)
-    a.__class__, b.__class__ = b.__class__, a.__class__
+    kind = type(a)
+    object.__setattr__(a, "__class__", type(b))
+    object.__setattr__(b, "__class__", kind)
     torch._C._swap_tensor_impl(a, b)

@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from thalweg.zero.pending import is_pending, settle
 from thalweg.zero.record import cells, is_meta, ref_of
 from thalweg.zero.recorder import Recorder
-from thalweg.zero.replay import local, replay
+from thalweg.zero.replay import local, paused, replay
 from thalweg.zero.reset import record_resets
+
+__all__ = ["Init", "has_pending", "materialize", "paused"]
 
 Sink = Callable[[str, Tensor, Tensor], None]
 
@@ -81,7 +83,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
-            recorder = None if local.depth else Recorder(SMALL)
+            recorder = None if local.recording else Recorder(SMALL)
             self._open.append((recorder, torch.get_default_dtype()))
             if recorder is not None:
                 recorder.__enter__()

@@ -12,7 +12,8 @@ the branch that an ordinary build takes.
 Inside a context a pending tensor says that it is on the CPU, as the tensor of an ordinary
 build would: libraries (torch.nn.init, Transformers) treat meta tensors differently, and the
 program must take the same branches.  Outside it says the truth, except to torch.nn.init,
-which silently does nothing to a meta tensor.
+which silently does nothing to a meta tensor; there, moving a tensor to the CPU or to a GPU
+gives its real value (moving a whole module does nothing: it would break ties).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ REMEDY = (
     "a model built under thalweg.zero.Init has no values before thalweg.initialize: run it after that call; "
     "operations that prepare weights belong inside the `with thalweg.zero.Init():` block"
 )
+# Modules of torch that do nothing to a meta tensor, or say that they do nothing.
+_DECEIVED = frozenset({"torch.nn.init", "torch.nn.modules.module"})
 _BLOCK = 1 << 16  # elements drawn at a time when the generator is moved on
 _SEQUENTIAL = frozenset({"aten::uniform_", "aten::normal_", "aten::random_"})
 
@@ -49,11 +52,11 @@ class Pending(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return CPU if local.depth or not is_meta(self) else META
+        return CPU if local.recording or not is_meta(self) else META
 
     @property
     def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if local.depth or sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+        if local.recording or sys._getframe(1).f_globals.get("__name__") in _DECEIVED:
             return False
         return is_meta(self)
 
@@ -61,18 +64,28 @@ class Pending(torch.Tensor):
     def is_cpu(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.device == CPU
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        set_data(self, value)
+
     def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None and device.type not in ("cpu", "meta"):
-            return force(self).to(*args, **kwargs)
+        parse = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+        device, dtype, _, memory_format = parse(*args, **kwargs)
+        stays = device is None or device == META or _moves_a_module() or (device == CPU and local.recording)
+        if not stays:
+            return value_of(self).to(*args, **kwargs)
         source = self.clone() if copy else self
         return torch.Tensor.to(source, dtype=dtype or self.dtype, memory_format=memory_format)
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self
+        return self if _moves_a_module() else self.to(CPU)
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
-        return force(self).cuda(*args, **kwargs)
+        return self if _moves_a_module() else value_of(self).cuda(*args, **kwargs)
 
     def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:
         return torch.tensor(data, **{"dtype": self.dtype, "device": CPU, **kwargs})
@@ -104,7 +117,7 @@ class Pending(torch.Tensor):
                 twin = self.detach().clone(memory_format=torch.preserve_format)
             if isinstance(self, nn.Parameter):
                 twin = nn.Parameter(twin, self.requires_grad)
-            twin.__dict__.update(self.__dict__)
+            vars(twin).update(vars(self))
             memo[id(self)] = twin
         return memo[id(self)]
 
@@ -115,13 +128,19 @@ class Pending(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         kind = "Parameter" if isinstance(self, nn.Parameter) else "tensor"
-        return f"{kind}(pending, size={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{kind}(pending, size={tuple(self.shape)}, dtype={self.dtype}{grad})"
 
 
 class PendingParameter(Pending):
     """A pending parameter that was an ordinary one: ``isinstance(p, nn.Parameter)`` stays true."""
 
     _is_param = True  # what torch looks at
+
+
+def _moves_a_module() -> bool:
+    """Whether ``Module.to`` or the like calls: a model without values has no place to be moved from."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.nn.modules.module"
 
 
 def _real_index(index: Any) -> Any:
@@ -167,6 +186,18 @@ def adopt(param: Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
     exchange(param, torch.Tensor._make_subclass(PendingParameter, meta, param.requires_grad))
 
 
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Do ``tensor.data = value`` where one may be pending and the other real."""
+    if is_pending(tensor) == is_pending(value):
+        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    elif is_pending(value):
+        kind = PendingParameter if isinstance(tensor, nn.Parameter) else Pending
+        exchange(tensor, torch.Tensor._make_subclass(kind, _alias(value), tensor.requires_grad))
+    else:
+        whole = nn.Parameter(value.detach(), tensor.requires_grad)
+        exchange(tensor, whole if isinstance(tensor, nn.Parameter) else value.detach())
+
+
 def make_pending(tensor: Tensor) -> None:
     """Make an ordinary meta tensor pending, its value zeros so far; the object stays the same."""
     kind = PendingParameter if isinstance(tensor, nn.Parameter) else Pending
@@ -177,7 +208,7 @@ def settle(tensor: Tensor) -> None:
     """Make a pending tensor an ordinary meta tensor that remembers nothing; the object stays the same."""
     meta = _meta_like(tensor)
     exchange(tensor, nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta)
-    tensor.__dict__.pop("_is_param", None)
+    vars(tensor).pop("_is_param", None)
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
@@ -247,8 +278,8 @@ class _Call:
         for tensor in self.tensors:
             if is_meta(tensor) and not isinstance(tensor, Pending) and not self.facts.blind:
                 raise ValueError(f"{self.func}: a meta tensor without a value meets a pending one; {REMEDY}")
-        real = any(tensor.numel() > 1 and not is_meta(tensor) for tensor in self.tensors)
-        if real and not local.depth and not self.written:
+        real = any(tensor.ndim > 0 and not is_meta(tensor) for tensor in self.tensors)
+        if real and not local.recording and not self.written:
             raise ValueError(REMEDY)
 
     def run(self, convert: Callable[[Tensor], Tensor], **where: Any) -> Any:
@@ -290,9 +321,8 @@ class _Call:
         if self.func._schema.name in _SEQUENTIAL and is_pending(first) and first.is_contiguous():
             self._draw_in_blocks(first)
         elif self.facts.blind or self.facts.overwrites:
-            self.run(
-                lambda t: t if t is not first else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
-            )
+            scratch = torch.empty_strided(first.size(), first.stride(), dtype=first.dtype)
+            self.run(lambda tensor: scratch if tensor is first else tensor)
         else:
             self.run_real()
 

@@ -145,7 +145,7 @@ def ref_of(tensor: Tensor) -> Ref:
         tensor.dtype,
         tuple(tensor.size()),
         tuple(tensor.stride()),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.is_conj(),
     )
 
@@ -161,31 +161,11 @@ class Facts:
     reshapes: bool  # it changes size, stride or storage of its argument in place
 
 
-_OVERWRITES = frozenset(
-    [
-        "zero_",
-        "fill_",
-        "copy_",
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "bernoulli_",
-    ]
+_OVERWRITES = frozenset({"zero_", "fill_", "copy_", "uniform_", "normal_", "random_"}) | frozenset(
+    {"exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 )
-_BLIND_PREFIXES = (
-    "new_",
-    "empty",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-)
+_RANDOM_LIKE = ("rand_like", "randn_like", "randint_like")
+_BLIND_PREFIXES = ("new_", "empty", "zeros_like", "ones_like", "full_like", *_RANDOM_LIKE)
 _RESHAPES = frozenset({"resize_", "resize_as_"})
 
 

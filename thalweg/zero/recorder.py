@@ -22,16 +22,41 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from thalweg.zero.pending import CPU, adopt, is_pending, pending_like, perform, random_state, record_op
+from thalweg.zero.pending import (
+    CPU,
+    adopt,
+    is_pending,
+    pending_like,
+    perform,
+    random_state,
+    record_op,
+    set_data,
+)
 from thalweg.zero.record import Facts, cells, facts_of, is_meta
 from thalweg.zero.replay import local
 
 
+class _Assignments(TorchFunctionMode):
+    """``real.data = pending``, which torch refuses and no dispatch shows."""
+
+    _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == self._SET_DATA and is_pending(args[1]):
+            return set_data(*args)
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode of one thread in which big new CPU tensors are pending."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler (1.3 s) to keep it away from this mode
 
     def __init__(self, small: int) -> None:
         super().__init__()
@@ -40,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._limit = 4096
         self._hooks: list[Any] = []
+        self._assignments = _Assignments()
 
     def __enter__(self) -> Recorder:
         cells.clean()
@@ -54,12 +80,14 @@ class Recorder(TorchDispatchMode):
             register_module_module_registration_hook(note),
         ]
         super().__enter__()
+        self._assignments.__enter__()
         local.depth += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         local.depth -= 1
         local.known = None
+        self._assignments.__exit__(*error)
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()

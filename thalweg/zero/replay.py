@@ -31,19 +31,30 @@ class _Local(threading.local):
     busy: int = 0
     known: dict[Cell, tuple[Op, torch.UntypedStorage]] | None = None
 
+    @property
+    def recording(self) -> bool:
+        """Whether the program is inside a context, and this is the program and not us."""
+        return self.depth > 0 and self.busy == 0
+
 
 local = _Local()
 
 
 @contextmanager
-def quiet() -> Any:
-    """Run torch operations that are our own: they are not recorded, and have no gradients."""
+def paused() -> Any:
+    """Run a part of the program as if no context were open."""
     local.busy += 1
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         local.busy -= 1
+
+
+@contextmanager
+def quiet() -> Any:
+    """Run torch operations that are our own: they are not recorded, and have no gradients."""
+    with paused(), torch.no_grad():
+        yield
 
 
 def values_of(refs: Sequence[Ref]) -> list[Tensor]:

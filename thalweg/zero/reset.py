@@ -50,8 +50,8 @@ def record_resets(module: nn.Module, named: dict[str, Tensor]) -> None:
         kinds = sorted({f"{name} ({type(_owner(module, name)).__name__})" for name in missing})
         shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
         raise ValueError(
-            f"these tensors are on meta and nothing says what their values are: {shown}. Build the model under "
-            "`with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
+            f"these tensors are on meta and nothing says what their values are: {shown}. Build the model "
+            "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
             "reset_parameters() method, or load a checkpoint with assign=True"
         )
 

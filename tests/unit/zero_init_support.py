@@ -1,0 +1,60 @@
+"""Build a model twice from one random state, ordinarily and under zero.Init, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.zero.init import materialize
+from thalweg.zero.recorder import Recorder
+
+SIZES = [0, 64, 4096]  # what counts as small: nothing, biases, nearly everything in a test model
+
+
+def built(
+    build: Callable[[], nn.Module], small: int, then: Callable[[Any], Any] | None = None
+) -> tuple[Any, Any]:
+    """Return (ordinary, recorded) models built by ``build`` from seed 7, after ``then(model)`` on each."""
+    torch.manual_seed(7)
+    plain = build()
+    if then is not None:
+        then(plain)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    with Recorder(small):
+        model = build()
+    if then is not None:
+        then(model)
+    assert torch.equal(torch.get_rng_state(), state), "the random state differs from an ordinary build's"
+    return plain, model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Materialise ``model``; return what the sink got, and what was real, by name."""
+    found: dict[str, Tensor] = {}
+
+    def sink(name: str, meta: Tensor, value: Tensor) -> None:
+        assert name not in found, "called twice"
+        assert (meta.shape, meta.dtype) == (value.shape, value.dtype)
+        assert type(value) is Tensor
+        found[name] = value.clone()
+
+    materialize(model, sink)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_meta:
+            found[name] = tensor.detach()
+    return found
+
+
+def same(plain: nn.Module, model: nn.Module) -> bool:
+    """Whether ``model``, materialised, has exactly the values of ``plain``."""
+    expected = {name: tensor.detach() for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]}
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in model.named_parameters()]
+    found = values(model)
+    assert found.keys() == expected.keys()
+    if any(found[name].dtype != tensor.dtype for name, tensor in expected.items()):
+        return False
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
