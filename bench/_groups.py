@@ -5,7 +5,8 @@ on a pipe until `run(steps)` gives them a turn.  Contestants that are alive toge
 alternation, so that whatever else the machine does falls on all of them alike.
 
 Each group has a folder of its own under the system's temporary one for the rendezvous file and the logs.
-Every process is stopped through its own handle, however the driver ends.
+Every process is stopped through its own handle; a driver that is killed outright closes its pipes by that,
+which ends the ranks, and the next driver sweeps away what it left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -27,6 +30,27 @@ from _contestants import Job
 from _peers import ROOT, deepspeed_environment, deepspeed_residue, python_for
 
 WORKER = Path(__file__).resolve().parent / "_worker.py"
+
+
+_FOLDER = "thalweg-bench-"
+
+
+def exit_on_terminate() -> None:
+    """Let SIGTERM end the driver as an exception does, so that it cleans up; call it in the main thread."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def sweep() -> list[Path]:
+    """Remove what drivers that are no longer alive have left, and return their folders."""
+    gone = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            if (folder / "port").exists():
+                deepspeed_residue((folder / "port").read_text())
+            shutil.rmtree(folder, ignore_errors=True)
+            gone.append(folder)
+    return gone
 
 
 class GroupError(RuntimeError):
@@ -69,8 +93,10 @@ class Group:
         self, name: str, job: Job, world: int, *, threads: int = 1, placements: list[Placement] | None = None
     ) -> None:
         self.name, self.job, self.world = name, job, world
-        self._folder = Path(tempfile.mkdtemp(prefix="thalweg-bench-"))
+        sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         self._port = str(20000 + secrets.randbelow(40000))
+        (self._folder / "port").write_text(self._port)
         self._logs = [self._folder / f"rank{rank}.log" for rank in range(world)]
         self._ranks: list[subprocess.Popen[str]] = []
         places = placements or [Placement()] * world

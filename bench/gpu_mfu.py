@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from _contestants import Job
 from _duel import Duel, Plan
+from _groups import exit_on_terminate
 from _llama import flops_per_token, peak_flops
 from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
 
@@ -165,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/gpu_mfu.md and .json")
     args = parser.parse_args(argv)
+    exit_on_terminate()
     if not torch.cuda.is_available():
         print(
             "gpu_mfu: needs an NVIDIA GPU and a CUDA build of torch, and this machine has none",

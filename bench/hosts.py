@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import signal
 import statistics
 import sys
 from typing import Any
 
 from _contestants import JOBS
 from _duel import Duel, Plan
+from _groups import exit_on_terminate
 from _namespaces import Hosts, NamespaceError, why_not
 from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
 
@@ -107,11 +107,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/hosts.md and .json")
     args = parser.parse_args(argv)
+    exit_on_terminate()
     reason = why_not()
     if reason:
         print(f"hosts: {reason}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go too
     plan = Plan(args.rounds, args.steps, warmup=2)
     asked = list(dict.fromkeys([ANCHOR, *args.only])) if args.only else DEFAULT
     if args.quick:

@@ -19,7 +19,7 @@ from typing import Any
 
 from _contestants import JOBS
 from _duel import absent, say
-from _groups import Group, GroupError
+from _groups import Group, GroupError, exit_on_terminate
 from _peers import ROOT, deepspeed_environment, python_for
 from _report import Row, compare, envelope, machine_line, rows_table, write_result
 
@@ -170,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/start.md and .json")
     args = parser.parse_args(argv)
+    exit_on_terminate()
     data = measure(1, [1]) if args.quick else measure(args.repeats, args.ranks)
     if args.write:
         write_result("start", data, render(data))

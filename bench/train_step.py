@@ -22,6 +22,7 @@ from typing import Any
 from _contestants import JOBS
 from _duel import Duel, Plan
 from _goals import check
+from _groups import exit_on_terminate
 from _peers import ROOT
 from _report import Row, cell, commit, compare, envelope, machine_line, rows_table, table, write_result
 
@@ -219,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/train_step.md and .json")
     args = parser.parse_args(argv)
+    exit_on_terminate()
     plan = Plan(args.rounds, args.steps, warmup=3, threads=args.threads)
     asked = list(dict.fromkeys([ANCHOR, *args.only])) if args.only else ALL
     if args.quick:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +161,7 @@ def test_flop_count_of_the_llama_shape_equals_what_torch_counts() -> None:
 # ---- the processes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> None:
     changed = dataclasses.replace(TINY, heads=4)  # the same weights, other arithmetic
     made = [
@@ -188,30 +188,33 @@ def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> No
 
 
 def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -> None:
-    group = groups.Group("nobody_3", TINY, 2)
+    group = groups.Group("nobody_3", TINY, 1)
     pids = [process.pid for process in group._ranks]
     with pytest.raises(groups.GroupError, match="no contestant 'nobody_3'"), group:
         group.wait_ready()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_ranks_end_when_their_driver_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_stays_of_a_driver_that_is_killed(signal_number: int) -> None:
     program = (
         f"import sys, time; sys.path.insert(0, {str(BENCH)!r}); import _groups, _contestants\n"
-        "g = _groups.Group('ddp', _contestants.JOBS['tiny'], 1); g.wait_ready()\n"
-        "print(g._ranks[0].pid, g._folder, flush=True); time.sleep(60)"
+        "_groups.exit_on_terminate()\n"
+        "with _groups.Group('ddp', _contestants.JOBS['tiny'], 1) as g:\n"
+        "    g.wait_ready(); print(g._ranks[0].pid, g._folder, flush=True); time.sleep(60)"
     )
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     pid, folder = driver.stdout.readline().split()
-    driver.send_signal(signal.SIGKILL)
+    driver.send_signal(signal_number)
     driver.wait()
     driver.stdout.close()
-    shutil.rmtree(folder)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "Z" not in _state(pid) and time.monotonic() < deadline:
+    while _state(pid) not in ("", "Z") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _state(pid) in ("", "Z")
+    assert (Path(folder) in groups.sweep()) == (signal_number == signal.SIGKILL)
+    assert not Path(folder).exists()
 
 
 def _state(pid: str) -> str:
@@ -221,6 +224,7 @@ def _state(pid: str) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_train_step_prints_one_object_whose_rows_compare() -> None:
     options = ["--model", "tiny", "--ranks", "1", "--only", "thalweg_torch_2", "fsdp2_2", "fsdp2_comm_2"]
     done = script("train_step", *options, "--rounds", "2", "--steps", "2", "--json")
