@@ -17,9 +17,8 @@ TWO = [sys.executable, "-m", "thalweg", "run", "--nproc", "2"]
 
 
 def losses_of(launcher: list[str], script: str, *arguments: str, cwd: Path) -> tuple[list[float], str]:
-    environ = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    launcher_keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    environ = {key: value for key, value in os.environ.items() if key not in launcher_keys}
     done = subprocess.run(
         [*launcher, str(ROOT / "examples" / script), *arguments],
         capture_output=True,

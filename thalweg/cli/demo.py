@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(summary))
     else:
         _tell(summary, say)
-    return 0 if summary["loss_reloaded"] == summary["loss_saved"] else 1
+    return 0 if _came_back(summary) else 1
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -211,6 +211,8 @@ def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds
         "checkpoint": facts["checkpoint"],
         "picture": str(picture),
         "sample": facts["sample"],
+        "weights_saved": facts["weights_saved"],
+        "weights_reloaded": facts["weights_reloaded"],
         "steps": settings.steps,
         "stage": settings.stage,
         "nproc": settings.nproc,
@@ -222,9 +224,15 @@ def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds
     }
 
 
+def _came_back(summary: dict[str, Any]) -> bool:
+    """Whether the reloaded model is the saved one: the loss to its last digit, each weight to its bits."""
+    same_loss = summary["loss_reloaded"] == summary["loss_saved"]
+    return same_loss and summary["weights_reloaded"] == summary["weights_saved"]
+
+
 def _tell(summary: dict[str, Any], say: Callable[[str], None]) -> None:
     ceiling = math.log(summary["vocabulary"])
-    same = "equal to the last digit" if summary["loss_reloaded"] == summary["loss_saved"] else "NOT EQUAL"
+    same = "equal to the last digit, and so are all weights" if _came_back(summary) else "NOT EQUAL"
     say(
         f"loss: {summary['loss_first']:.3f} at the start (ln of the vocabulary is {ceiling:.3f}), "
         f"{summary['loss_last']:.3f} at the end, {summary['loss_last'] / ceiling:.0%} of ln(vocabulary); "

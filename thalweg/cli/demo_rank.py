@@ -2,15 +2,18 @@
 
 ``train`` runs on all ranks and ends with a checkpoint; ``reload`` runs in one fresh
 process.  Both measure the held-out loss by :func:`held_out_loss`, from the full fp32
-weights, on one thread: the same kernels on the same numbers, so equal weights give equal
-bits, and a checkpoint that lost a bit would show.
+weights, on one thread: the same kernels on the same numbers, so equal weights give an
+equal loss to the last digit.  A loss may hide a changed last bit of a weight, so the
+weights' digests are compared as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,7 @@ def train(settings: DemoSettings) -> None:
         facts = {
             "checkpoint": str(path),
             "loss_saved": held_out_loss(plain_model(settings, weights), settings),
+            "weights_saved": digest(weights),
             "parameters": sum(weight.numel() for weight in build_model(settings).parameters()),
             "seconds": seconds,
             "tokens": tokens,
@@ -71,16 +75,17 @@ def train(settings: DemoSettings) -> None:
 def reload(settings: DemoSettings) -> None:
     """Load the checkpoint at world size 1, measure the same loss, write a sample to ``reloaded.json``."""
     config = engine_config(settings) | {"jsonl_monitor": {"enabled": False}, "steps_per_print": None}
-    torch.manual_seed(settings.seed + 1)
-    blank = build_model(DemoSettings(**(vars(settings) | {"seed": settings.seed + 1})))
+    blank = build_model(replace(settings, seed=settings.seed + 1))  # other weights: nothing may survive
     engine, _, _, _ = thalweg.initialize(model=blank, config=config)
     path, _ = engine.load_checkpoint(Path(settings.out) / "checkpoint")
-    model = plain_model(settings, engine.state_dict())
+    weights = engine.state_dict()
+    model = plain_model(settings, weights)
     steps = engine.global_steps
     engine.close()
     tokenizer = BytePairTokenizer.load(Path(settings.out) / "tokenizer.json")
     facts = {
         "loss_reloaded": held_out_loss(model, settings),
+        "weights_reloaded": digest(weights),
         "loaded": path,
         "steps_reloaded": steps,
         "sample": settings.prompt + generate(model, tokenizer, settings),
@@ -93,6 +98,15 @@ def plain_model(settings: DemoSettings, weights: dict[str, Tensor]) -> GPT:
     model = build_model(settings)
     model.load_state_dict(weights)
     return model.float().eval()
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    """Return a hash of every weight's name, dtype, shape and bits."""
+    summed = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(weights.items()):
+        summed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        summed.update(value.detach().contiguous().view(torch.uint8).numpy().data)
+    return summed.hexdigest()
 
 
 @torch.no_grad()

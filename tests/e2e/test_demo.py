@@ -1,0 +1,188 @@
+"""`thalweg demo` as a user types it, in a few steps; what it promises holds and can fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import thalweg.cli
+from thalweg.cli.demo_rank import build_model, digest, held_out_loss, plain_model
+from thalweg.cli.demo_settings import DemoSettings, engine_config
+from thalweg.config import load_config
+from thalweg.data import save_tokens
+from thalweg.observe.files import read_jsonl
+
+KEYS = {
+    "loss_first",
+    "loss_last",
+    "loss_saved",
+    "loss_reloaded",
+    "vocabulary",
+    "tokens_per_s",
+    "checkpoint",
+    "picture",
+    "sample",
+}
+
+
+def demo(out: Path, *arguments: str) -> tuple[dict, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "thalweg", "demo", "--json", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 1, "one JSON object on standard output and nothing else"
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[dict, str, Path]:
+    out = tmp_path_factory.mktemp("demo")
+    return *demo(out, "--steps", "8"), out
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_its_checkpoint_gives_the_same_loss(first):
+    summary, _, out = first
+    assert set(summary) >= KEYS
+    assert summary["loss_saved"] == summary["loss_reloaded"]
+    assert summary["weights_saved"] == summary["weights_reloaded"]
+    ceiling = math.log(summary["vocabulary"])
+    assert summary["vocabulary"] == 4096
+    assert abs(summary["loss_first"] - ceiling) < 0.2
+    assert summary["loss_last"] < 0.95 * summary["loss_first"]
+    assert abs(summary["loss_saved"] - summary["loss_last"]) < 1
+    assert summary["tokens_per_s"] > 0
+    assert (summary["stage"], summary["nproc"], summary["steps"]) == (3, 2, 8)
+    assert json.loads((out / "summary.json").read_text()) == summary
+
+
+@pytest.mark.slow
+def test_everything_lies_in_the_demos_folder(first):
+    summary, _, out = first
+    assert Path(summary["checkpoint"]).is_dir()
+    assert out in Path(summary["checkpoint"]).parents
+    picture = Path(summary["picture"])
+    assert picture.parent == out
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = read_jsonl(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[0]["loss"] == summary["loss_first"]
+    assert all(row["tokens"] == rows[0]["tokens"] for row in rows)
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "checkpoint",
+        "corpus.json",
+        "held_out.npy",
+        "loss.png",
+        "metrics.jsonl",
+        "summary.json",
+        "tokenizer.json",
+        "tokens.npy",
+    }
+
+
+@pytest.mark.slow
+def test_the_sample_continues_the_prompt(first):
+    summary, _, _ = first
+    prompt = DemoSettings(out="", results="").prompt
+    assert summary["sample"].startswith(prompt)
+    assert len(summary["sample"]) > len(prompt) + 20
+
+
+@pytest.mark.slow
+def test_again_in_the_same_folder_at_another_stage_and_world(first):
+    before, _, out = first
+    stamp = (out / "tokenizer.json").stat().st_mtime_ns
+    summary, said = demo(out, "--steps", "4", "--stage", "1", "--nproc", "1", "--precision", "fp32")
+    assert "kept from before" in said
+    assert (out / "tokenizer.json").stat().st_mtime_ns == stamp
+    assert summary["loss_saved"] == summary["loss_reloaded"] != before["loss_saved"]
+    assert len(read_jsonl(out / "metrics.jsonl")) == 4
+    assert (summary["stage"], summary["nproc"], summary["precision"]) == (1, 1, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage", "4"], "--stage 4 is not a ZeRO stage: give 0, 1, 2 or 3"),
+        (["--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--seed", "-1"], "--seed -1 must be between"),
+        (["--out", "/proc/thalweg"], "choose a folder that you can write to"),
+        (["--out", "/dev/null/x"], "choose a folder that you can write to"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capfd):
+    assert thalweg.cli.main(["demo", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_more_processes_than_cores_is_said(capfd, monkeypatch):
+    from thalweg.cli import demo as module
+
+    module._warn_of_cores(10_000)
+    assert "--nproc 10000 on" in capfd.readouterr().err
+    module._warn_of_cores(1)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "matplotlib"])
+def test_a_missing_package_is_named_before_any_work(missing, monkeypatch, capfd, tmp_path):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == missing else real(name, *rest)
+    )
+    assert thalweg.cli.main(["demo", "--out", str(tmp_path / "x")]) == 2
+    err = capfd.readouterr().err
+    assert missing in err
+    assert "pip install 'thalweg[hf,plots]'" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_configuration_is_a_valid_one_at_every_stage():
+    for stage in range(4):
+        settings = replace(DemoSettings(out="o", results=""), stage=stage, steps=1, precision="bf16")
+        config = load_config(engine_config(settings), world_size=2)
+        assert config.zero_optimization.stage == stage
+        assert config.bf16.enabled
+
+
+def test_the_held_out_loss_repeats_to_the_last_bit_and_sees_a_change(tmp_path):
+    """Negative control of "equal to the last digit"; the digest sees a single bit."""
+    settings = DemoSettings(
+        out=str(tmp_path),
+        results="",
+        vocabulary=64,
+        num_layers=1,
+        width=32,
+        block_size=16,
+        held_out_blocks=32,
+    )
+    tokens = torch.randint(0, 64, (600,), generator=torch.Generator().manual_seed(1))
+    save_tokens(tmp_path / "held_out.npy", tokens.numpy().astype("uint16"))
+    weights = {name: value.clone() for name, value in build_model(settings).state_dict().items()}
+    torch.set_num_threads(2)
+    loss = held_out_loss(plain_model(settings, weights), settings)
+    torch.set_num_threads(1)
+    assert held_out_loss(plain_model(settings, weights), settings) == loss
+    before = digest(weights)
+    flat = weights["blocks.0.mlp.up.weight"].view(-1)
+    flat[0] = torch.nextafter(flat[0], torch.tensor(1e9))
+    assert digest(weights) != before
+    flat[0] += 1e-2
+    assert held_out_loss(plain_model(settings, weights), settings) != loss
