@@ -91,7 +91,7 @@ class Adafactor(Fp32State, torch.optim.Adafactor):
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             if param.ndim > 1:
                 state["row_var"], state["col_var"] = _new_factor(param, -1), _new_factor(param, -2)
             else:

@@ -93,7 +93,11 @@ class Lamb(Fp32State, torch.optim.Optimizer):
         for param in params:
             state = self.state[param]
             if "exp_avg" not in state:
-                state.update(step=torch.tensor(0.0), exp_avg=new_state(param), exp_avg_sq=new_state(param))
+                state.update(
+                    step=torch.tensor(0.0, device="cpu"),
+                    exp_avg=new_state(param),
+                    exp_avg_sq=new_state(param),
+                )
             state["step"] += 1
         first = [local(self.state[p]["exp_avg"]) for p in params]
         second = [local(self.state[p]["exp_avg_sq"]) for p in params]
