@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
     _forget_earlier_run(out)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
         settings = replace(settings, results=results)
-        facts = _train_and_reload(settings, say)
-    if facts is None:
-        return 1
+        code, facts = _train_and_reload(settings, say)
+    if code != 0:
+        return code
     summary = _summarise(settings, facts, out, time.perf_counter() - started)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if args.json:
@@ -151,7 +151,8 @@ def _forget_earlier_run(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def _train_and_reload(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _train_and_reload(settings: DemoSettings, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
     results = Path(settings.results)
     settings.save(results / "settings.json")
     say(
@@ -161,16 +162,17 @@ def _train_and_reload(settings: DemoSettings, say: Callable[[str], None]) -> dic
     )
     facts: dict[str, Any] = {}
     for part, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
-        if not _launch(part, nproc, results / "settings.json"):
-            return None
+        code = _launch(part, nproc, results / "settings.json")
+        if code != 0:
+            return code, {}
         facts |= json.loads((results / f"{result}.json").read_text(encoding="utf-8"))
         if part == "train":
             say(f"checkpoint: {facts['checkpoint']}")
-    return facts
+    return 0, facts
 
 
-def _launch(part: str, nproc: int, settings: Path) -> bool:
-    """Run one part of the demo on ``nproc`` ranks; says on standard error what failed."""
+def _launch(part: str, nproc: int, settings: Path) -> int:
+    """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
     import torch
 
     from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
@@ -190,7 +192,7 @@ def _launch(part: str, nproc: int, settings: Path) -> bool:
         )
     )
     sys.stderr.write(outcome.report)
-    return outcome.code == 0
+    return outcome.code
 
 
 def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:

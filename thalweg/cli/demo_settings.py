@@ -1,8 +1,8 @@
 """What the demo trains and how: the numbers that its processes share.
 
 The sizes are chosen for two slow cores: about a minute of training takes the loss from
-ln(vocabulary) to well below 60% of it.  Muon learns this text from about half the tokens
-that AdamW needs at this size (docs/LOG.md).
+ln(vocabulary) to well below 60% of it.  Muon needs far less text for that: with 2 layers
+and 205 thousand tokens AdamW came to 65% of ln(vocabulary) at its best rate, Muon to 56%.
 """
 
 from __future__ import annotations
