@@ -412,6 +412,27 @@ def test_wire_and_shared_memory_give_the_same_bits(stage, world):
         assert equal
 
 
+def _hosts(rank, world, stage, accumulation):
+    import os
+
+    os.environ["THALWEG_HOST"] = f"host {rank // 2}"
+    case = Case(stage, windows=(accumulation,) * 5, accumulation=accumulation, clip=0.05)
+    plain = run_plain(Odd(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
+    outcome = run_engine(Odd(), case, rank, world)
+    engine = start(Odd(), stage)
+    carriers = {
+        entry.carrier for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]
+    }
+    return outcome.worst(plain), carriers
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_hosts_of_two_ranks_use_both_levels(stage):
+    for worst, carriers in run_ranks(_hosts, 4, stage, 2):
+        assert worst < 2e-6
+        assert carriers == {"both"}
+
+
 # Disagreement
 
 

@@ -8,6 +8,7 @@ FSDP2 takes its collectives as objects with two verbs, ``allocate`` and ``__call
   counters in its first page instead of messages;
 * :mod:`.ring`    reductions through slots of that arena: FSDP2's copy-in writes the
   gradients in place and each rank sums the rows it owns, a single pass;
+* :mod:`.hierarchical`  both: the arena inside a host, the wire between hosts;
 * :mod:`.ledger`  what was moved, for which module, in how many bytes and seconds.
 
 Invariants.  Sums run over ranks in rank order and in fp32, so each rank and each form
@@ -17,6 +18,13 @@ objects know nothing of ZeRO.
 """
 
 from thalweg.comm.arena import Arena, CommError
+from thalweg.comm.hierarchical import (
+    HierarchicalAllGather,
+    HierarchicalAllReduce,
+    HierarchicalReduceScatter,
+    Hosts,
+    local_arena,
+)
 from thalweg.comm.ledger import Ledger
 from thalweg.comm.plain import AllToAllReduceScatter, PlainAllGather, PlainAllReduce
 from thalweg.comm.ring import Ring, SharedAllGather, SharedAllReduce, SharedReduceScatter
@@ -25,6 +33,10 @@ __all__ = [
     "AllToAllReduceScatter",
     "Arena",
     "CommError",
+    "HierarchicalAllGather",
+    "HierarchicalAllReduce",
+    "HierarchicalReduceScatter",
+    "Hosts",
     "Ledger",
     "PlainAllGather",
     "PlainAllReduce",
@@ -32,4 +44,5 @@ __all__ = [
     "SharedAllGather",
     "SharedAllReduce",
     "SharedReduceScatter",
+    "local_arena",
 ]

@@ -3,7 +3,7 @@
 The picture: one anonymous mapping (``memfd``), opened by the peers through ``/proc``,
 so it has no name anywhere and vanishes with its last process, however that ends::
 
-    | control page(s): 16 counters a rank, a cache line each | buffers ... |
+    | control page(s): 32 counters a rank, a cache line each | buffers ... |
 
 A rank announces progress by storing into its own counters and waits by reading those
 of its peers; no counter has two writers.  On x86-64 stores become visible in program
@@ -24,13 +24,15 @@ import sys
 import time
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _LINE = 8  # one cache line in 8-byte cells
-_CELLS = 16 * _LINE  # counters a rank
+BANK = 16  # counters of one ring
+_CELLS = 2 * BANK * _LINE  # counters a rank: room for two rings
 _ALIGN = 4096
 
 # The counters, by column; TAG is the first of MAX_DEPTH columns, one for each slot of a ring.
@@ -47,6 +49,23 @@ def supported() -> bool:
     ordered = platform.machine() in ("x86_64", "AMD64")
     wanted = os.environ.get("THALWEG_SHARED_MEMORY", "1") != "0"
     return sys.platform == "linux" and ordered and hasattr(os, "memfd_create") and wanted
+
+
+def host_key() -> int:
+    """A number (56 bits) that ranks have in common if they can share memory: one kernel, one process
+    namespace.  ``THALWEG_HOST`` replaces it, to keep ranks of one machine apart."""
+    named = os.environ.get("THALWEG_HOST")
+    if named is None:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        named = f"{boot.read_text() if boot.exists() else platform.node()} {_process_namespace()}"
+    return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=7).digest(), "little")
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 class Arena:
@@ -71,10 +90,10 @@ class Arena:
         total = _control_bytes(world_size) + _round_up(num_bytes, _ALIGN) + _ALIGN
         token = secrets.token_bytes(24)
         fd = _open_new(total, token) if rank == 0 and supported() else -1
-        header = torch.zeros(6, dtype=torch.int64)
+        header = torch.zeros(7, dtype=torch.int64)
         if rank == 0:
             words = [int.from_bytes(token[i : i + 7], "little") for i in (0, 7, 14)]
-            header = torch.tensor([os.getpid(), fd, *words, total], dtype=torch.int64)
+            header = torch.tensor([host_key(), os.getpid(), fd, *words, total], dtype=torch.int64)
         dist.broadcast(header, src=dist.get_global_rank(group, 0), group=group)
         memory = _map(header.tolist(), fd) if supported() else None
         agreed = torch.tensor([0 if memory is None else 1])
@@ -194,8 +213,8 @@ def _open_new(total: int, token: bytes) -> int:
 
 
 def _map(header: list[int], own_fd: int) -> mmap.mmap | None:
-    pid, remote_fd, *words, total = header
-    if remote_fd < 0:
+    host, pid, remote_fd, *words, total = header
+    if remote_fd < 0 or host != host_key():
         return None
     token = b"".join(word.to_bytes(7, "little") for word in words)
     try:

@@ -8,6 +8,7 @@ in fp32, as in shared memory, so both give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,12 @@ from torch import Tensor
 
 from thalweg.comm.ledger import Ledger
 from thalweg.comm.sums import sum_rows
+
+
+def gather_flat(output: Tensor, own: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    """All-gather of 1-D ``own`` into 1-D ``output``, by the name that this torch gives it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=async_op)
 
 
 class PlainAllGather:
@@ -32,7 +39,7 @@ class PlainAllGather:
         with self._ledger.timed(
             "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=group.size()
         ):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return gather_flat(output_tensor, input_tensor, group, async_op)
 
 
 class AllToAllReduceScatter:
@@ -117,5 +124,5 @@ class PlainAllReduce:
         rows = received.view(world_size, -1)
         own = torch.empty_like(rows[0])
         sum_rows(rows.unbind(0), own)
-        dist.all_gather_into_tensor(sent, own, group=self._group)
+        gather_flat(sent, own, self._group)
         output.copy_(sent[: output.numel()])

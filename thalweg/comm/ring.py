@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.arena import CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
+from thalweg.comm.arena import BANK, CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
 from thalweg.comm.buffer import Lender
 from thalweg.comm.ledger import Ledger
 from thalweg.comm.sums import sum_rows
@@ -30,11 +30,19 @@ from thalweg.comm.sums import sum_rows
 _AVERAGE = dist.ReduceOp.AVG
 
 
-class Ring:
-    """``depth`` slots of ``slot_bytes`` for each rank of ``arena``, used in order."""
+# A common slot is in use until the call after the next.
+LAG = 2
 
-    def __init__(self, arena: Arena, slot_bytes: int, depth: int = 2) -> None:
+
+class Ring:
+    """``depth`` slots of ``slot_bytes`` for each rank of ``arena``, used in order.
+
+    Two rings may share an arena if they use different ``bank`` s (0 and 1) of its counters.
+    """
+
+    def __init__(self, arena: Arena, slot_bytes: int, depth: int = 2, bank: int = 0) -> None:
         self.arena, self.slot_bytes, self.depth = arena, slot_bytes, depth
+        self._deposit, self._consumed, self._tag = (BANK * bank + c for c in (DEPOSIT, CONSUMED, TAG))
         assert depth <= MAX_DEPTH
         self._offsets = [[arena.reserve(slot_bytes) for _ in range(depth)] for _ in range(arena.world_size)]
         self._sequence = 0
@@ -48,17 +56,17 @@ class Ring:
         """This rank's next slot, free to write."""
         if prod(shape) * dtype.itemsize > self.slot_bytes:
             raise AssertionError(f"{what} needs more than a slot of {self.slot_bytes} bytes")
-        self.arena.wait(CONSUMED, max(0, self._sequence + 1 - self.depth), what)
+        self.arena.wait(self._consumed, max(0, self._sequence + 1 - self.depth), what)
         return self._view(self.arena.rank, shape, dtype)
 
     def exchange(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Post the slot just written and return every rank's, in rank order."""
         arena, number = self.arena, self._sequence + 1
         # One tag a slot: a peer that is ahead has not yet overwritten this slot's.
-        tag, column = tag_of(name), TAG + self._sequence % self.depth
+        tag, column = tag_of(name), self._tag + self._sequence % self.depth
         arena.post(column, tag)
-        arena.post(DEPOSIT, number)
-        arena.wait(DEPOSIT, number, f"the collective on {name!r}")
+        arena.post(self._deposit, number)
+        arena.wait(self._deposit, number, f"the collective on {name!r}")
         for rank in range(arena.world_size):
             if arena.read(rank, column) != tag:
                 raise CommError(
@@ -70,7 +78,25 @@ class Ring:
     def done(self) -> None:
         """Post that this rank has read every slot of the current reduction."""
         self._sequence += 1
-        self.arena.post(CONSUMED, self._sequence)
+        self.arena.post(self._consumed, self._sequence)
+
+    def common(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+        """The next slot that all ranks fill together; close it with :meth:`publish_common`.
+
+        It is read until the reader's next call but one, as FSDP2 may hold the previous
+        result while it copies it out.
+        """
+        if self.depth <= LAG:
+            raise AssertionError(f"common slots need a ring of at least {LAG + 1}")
+        number = self._sequence + 1
+        self.arena.post(self._consumed, max(0, number - LAG))
+        self.arena.wait(self._consumed, max(0, number - self.depth), what)
+        return self._view(0, shape, dtype)
+
+    def publish_common(self, name: str) -> None:
+        """Return when every rank has filled its part of the common slot."""
+        self.exchange(name, (0,), torch.uint8)
+        self._sequence += 1
 
     def _view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.arena.tensor(self._offsets[rank][self._sequence % self.depth], shape, dtype)
@@ -156,38 +182,19 @@ class SharedAllReduce(_SlotInput):
 
 
 class SharedAllGather:
-    """All-gather through a ring of its own: FSDP2's copy-in writes this rank's row in place.
-
-    All ranks share one set of slots.  A slot is read until the reader's next gather but
-    one (FSDP2 may hold the previous result while it copies it out), hence the lag of two.
-    """
-
-    LAG = 2
+    """All-gather through a ring of its own: FSDP2's copy-in writes this rank's row in place."""
 
     def __init__(self, ring: Ring, name: str, ledger: Ledger | None = None) -> None:
-        if ring.depth <= self.LAG:
-            raise AssertionError(f"a gather needs a ring of at least {self.LAG + 1} slots")
         self._ring, self._name, self._ledger = ring, name, ledger or Ledger()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; the output is rank 0's slot, whose rows the ranks fill."""
-        ring = self._ring
-        number = ring._sequence + 1
-        ring.arena.post(CONSUMED, max(0, number - self.LAG))
-        ring.arena.wait(CONSUMED, max(0, number - ring.depth), f"the gather of {self._name!r}")
-        return ring._view(0, size, dtype)
+        """FSDP2's hook; the output is one slot for all ranks, each of which fills its row."""
+        return self._ring.common(size, dtype, f"the gather of {self._name!r}")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        ring = self._ring
-        with self._ledger.timed(
-            "all_gather",
-            self._name,
-            "shared",
-            full_bytes=output_tensor.nbytes,
-            world_size=ring.arena.world_size,
-        ):
-            ring.exchange(self._name, (0,), output_tensor.dtype)
-            ring._sequence += 1
+        nbytes, world_size = output_tensor.nbytes, self._ring.arena.world_size
+        with self._ledger.timed("all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size):
+            self._ring.publish_common(self._name)
         return None

@@ -114,7 +114,7 @@ def arena_bytes(slots: Iterable[Slot]) -> int:
 
 def publish(stores: Iterable[Store]) -> None:
     """Cast this rank's rows into the homes; homes that are the shard itself need nothing."""
-    pairs = [pair for store in stores if (pair := store.cast) is not None]
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    with torch.no_grad():
+        for store in stores:
+            if (pair := store.cast) is not None:
+                pair[0].copy_(pair[1])

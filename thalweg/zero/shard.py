@@ -23,20 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from thalweg.comm import (
-    AllToAllReduceScatter,
-    Arena,
-    Ledger,
-    PlainAllGather,
-    PlainAllReduce,
-    Ring,
-    SharedAllReduce,
-    SharedReduceScatter,
-)
+from thalweg.comm import Ledger
 from thalweg.zero import _fsdp2
-from thalweg.zero.homes import Placement, Slot, Store, arena_bytes, publish
+from thalweg.zero.homes import Slot, Store, arena_bytes, publish
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
+from thalweg.zero.wiring import Wiring, plan_wiring
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,13 @@ class Sharded:
         options: ShardOptions,
         mesh: DeviceMesh,
         stores: dict[str, Store],
-        arena: Arena | None,
-        placement: Placement,
-        ledger: Ledger,
+        wiring: Wiring,
     ) -> None:
-        self.module, self.options, self.ledger = module, options, ledger
+        self.module, self.options = module, options
         self.policy = options.policy
-        self.placement: Placement = placement
-        self._mesh, self._arena = mesh, arena
+        self.placement = wiring.placement
+        self.ledger: Ledger = wiring.ledger
+        self._mesh, self._arena = mesh, wiring.arena
         self._group = mesh.get_group()
         self._world_size = mesh.size()
         self.groups = _fsdp2.groups_of(module)
@@ -211,26 +202,31 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     slots = _slots(named, options, 1 if replicate else mesh.size())
     blocks = find_units(model, options.units)
     units = with_stragglers(model, blocks)
-    ledger = Ledger()
-    ring_bytes = _largest_unit(slots, units, options.precision.reduce)
-    arena = _make_arena(mesh, slots, ring_bytes, replicate, device, options.timeout)
-    placement: Placement = "private" if replicate else ("shared" if arena else "wire")
-    if placement == "wire":
+    wiring = plan_wiring(
+        mesh,
+        device,
+        replicate=replicate,
+        home_bytes=0 if replicate else arena_bytes(slots.values()),
+        unit_bytes=_largest_unit(slots, units, options.precision.reduce),
+        root_bytes=_largest_unit(slots, blocks, options.precision.reduce),
+        output_dtype=options.precision.master,
+        timeout=options.timeout,
+    )
+    if wiring.placement == "wire":
         units = blocks
     rank = 0 if replicate else mesh.get_local_rank()
-    stores = {name: Store(slot, rank, placement, arena, device) for name, slot in slots.items()}
+    stores = {name: Store(slot, rank, wiring.placement, wiring.arena, device) for name, slot in slots.items()}
     places = _places(model)
     del named
     _fill(model, places, stores, mesh, options.precision, device)
     _wrap(model, units, mesh, options, replicate)
-    sharded = Sharded(model, options, mesh, stores, arena, placement, ledger)
+    sharded = Sharded(model, options, mesh, stores, wiring)
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _plant(sharded, places, mesh if replicate else None)
     assert isinstance(model, FSDPModule)
     _fsdp2.lazy_init(model)
-    ring = Ring(arena, ring_bytes) if arena is not None else None
-    _give_collectives(sharded, mesh, ring, replicate, device)
-    if placement != "wire":
+    sharded._reducers = wiring.connect(sharded.groups)
+    if wiring.placement != "wire":
         sharded._install_homes()
     sharded.set_loss_scale(1.0)
     sharded.prepare_backward(last=True)
@@ -256,21 +252,6 @@ def _largest_unit(slots: dict[str, Slot], units: dict[str, nn.Module], reduce: t
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
         sizes[unit] = sizes.get(unit, 0) + slot.padded_numel * reduce.itemsize
     return max(sizes.values(), default=0)
-
-
-def _make_arena(
-    mesh: DeviceMesh,
-    slots: dict[str, Slot],
-    ring_bytes: int,
-    replicate: bool,
-    device: torch.device,
-    timeout: float,
-) -> Arena | None:
-    if mesh.size() == 1 or device.type != "cpu":
-        return None
-    homes = 0 if replicate else arena_bytes(slots.values())
-    total = homes + Ring.num_bytes(mesh.size(), ring_bytes)
-    return Arena.create(mesh.get_group(), total, timeout=timeout)
 
 
 Places = dict[str, list[tuple[nn.Module, str]]]
@@ -395,26 +376,3 @@ def _plant(sharded: Sharded, places: Places, replicated_on: DeviceMesh | None) -
                 param.set_home(store.home)
             stores.append(store)
         sharded._stores_of[group.name] = stores
-
-
-def _give_collectives(
-    sharded: Sharded, mesh: DeviceMesh, ring: Ring | None, replicate: bool, device: torch.device
-) -> None:
-    if device.type != "cpu" and not replicate:
-        return  # NCCL's own collectives, with FSDP2's divide factor for the loss scale
-    master = sharded.options.precision.master
-    for group in sharded.groups:
-        module, name, ledger = group.module, group.name or "<root>", sharded.ledger
-        if replicate:
-            if ring is not None:
-                reducer: Any = SharedAllReduce(ring, name, ledger, master)
-            else:
-                reducer = PlainAllReduce(mesh.get_group(), name, ledger, master)
-            module.set_all_reduce_hook(reducer.reduce)
-        elif ring is not None:
-            reducer = SharedReduceScatter(ring, name, ledger, master)
-        else:
-            reducer = AllToAllReduceScatter(name, ledger, master)
-            module.set_custom_all_gather(PlainAllGather(name, ledger))
-        module.set_custom_reduce_scatter(reducer)
-        sharded._reducers.append(reducer)
