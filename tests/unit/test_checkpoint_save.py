@@ -603,3 +603,20 @@ def test_loading_reads_only_what_it_needs(tmp_path):
     opened = {Path(target).name for operation, target in probe.log if operation == "open_read"}
     assert opened == {"latest", "manifest.json", "shard-00000-of-00001.model.safetensors"}
     assert len(list(path.glob("*.safetensors"))) == 3
+
+
+def test_a_save_beside_the_pointer(tmp_path):
+    save(tmp_path, "a", tiny(1), step=1)
+    save(tmp_path, "b", tiny(2), step=2, latest=False)
+    assert load(tmp_path).tag == "a" and load(tmp_path, "b").tag == "b"
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path):
+    model = small_model()
+    save(tmp_path, "t", collect(model, frozen=False), step=0)
+    assert not [name for name in Checkpoint.open(tmp_path).names() if "frozen" in name]
+    other = small_model(1)
+    before = other.frozen.weight.clone()
+    restore(Checkpoint.open(tmp_path), other)
+    assert torch.equal(other.frozen.weight, before)
+    assert torch.equal(other.hidden.weight, model.hidden.weight)

@@ -129,10 +129,11 @@ def _gather_and_write(writer: _LayoutWriter, ranks: Ranks, module: nn.Module, wh
                 failure.append(error)
 
     def finish() -> None:
-        if failure:
-            raise failure[0]
-        if writing:
-            writer.finish(_with_dtype(hf_config(module), writer.order))
+        with closing(writer):  # no left-overs by the time the peers hear of a failure
+            if failure:
+                raise failure[0]
+            if writing:
+                writer.finish(_with_dtype(hf_config(module), writer.order))
 
     ranks.together(what, finish)
 

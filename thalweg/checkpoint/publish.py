@@ -239,7 +239,9 @@ def _refuse_superseded(newest: Head | None, epoch: int, directory: Path) -> None
         )
 
 
-def publish(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest) -> Path:
+def publish(
+    io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, latest: bool = True
+) -> Path:
     """Commit a temporary directory whose shards are durable; returns its public path.
 
     Order: manifest to a temporary, fsync; rename; fsync the directory; rename the
@@ -255,7 +257,8 @@ def publish(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest
         public = directory / f"{head.tag}~{head.sequence}"
     io.rename(temporary, public)
     io.fsync_dir(directory)
-    point(io, directory, head.tag)
+    if latest:
+        point(io, directory, head.tag)
     return public
 
 

@@ -90,12 +90,14 @@ def save(
     io: FileSystem | None = None,
     keep: int | None = None,
     epoch: int = 0,
+    latest: bool = True,
 ) -> Path:
     """Write and commit ``snapshot`` as ``directory/tag``; collective over ``group``; returns that path.
 
     An existing tag is replaced, and remains loadable until the new one is committed.  With
     ``keep`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
     counts incarnations of the job: a save below the newest committed epoch is refused.
+    ``latest``: whether the pointer comes to name it, so that a load without a tag takes it.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
     io = io or FileSystem()
@@ -135,7 +137,7 @@ def save(
                 return ""
             head = _head(tag, step, epoch, ranks.world, described[0]["sequence"])
             manifest = _manifest(head, local[0].state, described, plan, records, written)
-            return str(publish.publish(io, directory, path, manifest))
+            return str(publish.publish(io, directory, path, manifest, latest=latest))
 
         public = Path(ranks.together(what, commit)[0])
     except CheckpointError:

@@ -57,6 +57,7 @@ def collect(
     state: Mapping[str, Any] | None = None,
     per_rank: Mapping[str, Any] | None = None,
     rng: bool = True,
+    frozen: bool = True,
 ) -> Snapshot:
     """Everything that ``restore`` needs, as references to the live tensors (save before the next step).
 
@@ -64,13 +65,20 @@ def collect(
     of ``module``.  ``state`` and ``per_rank`` are the caller's own trees; the key
     "thalweg" is reserved in both.  ``rng``: this rank's generators go along.  A Hugging
     Face config of the module is kept for export.  Of plain buffers, in which ranks may
-    differ (running statistics), the first rank's values are kept.
+    differ (running statistics), the first rank's values are kept.  ``frozen=False`` leaves
+    out parameters that need no gradient; ``restore`` then leaves those alone.
     """
     for tree in (state, per_rank):
         if tree is not None and "thalweg" in tree:
             raise UnstorableState("the key 'thalweg' of the state is reserved; use another")
     tensors, aliases = model_tensors(module)
     own: dict[str, Any] = {}
+    if not frozen:
+        own["left_out"] = [
+            n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad
+        ]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in own["left_out"]}
+        aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     stored = {f"model/{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
         more, own["optim"] = collect_optimizer(module, optimizer)
@@ -131,6 +139,8 @@ def restore(
         tree = checkpoint.state
         own = tree.pop("thalweg", {})
         tensors, also = _match_model(checkpoint, module)
+        for name in own.get("left_out", ()):
+            tensors.pop(f"model/{name}", None)
         plan = OptimizerPlan()
         if optimizer is not None:
             plan = plan_optimizer(checkpoint, module, optimizer, own.get("optim"), strict)

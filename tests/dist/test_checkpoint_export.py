@@ -1,0 +1,59 @@
+"""The Hugging Face layout written from sharded models: gathered tensor by tensor, one error for all ranks."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from tests.harness import run_ranks
+from tests.unit.checkpoint_support import Fast, entries, fail_at
+from thalweg.checkpoint import Checkpoint, CheckpointError, collect, save
+from thalweg.checkpoint.hf import export_hf, save_16bit
+
+transformers = pytest.importorskip("transformers")
+
+
+def build(seed: int = 0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def sharded(seed: int = 0):
+    model = build(seed)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def write(rank: int, world: int, folder: str) -> list[str]:
+    model = sharded()
+    save_16bit(model, f"{folder}/16", torch.bfloat16, io=Fast(), max_shard_bytes=4000)
+    save(f"{folder}/c", "t", collect(model), step=0, io=Fast())
+    texts = []
+    for k in range(2, 20, 3):
+        with pytest.raises(CheckpointError) as caught:
+            save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else Fast())
+        texts.append(str(caught.value))
+        assert not Path(f"{folder}/bad").exists() or entries(Path(f"{folder}/bad")) <= {"model.safetensors"}
+    return texts
+
+
+def test_sharded_models_are_written_as_the_whole_ones(tmp_path):
+    first, second = run_ranks(write, 2, str(tmp_path))
+    assert first == second and all("rank 0: OSError" in text for text in first)
+    expected = build().state_dict()
+    export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
+    for folder, cast in (("16", torch.bfloat16), ("hf", torch.float32)):
+        back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
+        assert back.config.architectures == ["LlamaForCausalLM"]
+        state = back.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name].to(cast)) for name in expected)
