@@ -24,7 +24,7 @@ from thalweg import ops
 from thalweg.config import Config, ModelFacts
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
-from thalweg.optim import LossScaler, build_optimizer, build_schedule
+from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
 from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
 from thalweg.optim.window import Window
 from thalweg.remat import RematPolicy, apply_activation_checkpointing
@@ -282,16 +282,21 @@ def _optimizer(
     groups = [{**group, "params": [new[name] for name in group["params"]]} for group in wanted]
     if not groups:
         groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    replicate_group = mesh.get_group() if mesh.size() > 1 else None
+    inner: Any
     if isinstance(given, torch.optim.Optimizer):
-        inner = _rebind(given, groups)
+        inner = adopt(_rebind(given, groups), replicate_group=replicate_group)
     elif callable(given):
-        inner = given(groups)
+        made: Any = given(groups)
+        inner = adopt(made, replicate_group=replicate_group)
     elif config.optimizer is not None:
-        inner = build_optimizer(config.optimizer.type, groups, config.optimizer.params)
+        section = config.optimizer
+        inner = build_optimizer(
+            section.type, groups, section.params, model=model, replicate_group=replicate_group
+        )
     else:
         return None
     hooks = UpdateHooks(sharded.finish_window, sharded.set_loss_scale, sharded.drop_gradients)
-    replicate_group = mesh.get_group() if mesh.size() > 1 else None
     return ManagedOptimizer(
         inner,
         hooks,
@@ -319,7 +324,7 @@ def _schedule(config: Config, optimizer: ManagedOptimizer | None, given: Any) ->
     if optimizer is None:
         return given
     if given is not None:
-        built = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        built: Any = given(optimizer) if callable(given) and not hasattr(given, "step") else given
         if getattr(built, "optimizer", None) is optimizer.inner:
             built.optimizer = optimizer
         return built

@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg import checkpoint
 from thalweg.assemble import Parts, assemble, model_facts
+from thalweg.checkpoint.training import TrainingState
 from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
 from thalweg.data.batches import call_with, forever, loss_of, to_device
 from thalweg.data.for_engine import make_loader
 from thalweg.device import keep_freed_memory, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
-from thalweg.utils.log import get_logger
+from thalweg.observe import resident_mib
+from thalweg.utils.log import enable_console, get_logger
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
-_PRIVATE = "engine"  # the key of the engine's own entries in a checkpoint's state
 
 
 def initialize(
@@ -72,6 +72,8 @@ def initialize(
         raise ValueError("mpu= is not built yet: tensor and pipeline parallelism belong to a later version")
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
+    if parsed.log_level is not None or parsed.dump_state or parsed.comms_logger.enabled:
+        enable_console(parsed.log_level)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -110,16 +112,17 @@ class Engine(nn.Module):
         self.optimizer = parts.optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader = loader
-        self.global_steps = 0
-        self.global_samples = 0
         self._parts = parts
+        self._training = TrainingState(parts, config, loader)
         self._window = parts.window
         self._sync = True
         self._batches: Iterator[Any] | None = None
         if self.optimizer is not None:
             self.optimizer.after_step(self._count_update)
-        if config.dump_state:
-            _log.info("resolved config\n%s", config.describe())
+        report = _log.warning if config.dump_state else _log.info
+        if parts.mesh.get_local_rank() == 0:
+            report("resolved config\n%s", config.describe())
+        self._note_memory("initialize")
 
     # Forward and backward
 
@@ -174,8 +177,8 @@ class Engine(nn.Module):
     def _count_update(self) -> None:
         """After every update, the engine's own or the optimizer's."""
         assert self.optimizer is not None
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self._training.global_steps += 1
+        self._training.global_samples += self.train_batch_size()
         self._parts.meter.step(
             self.global_steps,
             lr=self.get_lr()[0],
@@ -184,6 +187,17 @@ class Engine(nn.Module):
             skipped=self.optimizer.overflow,
             phases=self._parts.phases.take(),
         )
+        if self.global_steps == 1:
+            self._note_memory("the first step")
+
+    def _note_memory(self, after: str) -> None:
+        if self.config.memory_breakdown:
+            peak = resident_mib(peak=True)
+            _log.warning("after %s: %.0f MiB resident, %.0f at the peak", after, resident_mib(), peak)
+
+    def log_communication(self) -> str:
+        """A table of what was communicated so far: kind, module, calls, MiB, ms."""
+        return self.ledger.table(by_module=self.config.comms_logger.verbose)
 
     def _loader_is_done(self) -> bool:
         """Whether the engine's own loader has just given its epoch's last batch: the window ends there."""
@@ -286,6 +300,16 @@ class Engine(nn.Module):
     # Facts
 
     @property
+    def global_steps(self) -> int:
+        """Windows closed so far, skipped updates included."""
+        return self._training.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of those windows over all ranks."""
+        return self._training.global_samples
+
+    @property
     def skipped_steps(self) -> int:
         """Updates skipped because a gradient was not finite."""
         return self.optimizer.skipped_steps if self.optimizer is not None else 0
@@ -352,18 +376,7 @@ class Engine(nn.Module):
         ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
         """
         synchronize(self.device)
-        self._parts.sharded.finish_window()
-        state = {"client_state": dict(client_state or {}), _PRIVATE: self._own_state()}
-        snapshot = checkpoint.collect(self.module, self.optimizer, state=state)
-        keep = self.config.checkpoint.keep
-        return checkpoint.save(
-            save_dir,
-            tag or f"global_step{self.global_steps}",
-            snapshot,
-            step=self.global_steps,
-            group=self._parts.mesh.get_group(),
-            keep=None if keep == "all" else keep,
-        )
+        return self._training.save(save_dir, tag, client_state, latest=save_latest)
 
     def load_checkpoint(
         self,
@@ -380,24 +393,16 @@ class Engine(nn.Module):
         Without a tag, the newest good one.  ``(None, None)`` only where the directory holds
         none and the config's ``checkpoint.resume`` allows a fresh start.
         """
-        group = self._parts.mesh.get_group()
-        found = checkpoint.load(load_dir, tag, resume=self.config.checkpoint.resume, group=group)
-        if found is None:
-            return None, None
-        with found:
-            optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
-            self.zero_grad()
-            state = checkpoint.restore(
-                found,
-                self.module,
-                optimizer,
-                strict=load_module_strict,
-                group=group,
-                rng=not load_module_only,
-            )
-            if not load_module_only:
-                self._take_state(state.get(_PRIVATE, {}), load_lr_scheduler_states)
-            return str(found.path), state.get("client_state", {})
+        self.zero_grad()
+        self._batches = None
+        return self._training.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states,
+            with_schedule=load_lr_scheduler_states,
+            only_module=load_module_only,
+        )
 
     def save_16bit_model(
         self,
@@ -406,49 +411,17 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the weights in 16 bits in the Hugging Face layout; collective."""
-        dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
-        from thalweg.checkpoint.hf import save_16bit
-
-        save_16bit(self.module, save_dir, dtype=dtype, group=self._parts.mesh.get_group())
+        self._training.save_16bit(save_dir)
         return True
-
-    def _own_state(self) -> dict[str, Any]:
-        loader = self.training_dataloader
-        return {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "micro_steps": self._window.micro_steps,
-            "skipped_steps": self.skipped_steps,
-            "scaler": self._parts.scaler.state_dict(),
-            "lr_scheduler": _state_of(self.lr_scheduler),
-            "loader": _state_of(loader),
-        }
-
-    def _take_state(self, own: dict[str, Any], with_schedule: bool) -> None:
-        self.global_steps = own.get("global_steps", self.global_steps)
-        self.global_samples = own.get("global_samples", self.global_samples)
-        self._window.micro_steps = own.get("micro_steps", self._window.micro_steps)
-        if self.optimizer is not None:
-            self.optimizer.skipped_steps = own.get("skipped_steps", 0)
-        if own.get("scaler"):
-            self._parts.scaler.load_state_dict(own["scaler"])
-            self._parts.sharded.set_loss_scale(self._parts.scaler.scale)
-        if with_schedule and self.lr_scheduler is not None and own.get("lr_scheduler"):
-            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
-        if own.get("loader") and hasattr(self.training_dataloader, "load_state_dict"):
-            self.training_dataloader.load_state_dict(own["loader"])
-            self._batches = None
 
     def close(self) -> None:
         """Leave shared memory, close the writers, drop gradients; the model stays usable for its state."""
         self.zero_grad()
+        if self.config.comms_logger.enabled and self._parts.mesh.get_local_rank() == 0:
+            _log.warning("communication\n%s", self.log_communication())
         self._parts.meter.close()
         self._parts.sharded.close()
         if self.device.type == "cpu":
             return_freed_memory()
 
     destroy = close
-
-
-def _state_of(thing: Any) -> Any:
-    return thing.state_dict() if hasattr(thing, "state_dict") else None

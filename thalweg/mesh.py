@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import HashStore
 
 from thalweg.device import pick_device
 from thalweg.utils.env import RankInfo, read_ranks
@@ -66,7 +67,7 @@ def init_distributed(
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return info
     if init_method is None and info.source != "torchrun":
         port = info.master_port or distributed_port

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from thalweg.observe.table import format_table
+
 RING_FACTOR = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
 
@@ -72,6 +74,19 @@ class Ledger:
                 total.sent_bytes += entry.sent_bytes
                 total.seconds += entry.seconds
         return total
+
+    def table(self, by_module: bool = False) -> str:
+        """The entries as text, one line a kind and carrier, or also a module; MiB are full buffers."""
+        rows: dict[tuple[str, ...], list[float]] = {}
+        for entry in self.entries():
+            key = (entry.kind, entry.carrier, entry.module) if by_module else (entry.kind, entry.carrier)
+            row = rows.setdefault(key, [0, 0.0, 0.0, 0.0])
+            row[0] += entry.num_calls
+            row[1] += entry.full_bytes / 2**20
+            row[2] += entry.sent_bytes / 2**20
+            row[3] += entry.seconds * 1e3
+        head = ["collective", "by", *(["module"] if by_module else []), "calls", "MiB", "MiB sent", "ms"]
+        return format_table(head, [[*key, *totals] for key, totals in rows.items()])
 
     def reset(self) -> None:
         """Forget everything counted so far."""

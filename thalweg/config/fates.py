@@ -114,6 +114,7 @@ NOT_BUILT = (
         lambda name: name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
         "use Adam or Lamb; gradients are then sent uncompressed",
     ),
+    Switch("bf16.bf16_optimizer_states", bool, "set it to false; states follow the master's precision"),
     Switch("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
     Switch("activation_checkpointing.offload", not_none, 'set it to "none"'),
     Switch("activation_checkpointing.cpu_checkpointing", bool, "set it to false; activations are recomputed"),
@@ -144,6 +145,10 @@ _ONE_PATH = "there is one gradient path for every stage"
 _COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
 _NO_TP = "acts on model-parallel ranks, of which there is one"
 NO_EFFECT = {
+    "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped, in every dtype",
+    "comms_logger.debug": "the ledger names the module of every collective in any case",
+    "comms_logger.prof_all": "the ledger counts every collective",
+    "comms_logger.prof_ops": "the ledger counts every collective",
     "zero_optimization.contiguous_gradients": _FSDP_BUFFERS,
     "zero_optimization.reduce_scatter": "sharded stages always reduce-scatter, stage 0 all-reduces",
     "zero_optimization.reduce_bucket_size": _FSDP_BUFFERS,

@@ -1,0 +1,127 @@
+"""What a training run is besides its tensors, saved and loaded with them.
+
+Counters, loss scale, schedule and loader position go into the checkpoint's state tree
+under one key, beside the user's ``client_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thalweg.assemble import Parts
+from thalweg.checkpoint.hf import save_16bit
+from thalweg.checkpoint.load import load
+from thalweg.checkpoint.save import save
+from thalweg.checkpoint.state import collect, restore
+from thalweg.comm.arena import tag_of
+from thalweg.config import Config
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+_KEY = "engine"
+
+
+class TrainingState:
+    """Counters of a run, and its way to disk and back; every method but the counters is collective."""
+
+    def __init__(self, parts: Parts, config: Config, loader: Any) -> None:
+        self.parts, self.config, self.loader = parts, config, loader
+        self.global_steps = 0
+        self.global_samples = 0
+
+    def save(
+        self, directory: str | Path, tag: str | None, client_state: Mapping[str, Any] | None, latest: bool
+    ) -> Path:
+        """Commit a checkpoint; see ``Engine.save_checkpoint``."""
+        parts, keep = self.parts, self.config.checkpoint.keep
+        tag = tag or f"global_step{self.global_steps}"
+        self._check_tag(tag)
+        parts.sharded.finish_window()
+        state = {"client_state": dict(client_state or {}), _KEY: self._own()}
+        return save(
+            directory,
+            tag,
+            collect(parts.module, parts.optimizer, state=state),
+            step=self.global_steps,
+            group=parts.mesh.get_group(),
+            keep=None if keep == "all" else keep,
+            latest=latest,
+        )
+
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        only_module: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint; see ``Engine.load_checkpoint``."""
+        parts, group = self.parts, self.parts.mesh.get_group()
+        found = load(directory, tag, resume=self.config.checkpoint.resume, group=group)
+        if found is None:
+            return None, None
+        with found:
+            parts.sharded.finish_window()
+            optimizer = parts.optimizer if with_optimizer and not only_module else None
+            state = restore(found, parts.module, optimizer, strict=strict, group=group, rng=not only_module)
+            if not only_module:
+                self._take(state.get(_KEY, {}), with_schedule)
+            return str(found.path), state.get("client_state", {})
+
+    def save_16bit(self, directory: str | Path) -> None:
+        """Write the weights in 16 bits in the Hugging Face layout."""
+        dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
+        self.parts.sharded.finish_window()
+        save_16bit(self.parts.module, directory, dtype=dtype, group=self.parts.mesh.get_group())
+
+    def _own(self) -> dict[str, Any]:
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self.parts.window.micro_steps,
+            "skipped_steps": self.parts.optimizer.skipped_steps if self.parts.optimizer else 0,
+            "scaler": self.parts.scaler.state_dict(),
+            "lr_scheduler": _state_of(self.parts.lr_scheduler),
+            "loader": _state_of(self.loader),
+        }
+
+    def _take(self, own: dict[str, Any], with_schedule: bool) -> None:
+        parts = self.parts
+        self.global_steps = own.get("global_steps", self.global_steps)
+        self.global_samples = own.get("global_samples", self.global_samples)
+        parts.window.micro_steps = own.get("micro_steps", parts.window.micro_steps)
+        if parts.optimizer is not None:
+            parts.optimizer.skipped_steps = own.get("skipped_steps", 0)
+        if own.get("scaler"):
+            parts.scaler.load_state_dict(own["scaler"])
+            parts.sharded.set_loss_scale(parts.scaler.scale)
+        if with_schedule and parts.lr_scheduler is not None and own.get("lr_scheduler"):
+            parts.lr_scheduler.load_state_dict(own["lr_scheduler"])
+        if own.get("loader") and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(own["loader"])
+
+    def _check_tag(self, tag: str) -> None:
+        """Rank 0's tag counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
+        wanted = self.config.checkpoint.tag_validation
+        if wanted == "Ignore" or self.parts.mesh.size() == 1:
+            return
+        ends = torch.tensor([tag_of(tag), -tag_of(tag)])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.parts.mesh.get_group())
+        if int(ends[0]) == -int(ends[1]):
+            return
+        message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"
+        if wanted == "Fail":
+            raise ValueError(message)
+        _log.warning("%s; rank 0's is used", message)
+
+
+def _state_of(thing: Any) -> Any:
+    return thing.state_dict() if hasattr(thing, "state_dict") else None
