@@ -171,7 +171,7 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
         seen |= mine.keys()
         own.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in mine.values()))
     slot, rings = max(own), []
-    for depth in (comm.SharedAllGather.LAG + 2, 2):
+    for depth in (4, 2):  # a gather keeps two slots while FSDP2 copies out; each ring has its arena
         arena = comm.Arena.create(group, comm.Ring.num_bytes(world, slot, depth))
         rings.append(None if arena is None else comm.Ring(arena, slot, depth))
     gather, reduce = rings
