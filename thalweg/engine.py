@@ -10,6 +10,7 @@ wrap them.  The engine then only drives them.  Three facts hold at every stage:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,8 +73,7 @@ def initialize(
         raise ValueError("mpu= is not built yet: tensor and pipeline parallelism belong to a later version")
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
-    if parsed.log_level is not None or parsed.dump_state or parsed.comms_logger.enabled:
-        enable_console(parsed.log_level)
+    enable_console(parsed.log_level)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -119,9 +119,7 @@ class Engine(nn.Module):
         self._batches: Iterator[Any] | None = None
         if self.optimizer is not None:
             self.optimizer.after_step(self._count_update)
-        report = _log.warning if config.dump_state else _log.info
-        if parts.mesh.get_local_rank() == 0:
-            report("resolved config\n%s", config.describe())
+        _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
         self._note_memory("initialize")
 
     # Forward and backward
@@ -193,7 +191,7 @@ class Engine(nn.Module):
     def _note_memory(self, after: str) -> None:
         if self.config.memory_breakdown:
             peak = resident_mib(peak=True)
-            _log.warning("after %s: %.0f MiB resident, %.0f at the peak", after, resident_mib(), peak)
+            _log.info("after %s: %.0f MiB resident, %.0f at the peak", after, resident_mib(), peak)
 
     def log_communication(self) -> str:
         """A table of what was communicated so far: kind, module, calls, MiB, ms."""
@@ -417,8 +415,8 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Leave shared memory, close the writers, drop gradients; the model stays usable for its state."""
         self.zero_grad()
-        if self.config.comms_logger.enabled and self._parts.mesh.get_local_rank() == 0:
-            _log.warning("communication\n%s", self.log_communication())
+        if self.config.comms_logger.enabled:
+            _log.info("communication\n%s", self.log_communication())
         self._parts.meter.close()
         self._parts.sharded.close()
         if self.device.type == "cpu":

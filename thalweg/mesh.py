@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import HashStore
 
 from thalweg.device import pick_device
 from thalweg.utils.env import RankInfo, read_ranks
@@ -67,7 +67,7 @@ def init_distributed(
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=_in_memory_store(), rank=0, world_size=1, timeout=timeout)
         return info
     if init_method is None and info.source != "torchrun":
         port = info.master_port or distributed_port
@@ -76,6 +76,11 @@ def init_distributed(
         backend, init_method=init_method, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return info
+
+
+def _in_memory_store() -> Any:
+    """A store for a job of one rank, which meets nobody."""
+    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def build_mesh(device: torch.device, mesh: DeviceMesh | None = None) -> DeviceMesh:

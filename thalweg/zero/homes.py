@@ -67,7 +67,7 @@ class Store:
 
     def __init__(
         self, slot: Slot, rank: int, placement: Placement, arena: Arena | None, device: torch.device
-    ):
+    ) -> None:
         self.slot = slot
         start = rank * slot.rows
         self._first = min(start, slot.shape[0])
