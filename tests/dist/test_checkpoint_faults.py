@@ -209,3 +209,25 @@ def test_row36_a_rank_killed_at_every_operation_of_a_save(tmp_path, victim):
     assert found[0] == 1 and found[-1] == 2
     assert found == sorted(found)
     assert len(found) > (20 if victim == 0 else 5)
+
+
+def tags_that_differ(rank: int, world: int, folder: str) -> list[str]:
+    texts = []
+    for attempt in (
+        lambda: save(folder, f"t{rank}", Snapshot(), step=0),
+        lambda: save(folder, "t" if rank else "a/b", Snapshot(), step=0),
+        lambda: save(folder, "t", Snapshot(), step=0, keep=rank),
+        lambda: load(folder, f"t{rank}"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_that_name_different_tags_get_one_error(tmp_path):
+    run_ranks(save_one, 2, str(tmp_path), "t0", 1)
+    first, second = run_ranks(tags_that_differ, 2, str(tmp_path))
+    assert first == second
+    assert "different tags, t0, t1" in first[0] and "cannot name" in first[1] and "keep is 0" in first[2]
+    assert entries(tmp_path) == {"t0", "latest"}

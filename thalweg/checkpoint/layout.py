@@ -8,6 +8,7 @@ world sizes, meshes and stages of save and load need have nothing in common.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -142,7 +143,7 @@ def _cut(spans: list[Interval], start: int, stop: int) -> list[Interval]:
 
 
 def split(box: Box, itemsize: int, limit: int) -> list[Box]:
-    """Cut a box into pieces of at most ``limit`` bytes along its first long dim, where rows allow it."""
+    """Cut a box into pieces of at most ``limit`` bytes, along its first dims as far as need be."""
     dim = next((d for d, n in enumerate(box.size) if n > 1), None)
     total = box.numel * itemsize
     if dim is None or total <= limit:
@@ -153,19 +154,27 @@ def split(box: Box, itemsize: int, limit: int) -> list[Box]:
         offset, size = list(box.offset), list(box.size)
         offset[dim] += start
         size[dim] = min(rows, box.size[dim] - start)
-        pieces.append(Box(tuple(offset), tuple(size)))
+        pieces += split(Box(tuple(offset), tuple(size)), itemsize, limit)
     return pieces
 
 
 def tiles(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover ``shape`` exactly once."""
+    return _tiles(tuple(sorted(boxes)), shape)
+
+
+@functools.lru_cache(maxsize=64)  # the tensors of a model have few distinct shapes
+def _tiles(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
     if sum(box.numel for box in boxes) != math.prod(shape):
         return False
     if any(a + n > m for box in boxes for a, n, m in zip(box.offset, box.size, shape, strict=True)):
         return False
     partial = {d for box in boxes for d, n in enumerate(box.size) if n != shape[d]}
-    if len(partial) <= 1:  # cut along one dim only: sorted pieces must follow each other
-        dim = next(iter(partial), 0)
-        ordered = sorted(boxes)
-        return all(a.offset[dim] + a.size[dim] <= b.offset[dim] for a, b in itertools.pairwise(ordered))
-    return not any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
+    dim = min(partial, default=0)
+    begun: list[Box] = []  # boxes that reach the sweep's position along ``dim``
+    for box in sorted(boxes, key=lambda b: b.offset[dim : dim + 1]):
+        begun = [other for other in begun if other.offset[dim] + other.size[dim] > box.offset[dim]]
+        if any(box.intersect(other) for other in begun):
+            return False
+        begun.append(box)
+    return True

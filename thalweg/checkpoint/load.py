@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thalweg.checkpoint import publish
-from thalweg.checkpoint.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
+from thalweg.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MismatchedCheckpoint,
+    MissingCheckpoint,
+)
 from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.ranks import Ranks
 from thalweg.checkpoint.reader import Checkpoint, listed
@@ -46,14 +51,19 @@ def load(
     io, directory, ranks = io or FileSystem(), Path(directory), Ranks.of(group)
     named = tag is not None and tag != publish.LATEST
 
-    def choose() -> list[str]:
-        if ranks.rank != 0:
-            return []
-        if named:
-            return [publish.resolve(io, directory, str(tag)).path.name]
-        return [found.path.name for found in publish.candidates(io, directory)]
+    def choose() -> dict[str, Any]:
+        names = []
+        if ranks.rank == 0 and named:
+            names = [publish.resolve(io, directory, str(tag)).path.name]
+        elif ranks.rank == 0:
+            names = [found.path.name for found in publish.candidates(io, directory)]
+        return {"tag": None if tag is None else str(tag), "names": names}
 
-    names = ranks.together(f"looking for a checkpoint in {directory}", choose)[0]
+    chosen = ranks.together(f"looking for a checkpoint in {directory}", choose)
+    tags = sorted({str(choice["tag"]) for choice in chosen})
+    if len(tags) > 1:
+        raise MismatchedCheckpoint(f"the ranks ask for different tags: {', '.join(tags)}")
+    names = chosen[0]["names"]
     problems = []
     for name in names:
         try:

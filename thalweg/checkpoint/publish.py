@@ -29,7 +29,12 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from thalweg.checkpoint.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
+from thalweg.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MismatchedCheckpoint,
+    MissingCheckpoint,
+)
 from thalweg.checkpoint.io import FileSystem, read_file, remove_tree, write_file
 from thalweg.checkpoint.manifest import Head, Manifest, parse, parse_head, serialise
 from thalweg.utils.log import get_logger
@@ -61,7 +66,7 @@ def check_tag(tag: str) -> str:
     text = str(tag)
     plain = text.isprintable() and not any(c in text for c in "/\\~\0") and len(os.fsencode(text)) <= 200
     if not text or not plain or text.startswith(".") or text == LATEST or text != text.strip():
-        raise ValueError(
+        raise MismatchedCheckpoint(
             f"the tag {text!r} cannot name a checkpoint: use a plain file name other than {LATEST!r}, "
             "without '/', '~' or a leading dot"
         )
@@ -169,9 +174,9 @@ def candidates(io: FileSystem, directory: Path) -> list[Found]:
     if not found:
         if tag is None:
             return []
+        there = "is not a checkpoint of Thalweg" if io.exists(directory / tag) else "is not there"
         raise MissingCheckpoint(
-            f"{directory / LATEST} names {tag!r}, but no checkpoint is there; restore it, or remove the file "
-            "to start anew"
+            f"{directory / LATEST} names {tag!r}, which {there}; restore it, or remove the file to start anew"
         )
     newest = found[0]
     named = next((f for f in found if f.head and f.head.tag == tag), None)

@@ -66,7 +66,7 @@ class Ranks:
             outcome = {"value": part()}
         except Exception as error:  # whatever it was, the peers must hear of it before it spreads here
             cause = error
-            outcome = {"kind": type(error).__name__, "text": str(error) or repr(error)}
+            outcome = {"kind": type(error).__name__, "text": str(error) or repr(error), "what": what}
         if self.world == 1 and isinstance(cause, CheckpointError):
             raise cause
         outcomes = self.exchange(outcome)
@@ -74,10 +74,12 @@ class Ranks:
         if not failed:
             return [o["value"] for o in outcomes]
         first = next(iter(failed.values()))
-        raise KINDS.get(first["kind"], CheckpointError)(_message(what, failed, self.world)) from cause
+        raise KINDS.get(first["kind"], CheckpointError)(_message(failed, self.world)) from cause
 
 
-def _message(what: str, failed: dict[int, dict[str, str]], world: int) -> str:
+def _message(failed: dict[int, dict[str, str]], world: int) -> str:
+    what = next(iter(failed.values()))["what"]  # a rank's own words may differ, in a path or a tag
+
     def describe(outcome: dict[str, str]) -> str:
         prefix = "" if outcome["kind"] in KINDS else f"{outcome['kind']}: "
         return prefix + outcome["text"]

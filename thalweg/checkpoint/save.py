@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import thalweg
 from thalweg.checkpoint import publish
 from thalweg.checkpoint.dtypes import DTYPES, NAMES
-from thalweg.checkpoint.errors import CheckpointError, UnstorableState
+from thalweg.checkpoint.errors import CheckpointError, MismatchedCheckpoint, UnstorableState
 from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, split, tiles
 from thalweg.checkpoint.manifest import FileRecord, Head, Manifest, Piece, TensorRecord
@@ -103,17 +103,16 @@ def save(
     io = io or FileSystem()
     directory = Path(directory)
     ranks = Ranks.of(group)
-    tag = publish.check_tag(tag)
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(
-            f"keep is {keep!r}: use None to keep every checkpoint or the number to keep, 1 or more"
-        )
+    tag = str(tag)
     local: list[_Local] = []
     temporary: list[Path] = []
 
     def prepare() -> dict[str, Any]:
+        publish.check_tag(tag)
+        _check_keep(keep)
         local.append(_encode(snapshot, ranks.rank))
         described: dict[str, Any] = {
+            "tag": tag,
             "tensors": list(_describe(local[0].tensors)),
             "aliases": dict(snapshot.aliases),
             "unsynced": sorted(snapshot.unsynced),
@@ -129,7 +128,7 @@ def save(
     try:
         described = ranks.together(what, prepare)
         path = directory / described[0]["temporary"]
-        plan, records = ranks_plan(described)
+        plan, records = _plan(described)
         written = ranks.together(what, lambda: _write(io, path, plan, local[0].tensors, ranks))
 
         def commit() -> str:
@@ -146,6 +145,11 @@ def save(
         raise
     settled = ranks.together(what, lambda: _tidy(io, directory, tag, keep, public) if ranks.rank == 0 else "")
     return Path(settled[0])
+
+
+def _check_keep(keep: int | None) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise MismatchedCheckpoint(f"keep is {keep!r}: use None to keep all, or a number from 1 on")
 
 
 def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None, public: Path) -> str:
@@ -189,12 +193,15 @@ def _describe(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Any]]:
         yield [name, NAMES[tensor.dtype], list(tensor.shape), boxes]
 
 
-def ranks_plan(described: list[dict[str, Any]]) -> tuple[list[_Planned], dict[str, TensorRecord]]:
+def _plan(described: list[dict[str, Any]]) -> tuple[list[_Planned], dict[str, TensorRecord]]:
     """Who writes what, from what each rank holds; the same on every rank, without further exchange.
 
     Returns the pieces, and a record without pieces for each tensor.  Raises
     ``CheckpointError`` where ranks contradict each other or leave a hole.
     """
+    tags = sorted({description["tag"] for description in described})
+    if len(tags) > 1:
+        raise CheckpointError(f"the ranks name different tags, {', '.join(tags)}; give all of them the same")
     records: dict[str, TensorRecord] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, description in enumerate(described):

@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,42 +129,46 @@ def _sha256(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+_Entry = tuple[str, list[int], int, int]  # dtype, shape, start and stop among the data
+
+
 class ShardReader:
-    """Reads pieces of one committed shard; every byte it hands out has been checked."""
+    """Reads pieces of one committed shard; every byte it hands out has been checked.
+
+    The file is open only while a piece is read, so a checkpoint of a thousand ranks can be
+    loaded by one; the header is read and checked once.
+    """
 
     def __init__(self, io: FileSystem, path: Path, record: FileRecord) -> None:
         self.io, self.path, self.record = io, path, record
         self._lock = threading.Lock()
-        self._handle: int | None = None
-        self._entries: dict[str, tuple[str, list[int], int, int]] = {}
-
-    def close(self) -> None:
-        """Close the file if it was opened."""
-        if self._handle is not None:
-            self.io.close(self._handle)
-            self._handle = None
+        self._entries: dict[str, _Entry] | None = None
 
     def check(self) -> None:
         """Raise ``DamagedCheckpoint`` unless the file is there, has its size, and its header is intact."""
-        self._open()
+        with self._opened() as handle:
+            self._header(handle)
 
     def verify(self, name: str, piece: Piece, dtype: str) -> None:
         """Read a piece without keeping it; raise ``DamagedCheckpoint`` if a byte has changed."""
-        handle, start, nbytes = self._locate(name, piece, dtype)
-        buffer = memoryview(bytearray(min(nbytes, BLOCK)))
-        digest = hashlib.sha256()
-        for position in range(0, nbytes, BLOCK):
-            self._fill(name, handle, buffer[: min(BLOCK, nbytes - position)], start + position, digest)
+        with self._opened() as handle:
+            start, nbytes = self._locate(name, piece, dtype, handle)
+            buffer = memoryview(bytearray(min(nbytes, BLOCK)))
+            digest = hashlib.sha256()
+            for position in range(0, nbytes, BLOCK):
+                block = buffer[: min(BLOCK, nbytes - position)]
+                self._fill(name, handle, block, start + position, digest)
         self._compare(name, piece, digest.hexdigest())
 
     def read(self, name: str, piece: Piece, dtype: str) -> torch.Tensor:
         """The checked values of a piece as a CPU tensor of ``piece.size``."""
-        handle, start, nbytes = self._locate(name, piece, dtype)
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        view = flat.numpy().data
-        digest = hashlib.sha256()
-        for position in range(0, nbytes, BLOCK):
-            self._fill(name, handle, view[position : position + BLOCK], start + position, digest)
+        with self._opened() as handle:
+            start, nbytes = self._locate(name, piece, dtype, handle)
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+            view = flat.numpy().data
+            digest = hashlib.sha256()
+            for position in range(0, nbytes, BLOCK):
+                self._fill(name, handle, view[position : position + BLOCK], start + position, digest)
         self._compare(name, piece, digest.hexdigest())
         return flat.view(DTYPES[dtype]).view(piece.size)
 
@@ -184,24 +189,25 @@ class ShardReader:
                 f"(sha256 {actual[:12]}, committed {piece.sha256[:12]})"
             )
 
-    def _locate(self, name: str, piece: Piece, dtype: str) -> tuple[int, int, int]:
-        handle = self._open()
-        stored, shape, start, stop = self._entries.get(piece.key, ("", [], 0, 0))
+    def _locate(self, name: str, piece: Piece, dtype: str, handle: int) -> tuple[int, int]:
+        """Where in the file a piece begins, and its bytes."""
+        entry = self._header(handle).get(piece.key)
         nbytes = math.prod(piece.size) * DTYPES[dtype].itemsize
-        inside = 0 <= start <= stop <= self.record.size - self.record.header_bytes
-        if (stored, shape) != header_dtype(dtype, piece.size) or stop - start != nbytes or not inside:
+        room = self.record.size - self.record.header_bytes
+        if (
+            entry is None
+            or entry[:2] != header_dtype(dtype, piece.size)
+            or not 0 <= entry[2] <= entry[3] <= room
+        ):
             raise DamagedCheckpoint(
                 f"{self.path}: its header does not hold tensor {name} as the manifest says"
             )
-        return handle, self.record.header_bytes + start, nbytes
+        if entry[3] - entry[2] != nbytes:
+            raise DamagedCheckpoint(f"{self.path}: its header gives tensor {name} another number of bytes")
+        return self.record.header_bytes + entry[2], nbytes
 
-    def _open(self) -> int:
-        with self._lock:
-            if self._handle is None:
-                self._handle = self._open_checked()
-            return self._handle
-
-    def _open_checked(self) -> int:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
         try:
             actual = self.io.size(self.path)
             if actual != self.record.size:
@@ -212,18 +218,22 @@ class ShardReader:
         except OSError as error:
             raise DamagedCheckpoint(f"{self.path} cannot be opened: {error}") from error
         try:
-            header = bytearray(self.record.header_bytes)
-            self._fill("(header)", handle, memoryview(header), 0, hashlib.sha256())
-            if _sha256(header) != self.record.header_sha256:
-                raise DamagedCheckpoint(f"{self.path}: its header has changed since it was saved")
-            self._entries = dict(_parse_header(self.path, bytes(header)))
-        except BaseException:
+            yield handle
+        finally:
             self.io.close(handle)
-            raise
-        return handle
+
+    def _header(self, handle: int) -> dict[str, _Entry]:
+        with self._lock:
+            if self._entries is None:
+                header = bytearray(self.record.header_bytes)
+                self._fill("(header)", handle, memoryview(header), 0, hashlib.sha256())
+                if _sha256(header) != self.record.header_sha256:
+                    raise DamagedCheckpoint(f"{self.path}: its header has changed since it was saved")
+                self._entries = dict(_parse_header(self.path, bytes(header)))
+            return self._entries
 
 
-def _parse_header(path: Path, header: bytes) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:
+def _parse_header(path: Path, header: bytes) -> Iterator[tuple[str, _Entry]]:
     try:
         for key, entry in json.loads(header[8:]).items():
             if key != "__metadata__":

@@ -150,14 +150,18 @@ def restore(
     ranks.together(f"loading checkpoint {checkpoint.path}", prepare)
     tensors, also, trees, plan, generators = prepared[0]
     checkpoint.read_into([*tensors.items(), *plan.targets], strict=strict, group=group, also=also)
-    extra = trees["own"].get("extra_state", {})
-    for name, child in _with_extra_state(module):
-        if name in extra:
-            child.set_extra_state(extra[name])
-    if optimizer is not None:
-        apply_plan(plan, optimizer)
-    if generators is not None:
-        restore_rng(generators.get("thalweg", {}).get("rng", {}))
+
+    def apply() -> None:
+        extra = trees["own"].get("extra_state", {})
+        for name, child in _with_extra_state(module):
+            if name in extra:
+                child.set_extra_state(extra[name])
+        if optimizer is not None:
+            apply_plan(plan, optimizer)
+        if generators is not None:
+            restore_rng(generators.get("thalweg", {}).get("rng", {}))
+
+    ranks.together(f"loading checkpoint {checkpoint.path}", apply)
     return trees["tree"]
 
 

@@ -19,6 +19,7 @@ import fractions
 import json
 import math
 import pathlib
+import re
 import types
 import uuid
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from thalweg.checkpoint.errors import DamagedCheckpoint, UnstorableState
 TAG = "__thalweg__"
 MAX_DEPTH = 200
 _INLINE_BYTES = 1024  # longer byte strings are stored as tensors, not as text
+
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?")  # plain bytes: no objects, no records
 
 Fetch = Callable[[str], torch.Tensor]
 
@@ -175,8 +178,11 @@ class _Encoder:
         )
 
     def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
-        unsafe = value.dtype.hasobject or value.dtype.names or value.dtype.kind == "T"
-        if unsafe or type(value) not in (numpy.ndarray, value.dtype.type):
+        if (
+            not _NUMPY_DTYPE.fullmatch(value.dtype.str)
+            or value.dtype.names
+            or type(value) not in (numpy.ndarray, value.dtype.type)
+        ):
             self._fail(
                 path,
                 f"is a numpy {type(value).__name__} of dtype {value.dtype}, which has no safe form on disk",
@@ -237,7 +243,7 @@ def _untag(name: Any, node: dict[str, Any], fetch: Fetch) -> Any:
     if name == "int":
         return int(value, 16)
     if name == "numpy":
-        return _scalar(numpy.dtype(node["dtype"]), _unb64(value))
+        return _scalar(_safe_dtype(node["dtype"]), _unb64(value))
     if name == "ndarray":
         return _array(node, fetch)
     if name in ("tuple", "set", "frozenset"):
@@ -248,17 +254,17 @@ def _untag(name: Any, node: dict[str, Any], fetch: Fetch) -> Any:
     return _CODECS[name][2](decode(value, fetch))
 
 
-def _safe_dtype(dtype: numpy.dtype) -> numpy.dtype:
-    if dtype.hasobject or dtype.names or dtype.kind == "T":
-        raise ValueError(f"dtype {dtype} is not plain bytes")
-    return dtype
+def _safe_dtype(name: str) -> numpy.dtype:
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"dtype {name!r} is not plain bytes")
+    return numpy.dtype(name)
 
 
 def _scalar(dtype: numpy.dtype, raw: bytes) -> Any:
-    return numpy.ndarray((), _safe_dtype(dtype), bytearray(raw) or bytearray(1))[()]
+    return numpy.ndarray((), dtype, bytearray(raw) or bytearray(1))[()]
 
 
 def _array(node: dict[str, Any], fetch: Fetch) -> numpy.ndarray:
-    dtype = _safe_dtype(numpy.dtype(node["dtype"]))
+    dtype = _safe_dtype(node["dtype"])
     raw = b"" if node["v"] is None else fetch(node["v"]).numpy().tobytes()
     return numpy.ndarray(tuple(node["shape"]), dtype, bytearray(raw) or bytearray(1))
