@@ -309,8 +309,8 @@ def test_materialize_settles_and_lets_the_record_go() -> None:
 
 @pytest.mark.parametrize(
     "build",
-    [gpt, LAYERS["lstm"], LAYERS["attention"], LAYERS["norms"]],
-    ids=["gpt", "lstm", "attention", "norms"],
+    [gpt, LAYERS["lstm"], LAYERS["attention"], LAYERS["norms"], lambda: Tied()],
+    ids=["gpt", "lstm", "attention", "norms", "tied"],
 )
 def test_meta_device_models_are_initialised_by_their_modules(build: object) -> None:
     torch.manual_seed(5)
@@ -319,6 +319,16 @@ def test_meta_device_models_are_initialised_by_their_modules(build: object) -> N
     with torch.device("meta"):
         model = build()  # type: ignore[operator]
     assert same(plain, model)
+
+
+class Tied(nn.Module):
+    """Ties without initialising again: the embedding's own values count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"embedding": nn.Embedding(30, 20, padding_idx=1)})
+        self.head = nn.Linear(20, 30)
+        self.head.weight = self.body["embedding"].weight
 
 
 class NoReset(nn.Module):

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from thalweg.zero.exchange import exchange
+from thalweg.zero.flat import CallSpec, flatten, flatten_call, leaves_of, rebuild, rebuild_call
 from thalweg.zero.record import Facts, Op, Ref, cells, facts_of, is_meta, ref_of
 from thalweg.zero.replay import local, quiet, values_of
 
@@ -247,7 +247,7 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     state = random_state(call.leaves) if facts.random else None
     try:
         result = call.run(lambda tensor: _alias(tensor) if is_pending(tensor) else _meta_like(tensor))
-        known = all(isinstance(leaf, Tensor | None) for leaf in tree_flatten(result)[0])
+        known = all(isinstance(leaf, Tensor | None) for leaf in leaves_of(result))
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         # No meta kernel, a shape that depends on values, or a mistake of the user: the real
         # values decide, and a mistake raises again.
@@ -266,10 +266,10 @@ class _Call:
 
     def __init__(self, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any]) -> None:
         self.func, self.facts = func, facts
-        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.leaves, self.spec = flatten_call(args, kwargs)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         chosen = [value for key, value in [*enumerate(args), *kwargs.items()] if key in facts.written]
-        self.written: list[Tensor] = [leaf for leaf in tree_flatten(chosen)[0] if isinstance(leaf, Tensor)]
+        self.written: list[Tensor] = [leaf for leaf in leaves_of(chosen) if isinstance(leaf, Tensor)]
         self.origin: dict[int, Any] = {}  # id of what stood in for a tensor -> the tensor
         self.stand_ins: list[Tensor] = []
 
@@ -291,7 +291,7 @@ class _Call:
         self.stand_ins = list(swapped.values())
         self.origin = {id(swapped[id(tensor)]): tensor for tensor in self.tensors}
         leaves = [swapped[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = rebuild_call(self.spec, leaves)
         with quiet():
             return self.func(*args, **kwargs, **where)
 
@@ -306,14 +306,15 @@ class _Call:
             return value.clone() if id(tensor) in written and value is not tensor else value
 
         result = self.run(convert, **where)
-        leaves, spec = tree_flatten(result)
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
         shared = {value.untyped_storage()._cdata for value in forced.values()}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) in self.origin:
                 leaves[position] = self.origin[id(leaf)]
             elif isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in shared:
                 leaves[position] = leaf.clone()
-        return tree_unflatten(leaves, spec)
+        return rebuild(spec, iter(leaves))
 
     def draw(self) -> None:
         """Move the random generator on as the operation does in an ordinary build."""
@@ -340,7 +341,8 @@ class _Call:
     def record(self, result: Any, state: Tensor | None) -> Any:
         """Write the call down; return its result with pending tensors in the place of meta ones."""
         view_of = {tensor.untyped_storage()._cdata for tensor in self.tensors if is_pending(tensor)}
-        leaves, spec = tree_flatten(result)
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
         new = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or isinstance(leaf, Pending):
@@ -353,13 +355,13 @@ class _Call:
                 new[position] = leaves[position]
         if self.written or (new and not _is_empty(self.func)):
             record_op(self.func, self.leaves, self.spec, state, new, self.written)
-        return tree_unflatten(leaves, spec)
+        return rebuild(spec, iter(leaves))
 
 
 def record_op(
     func: Any,
     leaves: list[Any],
-    spec: TreeSpec,
+    spec: CallSpec,
     state: Tensor | None,
     new: dict[int, Tensor],
     written: Iterable[Tensor] = (),

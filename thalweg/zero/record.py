@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec
+
+from thalweg.zero.flat import CallSpec
 
 _sequence = itertools.count()
 
@@ -52,7 +53,7 @@ class Op:
 
     func: Any
     leaves: list[Any]
-    spec: TreeSpec | None
+    spec: CallSpec | None
     state: Tensor | None = None
     outputs: dict[int, Ref] = field(default_factory=dict)
     writes: list[Cell] = field(default_factory=list)

@@ -24,8 +24,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thalweg.zero.flat import flatten, flatten_call, leaves_of, rebuild
 from thalweg.zero.pending import (
     CPU,
     adopt,
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
     def _note_made(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         """Remember the storages that ``result`` brought into being."""
         known = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
-        for leaf in tree_flatten(result)[0]:
+        for leaf in leaves_of(result):
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != CPU:
                 continue
             storage = leaf.untyped_storage()
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if local.busy:
             return func(*args, **kwargs)
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves, _ = flatten_call(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(is_pending(tensor) for tensor in tensors):
             return perform(func, args, kwargs)
@@ -147,7 +147,8 @@ class Recorder(TorchDispatchMode):
         state: Tensor | None,
     ) -> Any:
         """Replace the big tensors of ``result`` by pending ones; the values just computed are dropped."""
-        leaves, spec = tree_flatten(result)
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
         known = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         new = {}
         for position, leaf in enumerate(leaves):
@@ -162,9 +163,9 @@ class Recorder(TorchDispatchMode):
                     **kwargs,
                     "dtype": kwargs.get("dtype") or dtype,
                 }  # the default may change until replay
-            inputs, input_spec = tree_flatten((args, kwargs))
+            inputs, input_spec = flatten_call(args, kwargs)
             record_op(func, inputs, input_spec, state, new)
-        return tree_unflatten(leaves, spec)
+        return rebuild(spec, iter(leaves))
 
     def _is_big(self, leaf: Any) -> bool:
         return (

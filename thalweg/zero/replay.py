@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thalweg.zero.flat import leaves_of, rebuild_call
 from thalweg.zero.record import Cell, Op, Ref, facts_of
 
 
@@ -63,9 +63,14 @@ def values_of(refs: Sequence[Ref]) -> list[Tensor]:
     Inside a context the result is remembered until the next call, so that a loop that looks
     at a tensor again and again (rejection sampling) does not begin anew each time.
     """
-    known = local.known if local.depth and local.known else {}
+    known = dict(local.known) if local.depth and local.known else {}
+    ops = _slice(refs, known)
+    while stale := _overtaken(ops, known):
+        for cell in stale:
+            del known[cell]
+        ops = _slice(refs, known)
     with quiet(), _default_generator_kept():
-        real = _Real(_slice(refs, known), known, keep={ref.cell for ref in refs})
+        real = _Real(ops, known, keep={ref.cell for ref in refs})
         real.run()
         found = [real.view(ref) for ref in refs]
     if local.depth:
@@ -104,6 +109,12 @@ def _slice(refs: Iterable[Ref], known: dict[Cell, tuple[Op, Any]]) -> list[Op]:
         found.add(op)
         stack.extend(op.reads())
     return sorted(found, key=lambda op: op.seq)
+
+
+def _overtaken(ops: list[Op], known: dict[Cell, tuple[Op, Any]]) -> set[Cell]:
+    """Return the cells of ``known`` that some operation needs at an earlier version."""
+    touched = ((op, cell) for op in ops for cell in _cells_of(op))
+    return {cell for op, cell in touched if cell in known and op.seq < known[cell][0].seq}
 
 
 def _components(targets: Sequence[Ref]) -> list[tuple[list[int], list[Op]]]:
@@ -204,8 +215,8 @@ class _Real:
                 self.storages[first.cell] = empty.untyped_storage()
         leaves = [self.view(leaf) if isinstance(leaf, Ref) else leaf for leaf in op.leaves]
         assert op.spec is not None
-        args, kwargs = tree_unflatten(_with_random_state(op, leaves), op.spec)
-        results = tree_flatten(op.func(*args, **kwargs))[0]
+        args, kwargs = rebuild_call(op.spec, _with_random_state(op, leaves))
+        results = leaves_of(op.func(*args, **kwargs))
         for position, ref in op.outputs.items():
             self._adopt(ref, results[position])
         for cell in op.writes:

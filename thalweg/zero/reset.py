@@ -8,22 +8,30 @@ constructors do nothing else gets the values that an ordinary build draws at thi
   Transformer layers of torch), ``init_weights()`` (torchtitan's);
 * for Transformers, ``_init_weights(module)`` of the enclosing pre-trained model.
 
-What none of them writes has no value, which is an error that names the modules.
+Ties are made by the constructor of a common ancestor, after its parts have been initialised
+with weights of their own; until that ancestor's turn comes, all places of a tied parameter
+but the first hold a stand-in, whose values are lost, as in an ordinary build.
+
+What none of these writes has no value, which is an error that names the modules.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.zero.pending import make_pending, settle
+from thalweg.zero.pending import make_pending, pending_like, settle
 from thalweg.zero.record import ref_of
 from thalweg.zero.recorder import Recorder
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
+
+# For each module that ties: (module, key, parameter) of the places to give back.
+_Ties = dict[int, list[tuple[nn.Module, str, nn.Parameter]]]
 
 
 def record_resets(module: nn.Module, named: dict[str, Tensor]) -> None:
@@ -36,24 +44,38 @@ def record_resets(module: nn.Module, named: dict[str, Tensor]) -> None:
         return
     for tensor in named.values():
         make_pending(tensor)
-    with Recorder(small=0):
-        wanted = {id(tensor) for tensor in named.values()}
-        done: set[int] = set()
-        for owner in _children_first(module):
-            _reset(owner, wanted)
-            if _is_pretrained(owner):
-                _reset_pretrained(owner, wanted, done)
+    wanted = {id(tensor) for tensor in named.values()}
+    ties, stand_ins = _untie(module, wanted)
+    done: set[int] = set()
+    try:
+        with Recorder(small=0):
+            for owner in _children_first(module):
+                if _is_pretrained(owner):
+                    _reset_pretrained(owner, wanted | stand_ins, done)
+                _tie(ties.pop(id(owner), []))
+                if not _is_pretrained(owner):
+                    _reset(owner, wanted | stand_ins)
+    finally:
+        for places in ties.values():
+            _tie(places)
     missing = {name for name, tensor in named.items() if ref_of(tensor).version is None and tensor.numel()}
     if missing:
         for tensor in named.values():
             settle(tensor)
-        kinds = sorted({f"{name} ({type(_owner(module, name)).__name__})" for name in missing})
-        shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
-        raise ValueError(
-            f"these tensors are on meta and nothing says what their values are: {shown}. Build the model "
-            "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
-            "reset_parameters() method, or load a checkpoint with assign=True"
-        )
+        raise ValueError(_complaint(module, missing))
+
+
+def _complaint(module: nn.Module, missing: set[str]) -> str:
+    def kind(name: str) -> str:
+        return type(module.get_submodule(name.rpartition(".")[0])).__name__
+
+    kinds = sorted(f"{name} ({kind(name)})" for name in missing)
+    shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+    return (
+        f"these tensors are on meta and nothing says what their values are: {shown}. Build the model "
+        "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
+        "reset_parameters() method, or load a checkpoint with assign=True"
+    )
 
 
 def _children_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -66,13 +88,47 @@ def _children_first(module: nn.Module, seen: set[int] | None = None) -> Iterator
     yield module
 
 
+def _untie(root: nn.Module, wanted: set[int]) -> tuple[_Ties, set[int]]:
+    """Put stand-ins into the later places of tied parameters; return what to give back, and when."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in root.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None and id(param) in wanted:
+                places.setdefault(id(param), []).append((path, module, key))
+    ties: _Ties = {}
+    stand_ins: set[int] = set()
+    for tied in places.values():
+        paths = ["/" + path.replace(".", "/") for path, _, _ in tied]
+        ancestor = os.path.commonpath(paths).strip("/").replace("/", ".")
+        for _, module, key in tied[1:]:
+            param = module._parameters[key]
+            assert param is not None
+            stand_in = nn.Parameter(pending_like(param), param.requires_grad)
+            ties.setdefault(id(root.get_submodule(ancestor)), []).append((module, key, param))
+            module._parameters[key] = stand_in
+            stand_ins.add(id(stand_in))
+    return ties, stand_ins
+
+
+def _tie(places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    for module, key, param in places:
+        module._parameters[key] = param
+
+
 def _reset(owner: nn.Module, wanted: set[int]) -> None:
-    if not _all_wanted(owner, wanted) or _is_pretrained(owner):
+    if not _all_wanted(owner, wanted):
         return
     for method in (getattr(owner, name, None) for name in _METHODS):
         if callable(method) and _takes_nothing(method):
             method()
             return
+
+
+def _reset_pretrained(model: Any, wanted: set[int], done: set[int]) -> None:
+    for part in _children_first(model):
+        if id(part) not in done and _all_wanted(part, wanted):
+            done.add(id(part))
+            model._init_weights(part)
 
 
 def _all_wanted(owner: nn.Module, wanted: set[int]) -> bool:
@@ -89,14 +145,3 @@ def _takes_nothing(method: Any) -> bool:
 
 def _is_pretrained(module: nn.Module) -> bool:
     return callable(getattr(module, "_init_weights", None)) and hasattr(module, "config")
-
-
-def _reset_pretrained(model: Any, wanted: set[int], done: set[int]) -> None:
-    for part in _children_first(model):
-        if id(part) not in done and _all_wanted(part, wanted):
-            done.add(id(part))
-            model._init_weights(part)
-
-
-def _owner(root: nn.Module, name: str) -> nn.Module:
-    return root.get_submodule(name.rpartition(".")[0])

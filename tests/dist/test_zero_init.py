@@ -1,0 +1,125 @@
+"""zero.Init on several ranks: memory, sharding by hand, GatheredParameters before sharding."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from tests.harness import run_ranks
+from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.zero import GatheredParameters, Init
+from thalweg.zero.init import has_pending, materialize
+
+SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
+TOKENS = torch.arange(16)[None]
+
+
+def _peak_mib(reset: bool = False) -> float:
+    """Return this process's peak resident memory in MiB since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _memory(rank: int, world: int) -> tuple[float, float, float]:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 2048) for _ in range(24)))  # 8 MiB each
+
+    with Init():
+        nn.Linear(100, 100)
+    start = _peak_mib(reset=True)
+    with Init():
+        model = build()
+    building = _peak_mib() - start
+    start = _peak_mib(reset=True)
+    materialize(model, lambda *_: None)
+    filling = _peak_mib() - start
+    start = _peak_mib(reset=True)
+    kept = build()
+    del kept
+    return building, filling, _peak_mib() - start
+
+
+def test_memory_is_that_of_one_tensor() -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from Linux's /proc")
+    ((building, filling, ordinary),) = run_ranks(_memory, 1, init=False)
+    assert building < 16 and filling < 28, (building, filling)
+    assert ordinary > 150  # negative control: the meter sees an ordinary build
+
+
+def _sharded(rank: int, world: int) -> None:
+    torch.manual_seed(5)
+    plain = GPT(SHAPE)
+    torch.manual_seed(5)
+    with Init():
+        model = GPT(SHAPE)
+    mesh = init_device_mesh("cpu", (world,))
+    shards: dict[str, Tensor] = {}
+
+    def sink(name: str, meta: Tensor, value: Tensor) -> None:
+        whole = distribute_tensor(value, mesh, placements[name], src_data_rank=None)
+        shards[name] = whole.to_local().clone()
+
+    twin = copy.deepcopy(plain)
+    fully_shard(twin, mesh=mesh)
+    placements = {name: p.placements for name, p in twin.named_parameters()}  # type: ignore[union-attr]
+    materialize(model, sink)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.to_local().copy_(shards[name])  # type: ignore[operator]
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sharded_values_are_those_of_an_unsharded_build(world: int) -> None:
+    run_ranks(_sharded, world)
+
+
+def _gathered_before_sharding(rank: int, world: int) -> None:
+    torch.manual_seed(5)
+    plain = GPT(SHAPE)
+    torch.manual_seed(5)
+    with Init():
+        model = GPT(SHAPE)
+    weight, other = model.wte.weight, model.blocks[0].mlp.up.weight
+    with GatheredParameters([weight, weight]):
+        assert model.head.weight is weight and torch.equal(weight, plain.wte.weight)
+        weight.data.fill_(7.0)  # dropped
+    with GatheredParameters(model.parameters(), modifier_rank=world - 1):
+        assert not any(p.is_meta for p in model.parameters())
+        assert torch.equal(model(TOKENS), plain(TOKENS))
+        if rank == world - 1:
+            other.data[3:5] = 9.0
+    assert has_pending(model) and weight.is_meta and model.head.weight is weight
+    nn.init.ones_(model.norm.bias)
+    plain.blocks[0].mlp.up.weight.data[3:5] = 9.0
+    nn.init.ones_(plain.norm.bias)
+    expected = dict(plain.named_parameters())
+    found: list[str] = []
+
+    def sink(name: str, meta: Tensor, value: Tensor) -> None:
+        assert torch.equal(value, expected[name]), name
+        found.append(name)
+
+    materialize(model, sink)
+    assert sorted(found) == sorted(expected)
+    with pytest.raises(ValueError, match="no value yet"), GatheredParameters(weight):
+        pass
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gathered_before_sharding(world: int) -> None:
+    run_ranks(_gathered_before_sharding, world)

@@ -1,0 +1,112 @@
+"""zero.Init with Transformers' models, whose initialisation goes its own ways."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.zero_init_support import built, same, values
+from thalweg.zero import Init
+from thalweg.zero.init import has_pending
+
+transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+torch.set_num_threads(1)
+
+_LM = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200}
+_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_MLP = {"intermediate_size": 80}
+_KV = {"num_key_value_heads": 2}
+
+
+def _configs() -> dict[str, tuple[Any, Any]]:
+    t = transformers
+    lm, seq, base = t.AutoModelForCausalLM, t.AutoModelForSeq2SeqLM, t.AutoModel
+    return {
+        "gpt2": (lm, t.GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=200, **_IDS)),
+        "llama": (lm, t.LlamaConfig(**_LM, **_MLP, **_KV, **_IDS)),
+        "mixtral": (lm, t.MixtralConfig(**_LM, **_MLP, **_KV, **_IDS, num_local_experts=4)),
+        "qwen2_tied": (lm, t.Qwen2Config(**_LM, **_MLP, **_KV, **_IDS, tie_word_embeddings=True)),
+        "mamba": (lm, t.MambaConfig(hidden_size=48, num_hidden_layers=2, vocab_size=200, **_IDS)),
+        "bloom": (lm, t.BloomConfig(hidden_size=48, n_layer=2, n_head=4, vocab_size=200, **_IDS)),
+        "t5": (seq, t.T5Config(d_model=48, d_ff=80, d_kv=12, num_layers=2, num_heads=4, vocab_size=200)),
+        "bert": (t.AutoModelForMaskedLM, t.BertConfig(**_LM, **_MLP, pad_token_id=0)),
+        "vit": (base, t.ViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, **_MLP)),
+        "swin": (
+            base,
+            t.SwinConfig(image_size=32, embed_dim=24, depths=[1, 1], num_heads=[2, 2], window_size=4),
+        ),
+    }
+
+
+CONFIGS = _configs()
+
+
+def _from_config(name: str, **options: Any) -> nn.Module:
+    kind, config = CONFIGS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind.from_config(copy.deepcopy(config), **options)
+
+
+@pytest.mark.parametrize("small", [0, 4096])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_from_config_gives_the_values_of_an_ordinary_build(name: str, small: int) -> None:
+    plain, model = built(lambda: _from_config(name), small)
+    assert all(p.is_meta for p in model.parameters()) and has_pending(model)
+    assert same(plain, model)
+
+
+def test_from_config_in_bfloat16() -> None:
+    plain, model = built(lambda: _from_config("llama", dtype=torch.bfloat16), 64)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert same(plain, model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_resized_embeddings(name: str) -> None:
+    """Looks at mean and covariance of the weights, and draws from a distribution made of them."""
+
+    def build() -> nn.Module:
+        model = _from_config(name)
+        model.resize_token_embeddings(210)  # type: ignore[operator]
+        return model
+
+    assert same(*built(build, 64))
+    _, model = built(lambda: _from_config(name), 64)
+    with pytest.raises(ValueError, match=r"zero\.Init"):  # outside: an error, not a silent loss
+        model.resize_token_embeddings(210, mean_resizing=False)
+
+
+def test_from_pretrained_inside_the_context(tmp_path: Path) -> None:
+    kind, _ = CONFIGS["llama"]
+    saved = _from_config("llama")
+    saved.save_pretrained(tmp_path)  # type: ignore[operator]
+    with Init():
+        model = kind.from_pretrained(tmp_path)
+    found = values(model)
+    assert all(torch.equal(found[name], p) for name, p in saved.named_parameters())
+
+
+def test_save_pretrained_before_initialize(tmp_path: Path) -> None:
+    kind, _ = CONFIGS["gpt2"]
+    plain, model = built(lambda: _from_config("gpt2"), 64)
+    model.save_pretrained(tmp_path)
+    loaded = dict(kind.from_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(loaded[name], p) for name, p in plain.named_parameters())
+    assert same(plain, model)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_meta_device_models_are_initialised(name: str) -> None:
+    torch.manual_seed(7)
+    plain = _from_config(name)
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        model = _from_config(name)
+    assert same(plain, model)
