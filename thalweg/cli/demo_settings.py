@@ -29,7 +29,7 @@ class DemoSettings:
     seed: int = 0
     precision: str = "fp32"
     vocabulary: int = 4096
-    num_layers: int = 3
+    num_layers: int = 2
     num_heads: int = 4
     width: int = 256
     block_size: int = 128
