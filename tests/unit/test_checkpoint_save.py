@@ -620,3 +620,25 @@ def test_frozen_parameters_may_be_left_out(tmp_path):
     restore(Checkpoint.open(tmp_path), other)
     assert torch.equal(other.frozen.weight, before)
     assert torch.equal(other.hidden.weight, model.hidden.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+def test_on_a_gpu_state_and_generator_go_back_to_where_they_were(tmp_path, options):
+    model = small_model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    save_model(tmp_path, model, optimizer)
+    drawn = torch.rand(3, device="cuda")
+    other = small_model(1).cuda()
+    fresh = torch.optim.AdamW(other.parameters(), **options)
+    restore(Checkpoint.open(tmp_path), other, fresh)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert models_equal(model, other) and states_equal(optimizer, fresh)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert {k: v.device for k, v in optimizer.state.get(p, {}).items()} == {
+            k: v.device for k, v in fresh.state.get(q, {}).items()
+        }

@@ -1,0 +1,156 @@
+"""The engine's checkpoints: any stage, dtype and world size resumes any other, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import thalweg
+from tests.dist.models import Odd, batch, tiny_gpt
+from tests.harness import run_ranks
+from thalweg.checkpoint import Checkpoint, MissingCheckpoint
+
+CLIENT = {"epoch": 3, "tuple": (1, {"x"}), "tensor": torch.arange(3), 7: b"\x80"}
+CASES = {
+    "adamw": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+    "lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
+    "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}},
+    "muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
+    "adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
+}
+
+
+def engine_of(model_name: str, seed: int, stage: int, world: int, case: str, extra: dict):
+    model = tiny_gpt(seed) if model_name == "gpt" else Odd(seed)
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 12 // world,
+        "zero_optimization": {"stage": stage},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}},
+        "cpu_kernels": "torch",
+        **CASES[case],
+        **extra,
+    }
+    return thalweg.initialize(model=model, config=config)[0]
+
+
+def steps(engine, rank: int, world: int, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        tokens, labels = batch(step, 12)
+        loss = engine(tokens[rank::world], labels[rank::world])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fingerprint(engine) -> dict[str, str]:
+    found = {}
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    entries = [(name, parameter) for parameter, name in names.items()]
+    for parameter, state in engine.optimizer.state.items():
+        entries += [(f"{names[parameter]} {k}", v) for k, v in state.items() if isinstance(v, torch.Tensor)]
+    for name, tensor in entries:
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        found[name] = hashlib.sha256(whole.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return {**found, "lr": repr(engine.get_lr()), "steps": repr(engine.global_steps)}
+
+
+def save_job(rank: int, world: int, folder: str, model: str, stage: int, case: str, extra: dict):
+    engine = engine_of(model, 0, stage, world, case, extra)
+    steps(engine, rank, world, 0, 3)
+    path = engine.save_checkpoint(folder, client_state=CLIENT)
+    assert Path(path).name == "global_step3"
+    found = fingerprint(engine)
+    losses = steps(engine, rank, world, 3, 2)
+    engine.close()
+    return found, losses
+
+
+def load_job(rank: int, world: int, folder: str, model: str, stage: int, case: str, extra: dict):
+    engine = engine_of(model, 9, stage, world, case, extra)
+    steps(engine, rank, world, 50, 1)  # an engine in use, to be set back
+    path, client = engine.load_checkpoint(folder)
+    assert Path(path).name == "global_step3"
+    assert client.keys() == CLIENT.keys() and client["tuple"] == CLIENT["tuple"] and client[7] == b"\x80"
+    found = fingerprint(engine)
+    losses = steps(engine, rank, world, 3, 2)
+    engine.close()
+    return found, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints made once per kind of job, by 4 ranks at stage 3."""
+    made = {}
+
+    def get(model: str, case: str, dtype: str):
+        key = (model, case, dtype)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("-".join(key))
+            extra = {dtype: {"enabled": True}} if dtype != "fp32" else {}
+            results = run_ranks(save_job, 4, str(folder), model, 3, case, extra)
+            made[key] = (folder, extra, results)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (3, 2), (4, 3), (2, 0)])
+@pytest.mark.parametrize("model", ["gpt", "odd"])
+def test_row01_an_engine_resumes_at_another_world_and_stage(saved, model, world, stage):
+    """PAIN_POINTS 1: parameters, moments, schedule and step count bit-equal; the loss goes on."""
+    folder, extra, expected = saved(model, "adamw", "fp32")
+    results = run_ranks(load_job, world, str(folder), model, stage, "adamw", extra)
+    assert all(found == expected[0][0] for found, _ in results)
+    if (world, stage) == (4, 3):
+        assert [losses for _, losses in results] == [losses for _, losses in expected]
+
+
+@pytest.mark.parametrize(
+    ("model", "case", "dtype"),
+    [
+        ("gpt", "adamw", "bf16"),
+        ("gpt", "adamw", "fp16"),
+        ("odd", "lion", "fp32"),
+        ("gpt", "lamb", "fp32"),
+        ("gpt", "muon", "fp32"),
+        ("odd", "adagrad", "fp32"),
+    ],
+)
+def test_other_dtypes_and_optimizers_reshard(saved, model, case, dtype):
+    folder, extra, expected = saved(model, case, dtype)
+    for world, stage in ((2, 2), (4, 3)):
+        results = run_ranks(load_job, world, str(folder), model, stage, case, extra)
+        assert all(found == expected[0][0] for found, _ in results)
+    assert [losses for _, losses in results] == [losses for _, losses in expected]
+
+
+def test_row34_a_tied_model_keeps_its_tie(saved):
+    folder, _, _ = saved("gpt", "adamw", "fp32")
+    checkpoint = Checkpoint.open(folder)
+    assert len(checkpoint.manifest.aliases) == 1
+    alias, name = next(iter(checkpoint.manifest.aliases.items()))
+    assert torch.equal(checkpoint.read(alias), checkpoint.read(name))
+
+
+def missing_job(rank: int, world: int, folder: str) -> list[str]:
+    engine = engine_of("gpt", 0, 3, world, "adamw", {})
+    assert engine.load_checkpoint(folder) == (None, None)
+    with pytest.raises(MissingCheckpoint) as caught:
+        engine.load_checkpoint(folder, tag="global_step7")
+    must = engine_of("gpt", 0, 2, world, "adamw", {"checkpoint": {"resume": "must"}})
+    with pytest.raises(MissingCheckpoint, match="must"):
+        must.load_checkpoint(folder)
+    return [str(caught.value)]
+
+
+def test_nothing_to_load(tmp_path):
+    first, second = run_ranks(missing_job, 2, str(tmp_path))
+    assert first == second and "global_step7" in first[0]
