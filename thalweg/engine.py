@@ -26,7 +26,7 @@ from thalweg.checkpoint.training import TrainingState
 from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
 from thalweg.data.batches import call_with, forever, loss_of, to_device
-from thalweg.data.for_engine import make_loader
+from thalweg.data.for_engine import EpochEnd, make_loader
 from thalweg.device import keep_freed_memory, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
@@ -115,6 +115,7 @@ class Engine(nn.Module):
         self._parts = parts
         self._training = TrainingState(parts, config, loader)
         self._window = parts.window
+        self._epoch_ends = EpochEnd(loader)
         self._sync = True
         self._batches: Iterator[Any] | None = None
         if self.optimizer is not None:
@@ -164,7 +165,8 @@ class Engine(nn.Module):
                 "step() needs an optimizer: give initialize() one, or name it in the config, as in "
                 '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
-        if not (self._window.end_micro_batch() or self._loader_is_done()):
+        epoch_ends = self._epoch_ends()
+        if not (self._window.end_micro_batch() or epoch_ends):
             return
         with self._parts.phases.span("step"):
             self.optimizer.step()
@@ -196,10 +198,6 @@ class Engine(nn.Module):
     def log_communication(self) -> str:
         """A table of what was communicated so far: kind, module, calls, MiB, ms."""
         return self.ledger.table(by_module=self.config.comms_logger.verbose)
-
-    def _loader_is_done(self) -> bool:
-        """Whether the engine's own loader has just given its epoch's last batch: the window ends there."""
-        return bool(getattr(self.training_dataloader, "at_epoch_end", False))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the window's last."""

@@ -33,3 +33,31 @@ def make_loader(
         drop_last=config.dataloader_drop_last,
         collate_fn=collate_fn,
     )
+
+
+class EpochEnd:
+    """Tells whether the micro-batch just trained on was the last of the loader's epoch.
+
+    Only a loader that is read in step with training can tell: one batch between two calls.
+    Batches from elsewhere, or read ahead into a list, end no epoch here.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._before = self._given()
+
+    def _given(self) -> tuple[int, int]:
+        """Epoch and batches of it handed over."""
+        if not hasattr(self._loader, "at_epoch_end"):
+            return 0, 0
+        if hasattr(self._loader, "position"):
+            plan = self._loader.plan
+            return self._loader.epoch, -(-self._loader.position // (plan.batch_size * plan.world_size))
+        return self._loader._epoch, self._loader._batches
+
+    def __call__(self) -> bool:
+        """Whether the window ends with this micro-batch because the epoch does."""
+        (old_epoch, old), (epoch, new) = self._before, self._given()
+        self._before = epoch, new
+        one = new - old == 1 if epoch == old_epoch else new == 1
+        return one and bool(getattr(self._loader, "at_epoch_end", False))

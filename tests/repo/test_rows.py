@@ -1,0 +1,38 @@
+"""Where each row of PAIN_POINTS that is promised today has its named test."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS = {
+    1: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    2: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    3: "tests/dist/test_rows.py::test_row03_a_ragged_epoch_equals_big_batches",
+    4: "tests/dist/test_parity.py::test_row04_stages_equal_one_process",
+    5: "tests/dist/test_rows.py::test_row05_random_delays_change_no_bit",
+    8: "tests/dist/test_engine.py::test_row08_a_random_branch_every_step",
+    12: "tests/dist/test_rows.py::test_row12_recomputation_with_dropout_changes_no_bit",
+    14: "tests/dist/test_engine.py::test_row14_three_engines_interleaved_equal_three_runs",
+    15: "tests/dist/test_engine.py::test_row15_two_losses_shared_modules_retained_graphs",
+    16: "tests/dist/test_engine.py::test_row16_the_unmodified_loop_gives_the_same",
+    17: "tests/dist/test_engine.py::test_row17_live_tensors_have_the_dtypes_of_the_config",
+    18: "tests/dist/test_rows.py::test_row18_a_model_without_hidden_size_takes_auto",
+    19: "tests/dist/test_rows.py::test_rows_18_19_20_bad_input_is_one_clear_error",
+    20: "tests/dist/test_rows.py::test_rows_18_19_20_bad_input_is_one_clear_error",
+    32: "tests/dist/test_engine.py::test_row32_memory_returns_after_an_engine",
+    37: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    40: "tests/dist/test_rows.py::test_row40_compiled_equals_eager",
+    44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",
+    46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_row_has_its_test(row):
+    path, _, name = ROWS[row].partition("::")
+    tree = ast.parse((ROOT / path).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
