@@ -39,6 +39,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thalweg.utils.log import get_logger
+from thalweg.zero._fsdp2 import groups_of
 from thalweg.zero.exchange import FullParameter, exchange
 from thalweg.zero.pending import is_pending, value_of
 from thalweg.zero.record import is_meta
@@ -59,9 +60,8 @@ class _Gathered:
 # another one finds here what the outer one has gathered.
 _open: dict[int, _Gathered] = {}
 
-# Roots of sharded models -> {name: sharded parameter}.  FSDP2 shows other objects under the
-# same names while a unit is unsharded.
-_roots: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[DTensor]]] = weakref.WeakKeyDictionary()
+# Roots of the sharded models of this process.
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def track(root: nn.Module) -> None:
@@ -70,8 +70,7 @@ def track(root: nn.Module) -> None:
     Between a forward and the next reshard FSDP2 shows unsharded parameters in its modules;
     with this knowledge a context finds the shards behind them.
     """
-    named = root.named_parameters()
-    _roots[root] = {name: weakref.ref(p) for name, p in named if isinstance(p, DTensor)}
+    _roots.add(root)
 
 
 class GatheredParameters:
@@ -116,7 +115,7 @@ class GatheredParameters:
         if not self.enabled:
             return
         self._owners = _owners(self.params, self.fwd_module)
-        behind: dict[int, DTensor] = {}
+        behind: dict[int, Tensor] = {}
         shown: dict[int, Tensor] = {}
         for root in self._owners:
             behind |= {id(param): shard for param, shard in _shown(root)}
@@ -223,23 +222,27 @@ def _distinct(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 def _owners(params: list[Tensor], fwd_module: nn.Module | None) -> list[nn.Module]:
     """Return the sharded models that any of ``params`` belongs to."""
-    if fwd_module is not None and fwd_module not in _roots:
-        _reshard(fwd_module)
+    if fwd_module is not None:
         track(fwd_module)
     wanted = {id(param) for param in params}
-    return [
-        root
-        for root, shards in list(_roots.items())
-        if any(id(ref()) in wanted for ref in shards.values())
-        or any(id(param) in wanted for param in root.parameters())
-    ]
+    return [root for root in list(_roots) if any(id(p) in wanted for pair in _pairs(root) for p in pair)]
 
 
-def _shown(root: nn.Module) -> list[tuple[Tensor, DTensor]]:
+def _pairs(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return (object that the modules show now, sharded parameter) for all of FSDP2's in ``root``."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for group in groups_of(root):
+        for param in group.params:
+            module, key = param.places[0]
+            shown = module._parameters[key]
+            assert shown is not None
+            pairs.append((shown, param.sharded))
+    return pairs
+
+
+def _shown(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (object that the modules show, its shard) for what is unsharded in ``root`` now."""
-    shown = dict(root.named_parameters())
-    pairs = [(shown[name], ref()) for name, ref in _roots[root].items() if name in shown]
-    return [(param, shard) for param, shard in pairs if shard is not None and param is not shard]
+    return [(param, shard) for param, shard in _pairs(root) if param is not shard]
 
 
 def _free_copies(root: nn.Module) -> None:

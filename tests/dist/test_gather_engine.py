@@ -1,0 +1,82 @@
+"""zero.Init and GatheredParameters with the engine: the same losses at each stage, also in a window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import thalweg
+from tests.harness import run_ranks
+from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.zero.gather import track
+
+SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
+
+
+def _engine(stage: int, build: str, accumulation: int, low: bool) -> thalweg.Engine:
+    torch.manual_seed(0)
+    if build == "init":
+        with thalweg.zero.Init():
+            model = GPT(SHAPE)
+    elif build == "meta":
+        with torch.device("meta"):
+            model = GPT(SHAPE)
+    else:
+        model = GPT(SHAPE)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": low},
+        "cpu_kernels": "torch",
+    }
+    engine, *_ = thalweg.initialize(model=model, config=config)
+    track(engine.module)
+    return engine
+
+
+def _train(
+    rank: int, world: int, stage: int, build: str, accumulation: int, low: bool, change: bool
+) -> list[float]:
+    engine = _engine(stage, build, accumulation, low)
+    draw = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    for micro in range(6):
+        tokens = torch.randint(0, 96, (1, 16), generator=draw)
+        loss = engine(tokens, tokens)
+        if micro == 3:  # in the middle of a window, between forward and backward
+            with thalweg.zero.GatheredParameters(engine.module.parameters()):
+                assert engine.module.wte.weight.shape == (96, 32)
+        engine.backward(loss)
+        losses.append(loss.item())
+        if micro in (2, 4):  # in the middle of a window for accumulation 2, else before a step
+            names = dict(engine.module.named_parameters())
+            with thalweg.zero.GatheredParameters(
+                [names["wte.weight"], names["norm.bias"]], modifier_rank=world - 1
+            ):
+                if change and rank == world - 1:
+                    engine.module.wte.weight.data.mul_(1.3)
+                    engine.module.norm.bias.data.fill_(0.1)
+        engine.step()
+        with torch.no_grad():
+            losses.append(engine(tokens, tokens).item())
+    full: dict[str, Tensor] = {}
+    for name, param in engine.module.named_parameters():
+        with thalweg.zero.GatheredParameters(param):
+            full[name] = param.detach().clone()
+    losses.append(sum(float(value.double().abs().sum()) for value in full.values()))
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+def test_all_stages_and_builds_agree(low: bool, accumulation: int) -> None:
+    expected = run_ranks(_train, 1, 0, "plain", accumulation, low, True)[0]
+    for stage, build in ((0, "init"), (1, "plain"), (2, "meta"), (3, "init")):
+        for losses in run_ranks(_train, 2, stage, build, accumulation, low, True):
+            assert losses == pytest.approx(expected, rel=1e-2 if low else 2e-6), (stage, build)
+    unchanged = run_ranks(_train, 2, 3, "init", accumulation, low, False)[0]
+    assert unchanged != pytest.approx(expected, rel=1e-2)  # negative control
