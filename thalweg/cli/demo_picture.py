@@ -32,7 +32,7 @@ def draw(path: Path, losses: list[float], *, vocabulary: int, held_out: float) -
     figure.savefig(path, format="png")
 
 
-def _smooth(values: list[float], keep: float = 0.9) -> list[float]:
+def _smooth(values: list[float], keep: float = 0.8) -> list[float]:
     """An exponential mean, corrected for its start as Adam's moments are."""
     mean, smooth = 0.0, []
     for count, value in enumerate(values, start=1):

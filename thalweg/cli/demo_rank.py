@@ -74,7 +74,8 @@ def train(settings: DemoSettings) -> None:
 
 def reload(settings: DemoSettings) -> None:
     """Load the checkpoint at world size 1, measure the same loss, write a sample to ``reloaded.json``."""
-    config = engine_config(settings) | {"jsonl_monitor": {"enabled": False}, "steps_per_print": None}
+    quiet = {"jsonl_monitor": {"enabled": False}, "steps_per_print": None, "log_level": "warning"}
+    config = engine_config(settings) | quiet
     blank = build_model(replace(settings, seed=settings.seed + 1))  # other weights: nothing may survive
     engine, _, _, _ = thalweg.initialize(model=blank, config=config)
     path, _ = engine.load_checkpoint(Path(settings.out) / "checkpoint")
@@ -111,20 +112,21 @@ def digest(weights: dict[str, Tensor]) -> str:
 
 @torch.no_grad()
 def held_out_loss(model: GPT, settings: DemoSettings) -> float:
-    """Mean cross-entropy in nats over the first held-out blocks: text that was not trained on."""
+    """Mean cross-entropy in nats over blocks spread evenly over the held-out text."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     blocks = PackedBlocks(open_tokens(Path(settings.out) / "held_out.npy"), settings.block_size, tail="drop")
     losses = []
-    for index in range(min(settings.held_out_blocks, len(blocks))):
-        block = blocks[index]
+    count = min(settings.held_out_blocks, len(blocks))
+    for index in range(count):
+        block = blocks[index * len(blocks) // count]
         losses.append(model(block["input_ids"][None], block["labels"][None]).double())
     torch.set_num_threads(threads)
     return torch.stack(losses).mean().item()
 
 
 @torch.no_grad()
-def generate(model: GPT, tokenizer: BytePairTokenizer, settings: DemoSettings, *, top_k: int = 40) -> str:
+def generate(model: GPT, tokenizer: BytePairTokenizer, settings: DemoSettings, *, top_k: int = 20) -> str:
     """Return a continuation of the prompt, sampled at temperature 0.8 from the ``top_k`` likeliest tokens."""
     dice = torch.Generator().manual_seed(settings.seed)
     tokens = [tokenizer.end_id, *tokenizer.encode(settings.prompt).tolist()]

@@ -23,7 +23,7 @@ class DemoSettings:
 
     out: str
     results: str
-    steps: int = 120
+    steps: int = 150
     stage: int = 3
     nproc: int = 2
     seed: int = 0
@@ -37,7 +37,7 @@ class DemoSettings:
     lr: float = 6e-3
     held_out_blocks: int = 128
     sample_tokens: int = 160
-    prompt: str = "def read_file(path):\n"
+    prompt: str = "    def __init__(self, name):\n        self._name = name\n"
 
     def save(self, path: Path) -> None:
         """Write the settings as JSON."""
