@@ -219,7 +219,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     places = _places(model)
     del named
     _fill(model, places, stores, mesh, options.precision, device)
-    _wrap(model, units, mesh, options, replicate)
+    # A home costs nothing to keep: only gathered copies are worth freeing between uses.
+    frees = options.policy.frees_parameters and wiring.placement == "wire"
+    _wrap(model, units, mesh, options, replicate, frees)
     sharded = Sharded(model, options, mesh, stores, wiring)
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _plant(sharded, places, mesh if replicate else None)
@@ -339,8 +341,9 @@ def _wrap(
     mesh: DeviceMesh,
     options: ShardOptions,
     replicate: bool,
+    frees: bool,
 ) -> None:
-    precision, policy = options.precision, options.policy
+    precision = options.precision
     low = precision.compute if precision.compute != torch.float32 else None
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=precision.reduce)
     plain = MixedPrecisionPolicy(reduce_dtype=precision.reduce, cast_forward_inputs=False)
@@ -350,7 +353,7 @@ def _wrap(
     for name in options.fp32_modules:
         fully_shard(model.get_submodule(name), mp_policy=plain, reshard_after_forward=False, **common)
     for module in units.values():
-        fully_shard(module, mp_policy=mixed, reshard_after_forward=policy.frees_parameters, **common)
+        fully_shard(module, mp_policy=mixed, reshard_after_forward=frees, **common)
     fully_shard(model, mp_policy=mixed, reshard_after_forward=False, **common)
 
 
