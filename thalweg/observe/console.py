@@ -7,6 +7,7 @@ asked to print (``--json``).
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import Any, TextIO
 
@@ -69,7 +70,12 @@ class ConsoleWriter:
 
             # A resumed job's bar starts where the job does, or its rate would be fiction.
             self._bar = tqdm(
-                total=self._total, initial=record.step - 1, file=self._stream, unit="step", dynamic_ncols=True
+                total=self._total,
+                initial=record.step - 1,
+                file=self._stream,
+                unit="step",
+                # A terminal that does not know its width says 0, and the bar would be empty.
+                dynamic_ncols=_width(self._stream) > 0,
             )
         self._bar.set_postfix_str(describe(record), refresh=False)
         self._bar.update(record.step - self._bar.n)
@@ -97,6 +103,13 @@ def build_console(config: Any, total_steps: int | None = None) -> Writer | None:
     if not every or math.isinf(every):
         return None
     return ConsoleWriter(every=max(1, int(every)), total_steps=total_steps)
+
+
+def _width(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def _short(value: float) -> str:
