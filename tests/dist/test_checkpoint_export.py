@@ -38,7 +38,7 @@ def write(rank: int, world: int, folder: str) -> list[str]:
     save_16bit(model, f"{folder}/16", torch.bfloat16, io=Fast(), max_shard_bytes=4000)
     save(f"{folder}/c", "t", collect(model), step=0, io=Fast())
     texts = []
-    for k in range(2, 20, 3):
+    for k in (2, 3, 5, 6):
         with pytest.raises(CheckpointError) as caught:
             save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else Fast())
         texts.append(str(caught.value))

@@ -20,7 +20,7 @@ from tests.unit.checkpoint_support import (
     saved_digest,
     tiny,
 )
-from thalweg.checkpoint import Checkpoint, CheckpointError, FileSystem, load, save
+from thalweg.checkpoint import Checkpoint, CheckpointError, FileSystem, Snapshot, load, save
 
 torch.set_num_threads(1)
 
@@ -155,7 +155,7 @@ class Volatile(FileSystem):
     def note(self, path: Path, *operation: object) -> None:
         self.pending.setdefault(path.parent, []).append(operation)
 
-    def open_write(self, path: Path) -> int:
+    def open_write(self, path: Path, *, direct: bool = False) -> int:
         self.step()
         handle = super().open_write(path)
         self.handles[handle] = path
@@ -295,3 +295,26 @@ def test_an_interrupted_replacement_is_finished_by_the_next_save(tmp_path):
     save(tmp_path, "b", tiny(3), step=3)
     assert entries(tmp_path) == {"a", "b", "latest", "x"}
     assert Checkpoint.open(tmp_path, "a").step == 2
+
+
+def big(seed: int) -> Snapshot:
+    """Enough for direct writes from several buffers, and a tail that no block divides."""
+    generator = torch.Generator().manual_seed(seed)
+    return Snapshot({"model/w": torch.randn(1_300_003, generator=generator)}, state={"seed": seed})
+
+
+def test_direct_writes_that_fail_or_are_killed_lose_nothing(tmp_path):
+    save(tmp_path, "a", big(1), step=1, io=Fast())
+    operations = count_operations(lambda io: save(tmp_path, "a", big(1), step=1, io=io)).log
+    names = [operation for operation, _ in operations]
+    writes = [k for k in range(names.index("rename")) if names[k] in ("pwrite", "truncate", "fsync")]
+    assert len(writes) > 6 and "truncate" in names
+    for k in writes:
+        with pytest.raises(CheckpointError, match="Input/output"):
+            save(tmp_path, "a", big(2), step=2, io=fail_at(k))
+        assert load(tmp_path).state["seed"] == 1
+        assert in_child(lambda k=k: save(tmp_path, "a", big(2), step=2, io=kill_at(k))) == 9
+        assert load(tmp_path).state["seed"] == 1
+    save(tmp_path, "a", big(3), step=3)
+    assert torch.equal(load(tmp_path).read("model/w"), big(3).tensors["model/w"])
+    assert entries(tmp_path) == {"a", "latest"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickletools
 import random
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy
@@ -30,6 +32,7 @@ from tests.unit.checkpoint_support import (
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
+    FileSystem,
     MismatchedCheckpoint,
     MissingCheckpoint,
     Probe,
@@ -42,6 +45,7 @@ from thalweg.checkpoint import (
     restore,
     save,
 )
+from thalweg.checkpoint.stream import BUFFER, SMALL, Stream
 
 torch.set_num_threads(1)
 
@@ -642,3 +646,30 @@ def test_on_a_gpu_state_and_generator_go_back_to_where_they_were(tmp_path, optio
         assert {k: v.device for k, v in optimizer.state.get(p, {}).items()} == {
             k: v.device for k, v in fresh.state.get(q, {}).items()
         }
+
+
+@pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4095, 4096, BUFFER - 1, BUFFER, BUFFER + 1])
+@pytest.mark.parametrize("direct", [True, False])
+def test_streams_of_every_length(tmp_path, extra, direct):
+    size = BUFFER + extra if direct else abs(extra) % SMALL
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy()
+    seen = hashlib.sha256()
+    probe = Probe()
+    with closing(Stream(probe, tmp_path / "x", size)) as stream:
+        for start in range(0, size, 700_001):
+            stream.append(data[start : start + 700_001].data, seen.update)
+        stream.finish()
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+    assert seen.hexdigest() == hashlib.sha256(data.tobytes()).hexdigest()
+    kept = [name for name, _ in probe.log if name not in ("pwrite", "truncate")]
+    assert kept == ["open_write", "fsync", "close"]
+
+
+def test_a_file_system_that_wants_other_alignment_gets_plain_writes(tmp_path):
+    io = FileSystem()
+    handle = io.open_write(tmp_path / "x", direct=True)
+    io.pwrite(handle, b"unaligned", 3)
+    io.close(handle)
+    assert (tmp_path / "x").read_bytes() == b"\0\0\0unaligned"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        io.pwrite(handle, b"x", 0)

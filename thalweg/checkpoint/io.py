@@ -9,6 +9,9 @@ power-loss replay has to reorder.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +22,17 @@ from typing import Any
 class FileSystem:
     """Plain POSIX files.  Each method is one operation; errors are the ``OSError`` of the system."""
 
-    def open_write(self, path: Path) -> int:
-        """Create ``path``, which must not exist yet, for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def open_write(self, path: Path, *, direct: bool = False) -> int:
+        """Create ``path``, which must not exist yet, for writing.
+
+        ``direct``: past the page cache where the file system can; such writes come from
+        aligned memory, at aligned offsets, in multiples of 4,096 bytes.
+        """
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if direct:
+            with contextlib.suppress(OSError):
+                _set_direct(handle, True)
+        return handle
 
     def open_read(self, path: Path) -> int:
         """Open ``path`` for reading."""
@@ -31,8 +42,17 @@ class FileSystem:
         """Write all of ``data`` (bytes or a buffer) at byte ``offset``."""
         view = memoryview(data).cast("B")
         while view.nbytes:
-            done = os.pwrite(handle, view, offset)
+            try:
+                done = os.pwrite(handle, view, offset)
+            except OSError as error:  # a stricter alignment than 4,096 bytes, or the rest of a short write
+                if error.errno != errno.EINVAL or not _set_direct(handle, False):
+                    raise
+                continue
             view, offset = view[done:], offset + done
+
+    def truncate(self, handle: int, size: int) -> None:
+        """Cut the file to ``size`` bytes."""
+        os.ftruncate(handle, size)
 
     def pread_into(self, handle: int, buffer: Any, offset: int) -> int:
         """Fill ``buffer`` from byte ``offset``; returns the bytes read, fewer only at the end of the file."""
@@ -94,6 +114,16 @@ class FileSystem:
             os.close(handle)
 
 
+def _set_direct(handle: int, on: bool) -> bool:
+    """Turn direct writing on or off; whether that changed anything."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    wanted = flags | direct if on else flags & ~direct
+    if wanted != flags:
+        fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
+    return wanted != flags
+
+
 OPERATIONS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
 
 
@@ -113,12 +143,12 @@ class Probe(FileSystem):
         if name not in OPERATIONS:
             return attribute
 
-        def watched(target: Any, *args: Any) -> Any:
+        def watched(target: Any, *args: Any, **options: Any) -> Any:
             index = len(self.log)
             self.log.append((name, target))
             if self.before is not None:
                 self.before(index, name, target)
-            return attribute(target, *args)
+            return attribute(target, *args, **options)
 
         return watched
 

@@ -30,7 +30,8 @@ from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, whole
 from thalweg.checkpoint.manifest import Head, Manifest, Piece
 from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.shards import SMALL, ShardReader
+from thalweg.checkpoint.shards import ShardReader
+from thalweg.checkpoint.stream import SMALL
 from thalweg.checkpoint.tree import decode
 from thalweg.utils.log import get_logger
 

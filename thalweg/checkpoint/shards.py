@@ -15,7 +15,6 @@ import json
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,8 @@ from thalweg.checkpoint.dtypes import DTYPES, header_dtype
 from thalweg.checkpoint.errors import DamagedCheckpoint
 from thalweg.checkpoint.io import FileSystem
 from thalweg.checkpoint.manifest import FileRecord, Piece
+from thalweg.checkpoint.stream import Stream
 
-SMALL = 1 << 20  # bytes below which handing work to a thread costs more than it saves
 BLOCK = 4 << 20  # bytes read and hashed at a time, small enough to stay in cache
 
 
@@ -81,48 +80,43 @@ def build_header(slots: Sequence[Slot]) -> bytes:
 class ShardWriter:
     """One new safetensors file, filled slot by slot in the order given; ``finish`` makes it durable.
 
-    Use it under ``contextlib.closing``: ``close`` lets go of file and thread, finished or not.
+    Use it under ``contextlib.closing``: ``close`` lets go of the file, finished or not.
     """
 
     def __init__(self, io: FileSystem, path: Path, slots: Sequence[Slot]) -> None:
-        self._io, self._left = io, list(slots)
-        self._header = build_header(slots)
-        self._position = len(self._header)
+        self._left = list(slots)
         self._digests: dict[str, str] = {}
-        self._hasher = ThreadPoolExecutor(1)  # hashes while this thread writes; both release the GIL
-        self._handle: int | None = io.open_write(path)
+        header = build_header(slots)
+        size = len(header) + sum(slot.nbytes for slot in slots)
+        self._record = FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header))
+        self._stream = Stream(io, path, size)
+        self._header: bytes | None = header  # written with the first slot, so that __init__ cannot half fail
 
     def put(self, key: str, value: torch.Tensor) -> None:
         """Write the values of the next slot, which must be ``key``."""
-        assert self._handle is not None
+        self._begin()
         slot = self._left.pop(0)
         data = raw_bytes(value)
         assert slot.key == key and data.nbytes == slot.nbytes, (slot, key, data.nbytes)
-        if data.nbytes < SMALL:
-            self._digests[key] = _sha256(data)
-            self._io.pwrite(self._handle, data, self._position)
-        else:
-            digest = self._hasher.submit(_sha256, data)
-            self._io.pwrite(self._handle, data, self._position)
-            self._digests[key] = digest.result()
-        self._position += data.nbytes
+        digest = hashlib.sha256()
+        self._stream.append(data, digest.update)
+        self._digests[key] = digest.hexdigest()
 
     def finish(self) -> Written:
-        """Write the header, flush to the disk, and return the checksums."""
-        assert self._handle is not None and not self._left, self._left
-        self._io.pwrite(self._handle, self._header, 0)
-        self._io.fsync(self._handle)
-        record = FileRecord(
-            size=self._position, header_bytes=len(self._header), header_sha256=_sha256(self._header)
-        )
-        return Written(record, self._digests)
+        """Flush to the disk and return the checksums."""
+        assert not self._left, self._left
+        self._begin()
+        self._stream.finish()
+        return Written(self._record, self._digests)
 
     def close(self) -> None:
-        """Let go of file and thread, finished or not."""
-        self._hasher.shutdown()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._io.close(handle)
+        """Let go of the file, finished or not."""
+        self._stream.close()
+
+    def _begin(self) -> None:
+        header, self._header = self._header, None
+        if header is not None:
+            self._stream.append(memoryview(header), lambda part: None)
 
 
 def _sha256(data: bytes | bytearray | memoryview) -> str:
