@@ -53,7 +53,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="thalweg-test-") as folder:
         store = str(Path(folder) / "store")
         processes = [
-            _context.Process(target=_rank_main, args=(fn, rank, world_size, store, init, results, args), daemon=False)
+            _context.Process(target=_rank_main, args=(fn, rank, world_size, store, init, results, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -76,7 +76,8 @@ def _collect(processes: list[Any], results: Any, world_size: int, timeout: float
         try:
             rank, error, value = results.get(timeout=0.2)
         except queue.Empty:
-            dead = [i for i, p in enumerate(processes) if not p.is_alive() and i not in outcome and i not in errors]
+            known = outcome.keys() | errors.keys()
+            dead = [i for i, p in enumerate(processes) if not p.is_alive() and i not in known]
             for rank in dead:
                 if processes[rank].exitcode not in (0, 1):
                     errors[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"

@@ -122,6 +122,4 @@ class GPT(nn.Module):
         logits_BTV = self.head(self.norm(x_BTD))
         if labels_BT is None:
             return logits_BTV
-        return F.cross_entropy(
-            logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=-100
-        )
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=-100)
