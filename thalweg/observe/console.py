@@ -14,6 +14,9 @@ from typing import Any, TextIO
 from thalweg.observe.record import StepRecord, Writer
 
 
+_WIDTH = 150
+
+
 def describe(record: StepRecord) -> str:
     """Return the parts of a record that a person watches, as ``loss 4.123 | 8.1k tok/s | ...``."""
     parts = []
@@ -69,13 +72,15 @@ class ConsoleWriter:
             from tqdm import tqdm
 
             # A resumed job's bar starts where the job does, or its rate would be fiction.
+            known = _width(self._stream) > 0
             self._bar = tqdm(
                 total=self._total,
                 initial=record.step - 1,
                 file=self._stream,
                 unit="step",
                 # A terminal that does not know its width says 0, and the bar would be empty.
-                dynamic_ncols=_width(self._stream) > 0,
+                dynamic_ncols=known,
+                ncols=None if known else _WIDTH,
             )
         self._bar.set_postfix_str(describe(record), refresh=False)
         self._bar.update(record.step - self._bar.n)
