@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from thalweg.observe.record import StepRecord, Writer
 
-
 _WIDTH = 150
 
 
