@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import recipes
+from thalweg.config import load_config
+
 ROOT = Path(__file__).parents[2]
 BARE = [sys.executable]
 TWO = [sys.executable, "-m", "thalweg", "run", "--nproc", "2"]
@@ -67,3 +70,23 @@ def test_an_example_shows_its_own_command():
         assert done.returncode == 0, done.stderr
         assert f"examples/{script.name}" in done.stdout
         assert "--steps" in done.stdout
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_recipes_are_valid_configurations(stage, precision):
+    config = load_config(
+        recipes.zero(stage, precision=precision, accumulation=2, total_steps=50), world_size=2
+    )
+    assert config.zero_optimization.stage == stage
+    assert config.train_batch_size == 16
+    assert (config.bf16.enabled, config.fp16.enabled) == (precision == "bf16", precision == "fp16")
+    assert load_config(recipes.zero3_bf16(), world_size=4).bf16.enabled
+    assert load_config(recipes.demo(), world_size=2).zero_optimization.stage == 3
+
+
+def test_the_examples_configuration_is_the_demos():
+    example = load_config(ROOT / "examples" / "ds_config.json", world_size=2)
+    demo = load_config(recipes.demo(), world_size=2)
+    assert example.zero_optimization.stage == demo.zero_optimization.stage
+    assert example.optimizer.type == demo.optimizer.type
