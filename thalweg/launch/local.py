@@ -174,7 +174,7 @@ def _rank_arguments(job: Job, folder: Path) -> list[str]:
 def _rank_environ(job: Job) -> dict[str, str]:
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.cores.threads))}
     if sys.platform.startswith("linux"):
-        # torch's tensors of 2 MiB and more in huge pages: a page fault each 4 KiB costs a tenth of a CPU step.
+        # Tensors of 2 MiB and more in huge pages: a fault each 4 KiB costs a tenth of a step on a CPU.
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
     if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform.startswith("linux"):
         # One host: without this gloo looks up the host's name, which may not resolve, and listens outside.
