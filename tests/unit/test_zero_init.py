@@ -192,6 +192,21 @@ def test_numpy_is_read_only_and_a_forward_pass_is_refused() -> None:
     assert model.wte.weight.detach().norm().item() == plain.wte.weight.detach().norm().item()
 
 
+def test_real_tensors_on_request() -> None:
+    plain, model = built(gpt, 64)
+    assert torch.equal(model.wpe.weight.to("cpu", torch.float64), plain.wpe.weight.double())
+    zeros = torch.zeros_like(model.wpe.weight, device="cpu")
+    assert type(zeros) is Tensor and not zeros.is_meta and not zeros.any()
+    assert torch.zeros_like(model.wpe.weight).is_meta
+    target = torch.empty(16, 32)
+    target.copy_(model.wpe.weight.detach())
+    assert torch.equal(target, plain.wpe.weight)
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    assert not has_pending(model)
+    assert torch.equal(model(torch.tensor([[1, 2]])), plain(torch.tensor([[1, 2]])))
+
+
 def test_row10_true_shapes_and_effective_initialisation() -> None:
     with Init():
         model = nn.Sequential(nn.Linear(100, 70), nn.Embedding(90, 80))

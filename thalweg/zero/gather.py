@@ -152,7 +152,7 @@ class GatheredParameters:
         if any(unsharded is x for x, _ in self._aliases):
             return
         spare = nn.Parameter(full.detach(), full.requires_grad)
-        torch._C._swap_tensor_impl(unsharded, spare)
+        exchange(unsharded, spare)
         self._aliases.append((unsharded, spare))
 
     def __exit__(
@@ -200,7 +200,7 @@ class GatheredParameters:
 
     def _restore(self) -> None:
         for param, alias in reversed(self._aliases):
-            torch._C._swap_tensor_impl(param, alias)
+            exchange(param, alias)
         for record in reversed(self._mine):
             requires_grad = record.param.requires_grad
             exchange(record.param, record.sharded)

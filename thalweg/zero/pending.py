@@ -232,7 +232,7 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     facts = facts_of(func)
     kwargs, elsewhere = _without_device(kwargs)
     call = _Call(func, facts, args, kwargs)
-    if elsewhere is not None:  # a result that is not on the CPU is real
+    if elsewhere is not None:
         where = {"device": elsewhere}
         return call.run(_alias, **where) if facts.blind else call.run_real(**where)
     if any(not is_meta(tensor) for tensor in call.written):
@@ -271,7 +271,6 @@ class _Call:
         chosen = [value for key, value in [*enumerate(args), *kwargs.items()] if key in facts.written]
         self.written: list[Tensor] = [leaf for leaf in leaves_of(chosen) if isinstance(leaf, Tensor)]
         self.origin: dict[int, Any] = {}  # id of what stood in for a tensor -> the tensor
-        self.stand_ins: list[Tensor] = []
 
     def check(self) -> None:
         """Refuse what has no value, and a forward pass before the model has values."""
@@ -288,7 +287,6 @@ class _Call:
         for tensor in self.tensors:
             if id(tensor) not in swapped:
                 swapped[id(tensor)] = convert(tensor)
-        self.stand_ins = list(swapped.values())
         self.origin = {id(swapped[id(tensor)]): tensor for tensor in self.tensors}
         leaves = [swapped[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = rebuild_call(self.spec, leaves)
@@ -402,8 +400,7 @@ def _is_empty(func: Any) -> bool:
 
 
 def _without_device(kwargs: dict[str, Any]) -> tuple[dict[str, Any], torch.device | None]:
-    """Split off the device: none for the CPU, which pending tensors stand for."""
+    """Split off the device on which a real result is asked for (inside a context not the CPU)."""
     device = kwargs.get("device")
-    if device is None or device.type in ("cpu", "meta"):
-        return {key: value for key, value in kwargs.items() if key != "device"}, None
-    return {key: value for key, value in kwargs.items() if key != "device"}, device
+    real = device is not None and device != META and (device != CPU or not local.recording)
+    return {key: value for key, value in kwargs.items() if key != "device"}, device if real else None
