@@ -133,11 +133,10 @@ def generate(model: GPT, tokenizer: BytePairTokenizer, settings: DemoSettings, *
     length = len(tokens)
     for _ in range(settings.sample_tokens):
         logits = model(torch.tensor([tokens[-settings.block_size :]]))[0, -1] / 0.8
+        logits[tokenizer.end_id] = -torch.inf  # the sample has the length that was asked for
         likeliest, ids = logits.topk(top_k)
         choice = torch.multinomial(likeliest.softmax(0), 1, generator=dice)
         tokens.append(int(ids[choice]))
-        if tokens[-1] == tokenizer.end_id:
-            break
     return tokenizer.decode(tokens[length:])
 
 
