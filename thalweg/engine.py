@@ -372,7 +372,9 @@ class Engine(nn.Module):
         ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
         """
         synchronize(self.device)
-        return self._training.save(save_dir, tag, client_state, latest=save_latest)
+        return self._training.save(
+            save_dir, tag, client_state, latest=save_latest, frozen=not exclude_frozen_parameters
+        )
 
     def load_checkpoint(
         self,

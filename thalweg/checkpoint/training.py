@@ -35,7 +35,13 @@ class TrainingState:
         self.global_samples = 0
 
     def save(
-        self, directory: str | Path, tag: str | None, client_state: Mapping[str, Any] | None, latest: bool
+        self,
+        directory: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        *,
+        latest: bool,
+        frozen: bool,
     ) -> Path:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
         parts, keep = self.parts, self.config.checkpoint.keep
@@ -46,7 +52,7 @@ class TrainingState:
         return save(
             directory,
             tag,
-            collect(parts.module, parts.optimizer, state=state),
+            collect(parts.module, parts.optimizer, state=state, frozen=frozen),
             step=self.global_steps,
             group=parts.mesh.get_group(),
             keep=None if keep == "all" else keep,
