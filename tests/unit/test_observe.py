@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import csv
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +175,28 @@ def test_a_terminal_gets_one_bar_also_after_a_resume():
     assert "loss 0.09" in text
     assert "eval/loss 2.5" in text
     assert text.count("\n") <= 3
+
+
+def test_a_terminal_without_a_size_gets_a_bar_too():
+    """A pseudo-terminal that nobody sized says 0 columns and 0 rows (as under `script`)."""
+    code = (
+        "from thalweg.observe import StepRecord\n"
+        "from thalweg.observe.console import ConsoleWriter\n"
+        "writer = ConsoleWriter(every=1, total_steps=3)\n"
+        "[writer.step(StepRecord(step=step, loss=1.5)) for step in (1, 2, 3)]\n"
+        "writer.close()\n"
+    )
+    ours, theirs = os.openpty()
+    environ = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=60, env=environ)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(ours, 4096):
+            text += piece
+    os.close(ours)
+    assert b"3/3" in text
+    assert b"loss 1.5" in text
 
 
 def test_tensorboard_holds_the_scalars_of_both_runs(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from thalweg.observe.record import StepRecord, Writer
 
-_WIDTH = 150
+_SIZE = (150, 24)
 
 
 def describe(record: StepRecord) -> str:
@@ -77,9 +77,10 @@ class ConsoleWriter:
                 initial=record.step - 1,
                 file=self._stream,
                 unit="step",
-                # A terminal that does not know its width says 0, and the bar would be empty.
+                # A terminal that does not know its size says 0 x 0, and the bar would not be drawn.
                 dynamic_ncols=known,
-                ncols=None if known else _WIDTH,
+                ncols=None if known else _SIZE[0],
+                nrows=None if known else _SIZE[1],
             )
         self._bar.set_postfix_str(describe(record), refresh=False)
         self._bar.update(record.step - self._bar.n)
