@@ -31,6 +31,7 @@ from thalweg.device import keep_freed_memory, pick_device, return_freed_memory, 
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
 from thalweg.utils.log import enable_console, get_logger
+from thalweg.zero.init import paused
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
@@ -83,15 +84,16 @@ def initialize(
     if device.type == "cpu":
         keep_freed_memory()
     loader = make_loader(training_data, resolved, world.get_local_rank(), world.size(), collate_fn)
-    parts = assemble(
-        model,
-        world,
-        resolved,
-        device,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-    )
+    with paused():  # a caller may still be inside `with zero.Init():`
+        parts = assemble(
+            model,
+            world,
+            resolved,
+            device,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+        )
     engine = Engine(parts, resolved, loader)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

@@ -471,3 +471,33 @@ def _cross_entropy_outside(rank, world):
 
 def test_loss_outside_of_the_model():
     assert max(run_ranks(_cross_entropy_outside, 2)) < 1e-4
+
+
+def _init_and_gather(rank, world, stage):
+    """A model built on meta inside the context trains like one built plainly; full parameters can be set."""
+    import thalweg
+
+    torch.manual_seed(0)
+    with thalweg.zero.Init():
+        model = tiny_gpt()
+        engine = start(model, stage)
+    plain = start(tiny_gpt(), stage)
+    losses = [[], []]
+    for step in range(3):
+        for found, one in zip(losses, (engine, plain), strict=True):
+            loss = one(*mine(step, rank, world))
+            one.backward(loss)
+            one.step()
+            found.append(loss.item())
+    weight = engine.module.norm.weight
+    with thalweg.zero.GatheredParameters(weight, modifier_rank=0):
+        shape = tuple(weight.shape)
+        if rank == 0:
+            nn.init.constant_(weight, 2.0)
+    changed = engine(*mine(9, rank, world)).item() != plain(*mine(9, rank, world)).item()
+    return losses[0] == losses[1], shape, changed, float(full(weight).min())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_init_inside_the_context_and_gathered_writes(stage):
+    assert run_ranks(_init_and_gather, 2, stage) == [(True, (24,), True, 2.0)] * 2

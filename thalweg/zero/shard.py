@@ -25,7 +25,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import Ledger
 from thalweg.zero import _fsdp2
+from thalweg.zero.gather import track
 from thalweg.zero.homes import Slot, Store, arena_bytes, publish
+from thalweg.zero.init import has_pending, materialize
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
 from thalweg.zero.wiring import Wiring, plan_wiring
@@ -230,6 +232,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     sharded._reducers = wiring.connect(sharded.groups)
     if wiring.placement != "wire":
         sharded._install_homes()
+    track(model)
     sharded.set_loss_scale(1.0)
     sharded.prepare_backward(last=True)
     return sharded
@@ -294,10 +297,7 @@ def _fill(
         else:
             held[name] = agree(full).clone()
 
-    pending = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    if pending:
-        from thalweg.zero.init import materialize
-
+    if has_pending(model):
         materialize(model, sink, device=str(device))
     for name, where in places.items():
         parameter = where[0][0]._parameters[where[0][1]]
