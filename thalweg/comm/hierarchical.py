@@ -25,6 +25,7 @@ from torch import Tensor
 from thalweg.comm.arena import Arena, host_key
 from thalweg.comm.ledger import Ledger
 from thalweg.comm.plain import gather_flat
+from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.ring import Ring
 from thalweg.comm.sums import sum_rows
 
@@ -84,7 +85,7 @@ def _own_group(parts: Sequence[Sequence[int]], rank: int, group: dist.ProcessGro
     return own
 
 
-class HierarchicalReduceScatter:
+class HierarchicalReduceScatter(Reducer):
     """Reduce-scatter of one module's gradients over both levels, in the form that FSDP2 takes."""
 
     def __init__(
@@ -96,18 +97,12 @@ class HierarchicalReduceScatter:
         ledger: Ledger | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        self._hosts, self._ring, self._name = hosts, ring, name
-        self._ledger, self._output_dtype = ledger or Ledger(), output_dtype
+        super().__init__(name, ledger, output_dtype)
+        self._hosts, self._ring = hosts, ring
         self._rows = hosts.shards_of_peers(rank)
-        self._has_input = False
-        self.divisor = 1.0
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; the input is a slot of the arena, the output private."""
-        self._has_input = not self._has_input
-        if self._has_input:
-            return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
-        return torch.empty(*size, dtype=self._output_dtype or dtype, device=device)
+    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
 
     def __call__(
         self,
@@ -163,7 +158,7 @@ class HierarchicalAllGather:
         return None
 
 
-class HierarchicalAllReduce:
+class HierarchicalAllReduce(MeshOfOneReducer):
     """Mean of one module's gradients over both levels, for FSDP2 over a mesh of one rank."""
 
     def __init__(
@@ -174,19 +169,8 @@ class HierarchicalAllReduce:
         ledger: Ledger | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        self._hosts, self._ring, self._name = hosts, ring, name
-        self._ledger, self._output_dtype = ledger or Ledger(), output_dtype
-        self._has_input = False
-        self.divisor = 1.0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; called for the input, then for the output."""
-        wanted = self._output_dtype if self._has_input and self._output_dtype else dtype
-        self._has_input = not self._has_input
-        return torch.empty(*size, dtype=wanted, device=device)
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise AssertionError("a mesh of one rank has no reduce-scatter")
+        super().__init__(name, ledger, output_dtype)
+        self._hosts, self._ring = hosts, ring
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""

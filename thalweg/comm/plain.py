@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.ledger import Ledger
+from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.sums import sum_rows
 
 
@@ -42,21 +43,13 @@ class PlainAllGather:
             return gather_flat(output_tensor, input_tensor, group, async_op)
 
 
-class AllToAllReduceScatter:
+class AllToAllReduceScatter(Reducer):
     """Reduce-scatter as an all-to-all and a local sum."""
 
     def __init__(
         self, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
     ) -> None:
-        self._name, self._ledger, self._output_dtype = name, ledger or Ledger(), output_dtype
-        self._has_input = False
-        self.divisor = 1.0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; called for the input, then for the output."""
-        wanted = self._output_dtype if self._has_input and self._output_dtype else dtype
-        self._has_input = not self._has_input
-        return torch.empty(*size, dtype=wanted, device=device)
+        super().__init__(name, ledger, output_dtype)
 
     def __call__(
         self,
@@ -77,8 +70,8 @@ class AllToAllReduceScatter:
         return None
 
 
-class PlainAllReduce:
-    """Mean over ``group`` for FSDP2 over a mesh of one rank (see :class:`.ring.SharedAllReduce`)."""
+class PlainAllReduce(MeshOfOneReducer):
+    """Mean over ``group`` of one module's gradients."""
 
     def __init__(
         self,
@@ -87,19 +80,8 @@ class PlainAllReduce:
         ledger: Ledger | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        self._group, self._name, self._ledger = group, name, ledger or Ledger()
-        self._output_dtype = output_dtype
-        self._has_input = False
-        self.divisor = 1.0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; called for the input, then for the output."""
-        wanted = self._output_dtype if self._has_input and self._output_dtype else dtype
-        self._has_input = not self._has_input
-        return torch.empty(*size, dtype=wanted, device=device)
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise AssertionError("a mesh of one rank has no reduce-scatter")
+        super().__init__(name, ledger, output_dtype)
+        self._group = group
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""

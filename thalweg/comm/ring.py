@@ -14,7 +14,6 @@ ranks that reduce different modules find out at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from math import prod
 
@@ -23,12 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.arena import BANK, CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
-from thalweg.comm.buffer import Lender
 from thalweg.comm.ledger import Ledger
+from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.sums import sum_rows
-
-_AVERAGE = dist.ReduceOp.AVG
-
 
 # A common slot is in use until the call after the next.
 LAG = 2
@@ -102,48 +98,21 @@ class Ring:
         return self.arena.tensor(self._offsets[rank][self._sequence % self.depth], shape, dtype)
 
 
-class _SlotInput:
-    """``allocate`` for a reduction: first the input, from the ring; then the private output."""
-
-    def __init__(self, ring: Ring, name: str, ledger: Ledger, output_dtype: torch.dtype | None) -> None:
-        self._ring, self._name, self._ledger = ring, name, ledger
-        self._output_dtype = output_dtype
-        self._input: Tensor | None = None
-        self._lender = Lender()
-        # What FSDP2's average is divided by besides the number of ranks: the loss scale.
-        self.divisor = 1.0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; the input of a reduction is this rank's slot, its output private memory."""
-        if self._input is None:
-            self._input = self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
-            return self._input
-        # A low-precision sum is kept in the master's dtype: FSDP2 would cast it there next.
-        return self._lender.take(size, self._output_dtype or dtype)
-
-    def _sum(self, output: Tensor, shape: Sequence[int], own_row: bool, scale: float, kind: str) -> None:
-        assert self._input is not None
-        start, ring, dtype = time.perf_counter(), self._ring, self._input.dtype
-        full_bytes = self._input.nbytes
-        self._input = None
-        rows = ring.exchange(self._name, shape, dtype)
-        if own_row:
-            rows = [row[ring.arena.rank] for row in rows]
-        sum_rows(rows, output, scale / self.divisor)
-        ring.done()
-        seconds, world_size = time.perf_counter() - start, ring.arena.world_size
-        self._ledger.record(
-            kind, self._name, "shared", full_bytes=full_bytes, world_size=world_size, seconds=seconds
-        )
-
-
-class SharedReduceScatter(_SlotInput):
-    """Reduce-scatter of one module's gradients through ``ring``; averages divide by ``divisor`` too."""
+class _SlotReducer(Reducer):
+    """A reduction whose input is this rank's slot of a ring."""
 
     def __init__(
         self, ring: Ring, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(ring, name, ledger or Ledger(), output_dtype)
+        super().__init__(name, ledger, output_dtype)
+        self._ring = ring
+
+    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
+
+
+class SharedReduceScatter(_SlotReducer):
+    """Reduce-scatter of one module's gradients through ``ring``."""
 
     def __call__(
         self,
@@ -153,32 +122,35 @@ class SharedReduceScatter(_SlotInput):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        world_size = self._ring.arena.world_size
-        scale = 1.0 / world_size if op == _AVERAGE else 1.0
-        shape = (world_size, input_tensor.numel() // world_size)
-        self._sum(output_tensor, shape, True, scale, "reduce_scatter")
+        ring, world_size = self._ring, self._ring.arena.world_size
+        scale = 1.0 / world_size if op == dist.ReduceOp.AVG else 1.0
+        with self._ledger.timed(
+            "reduce_scatter", self._name, "shared", full_bytes=input_tensor.nbytes, world_size=world_size
+        ):
+            shape = (world_size, input_tensor.numel() // world_size)
+            slots = ring.exchange(self._name, shape, input_tensor.dtype)
+            sum_rows([slot[ring.arena.rank] for slot in slots], output_tensor, scale / self.divisor)
+            ring.done()
         return None
 
 
-class SharedAllReduce(_SlotInput):
-    """All-reduce (mean) of one module's gradients, for FSDP2 over a mesh of one rank.
+class SharedAllReduce(_SlotReducer, MeshOfOneReducer):
+    """All-reduce (mean) of one module's gradients through ``ring``."""
 
-    FSDP2 copies such gradients from input to output without a collective; give
-    :meth:`reduce` to ``set_all_reduce_hook``, which it then calls with the output.
-    """
-
-    def __init__(
-        self, ring: Ring, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(ring, name, ledger or Ledger(), output_dtype)
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise AssertionError("a mesh of one rank has no reduce-scatter")
+    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._dtype = dtype
+        return super()._new_input(size, dtype, device)
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""
-        scale = 1.0 / self._ring.arena.world_size
-        self._sum(output, output.shape, False, scale, "all_reduce")
+        ring, world_size = self._ring, self._ring.arena.world_size
+        full_bytes = output.numel() * self._dtype.itemsize
+        with self._ledger.timed(
+            "all_reduce", self._name, "shared", full_bytes=full_bytes, world_size=world_size
+        ):
+            slots = ring.exchange(self._name, output.shape, self._dtype)
+            sum_rows(slots, output, 1.0 / (world_size * self.divisor))
+            ring.done()
 
 
 class SharedAllGather:
