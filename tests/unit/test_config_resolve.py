@@ -297,7 +297,6 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis"),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
-    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ({"prescale_gradients": True, "gradient_allreduce_op": "sum"}, "prescale_gradients"),
     ({"activation_checkpointing": {"every": 2}}, "activation_checkpointing.every"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),

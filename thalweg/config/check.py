@@ -74,11 +74,6 @@ CONFLICTS = (
         "false, or bf16.enabled to be true",
     ),
     Conflict(
-        ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
-        lambda states, master: states and not master,
-        "false, or bf16.bf16_master_weights_and_grads to be true",
-    ),
-    Conflict(
         ("prescale_gradients", "gradient_allreduce_op"),
         lambda prescale, op: prescale and op == "sum",
         'false, because gradient_allreduce_op is "sum", which divides by nothing',
