@@ -14,7 +14,6 @@ and has no public form:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -96,11 +95,6 @@ class Param:
         """Shape of a shard with its padding: the same on every rank."""
         return self._inner.padded_sharded_param_size
 
-    @property
-    def local_shape(self) -> torch.Size:
-        """Shape of this rank's shard without padding."""
-        return self._inner.sharded_size
-
     def replant(self, padded_local: Tensor, replicated_on: DeviceMesh | None) -> None:
         """Make ``padded_local`` (padded shard shape) the storage of the sharded parameter.
 
@@ -127,13 +121,6 @@ class Param:
         inner = self._inner
         inner._unsharded_param = nn.Parameter(home, requires_grad=inner.sharded_param.requires_grad)
 
-    def replanted_at(self, padded_local: Tensor) -> bool:
-        """Whether the shard still lies where :meth:`replant` put it."""
-        data = self._inner._sharded_param_data
-        local = self._inner.sharded_param._local_tensor
-        same = data.data_ptr() == padded_local.data_ptr()
-        return same and (local.numel() == 0 or local.data_ptr() == padded_local.data_ptr())
-
 
 def groups_of(root: nn.Module) -> list[Group]:
     """All parameter groups below ``root``, in module order, the root's own first."""
@@ -157,17 +144,6 @@ def abandon_iteration(root: FSDPModule) -> None:
     """Bring FSDP2 back to rest after a forward or backward that raised."""
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
-
-
-def register_root_hook(
-    modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any]
-) -> list[Any]:
-    """Run ``before`` ahead of FSDP2's pre-forward hook and ``after`` behind its forward hook."""
-    handles = []
-    for module in modules:
-        handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.append(module.register_forward_hook(after))
-    return handles
 
 
 def _has_unsharded_grad(param: Any) -> bool:
