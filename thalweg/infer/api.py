@@ -1,0 +1,334 @@
+"""What an inference engine promises: requests in, tokens out, one step at a time.
+
+The picture: a caller (the server, ``generate``, a rollout) puts :class:`Request` objects into an
+:class:`EngineCore` with ``add`` and calls ``step`` for as long as ``has_work`` is true.  Each step runs the
+model once over a batch that mixes decoding requests with pieces of prompts, and returns a
+:class:`RequestOutput` for every sequence that got tokens or ended.  A request with ``n`` samples has ``n``
+sequences, told apart by ``RequestOutput.index``; each of them ends exactly once, with a ``finish_reason``.
+
+The invariants:
+
+- What a request generates depends on its prompt, its parameters and its seed, never on what else runs.
+- An engine belongs to one thread: no method may be called while another is running.
+- Whoever adds a request hears of its end from ``step``, whatever happens, unless he aborted it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the generated text must look like: exactly one of the fields is set."""
+
+    json_schema: str | None = None
+    """A JSON schema, as JSON text; ``"{}"`` for any JSON value."""
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.json_schema, self.regex, self.choices) if x is not None]
+        if len(given) != 1:
+            raise ValueError("a Structure needs exactly one of json_schema, regex, choices")
+        if self.choices is not None and not self.choices:
+            raise ValueError("choices is empty: name at least one text")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.  Raises ValueError that names the field and its range.
+
+    The order of processing: penalties and ``logit_bias``, end tokens masked before ``min_tokens``,
+    temperature, ``top_k``, ``top_p``, ``min_p``, as in Hugging Face's ``generate``.
+    """
+
+    max_tokens: int | None = None
+    """Tokens to generate at most; None: until the model's length is full."""
+    min_tokens: int = 0
+    """End tokens and ``stop_token_ids`` are masked until so many tokens are there; stop strings ignored."""
+    n: int = 1
+    """Independent samples of the same prompt (which is computed once)."""
+    temperature: float = 1.0
+    """0 chooses the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set whose probability reaches top_p (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens in prompt or output (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens that were generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time a token was generated."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    """Texts that end the sequence; the text from there on is not returned."""
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    """Return the stop string or end token's text as well."""
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens."""
+    seed: int | None = None
+    """Makes the samples reproducible, whatever else is in the batch; sample i draws from (seed, i)."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of so many most likely ones; None: none, 0: the chosen one.
+
+    Of the raw distribution, before penalties and temperature."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, in the sequence's first output; turns prefix hits off."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    structure: Structure | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            whole = name in _WHOLE
+            if not (_is_number(value) and low <= value <= high and (isinstance(value, int) or not whole)):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{name} is {value!r}; it must be {kind} from {low} to {high}")
+        if self.repetition_penalty <= 0:
+            raise ValueError("repetition_penalty must be above 0; 1 leaves the logits as they are")
+        if self.top_p <= 0:
+            raise ValueError("top_p must be above 0; 1 keeps every token")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError("stop must be a tuple of texts, none of them empty")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or not _is_number(bias) or abs(bias) > 100:
+                raise ValueError("logit_bias maps token ids to numbers from -100 to 100")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn at random."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_MANY = 2**31 - 1
+_WHOLE = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs")
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, _MANY),
+    ("min_tokens", 0, _MANY),
+    ("n", 1, 1024),
+    ("temperature", 0, 100),
+    ("top_k", 0, _MANY),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, 100),
+    ("presence_penalty", -100, 100),
+    ("frequency_penalty", -100, 100),
+    ("seed", -(2**63), 2**64 - 1),
+    ("logprobs", 0, 1000),
+    ("prompt_logprobs", 0, 1000),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, as token ids, and what to make of it."""
+
+    request_id: str
+    """The caller's name for it; unique among the requests that have not ended."""
+    prompt: Sequence[int]
+    params: SamplingParams = SamplingParams()
+    priority: int = 0
+    """Lower goes first, and is preempted last; among equals, first come, first served."""
+    adapter: str | None = None
+    """Name of a LoRA adapter that the engine holds."""
+    cache_salt: str = ""
+    """Prefixes are shared only among requests with the same salt."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of a token, and the most likely ones in its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one sequence.  The deltas of all steps make up the whole."""
+
+    request_id: str
+    index: int
+    """Which of the ``n`` samples."""
+    token_ids: tuple[int, ...] = ()
+    """New tokens, an end token included."""
+    text: str = ""
+    """New text; lags behind the tokens while a character is incomplete or a stop string may be on its way.
+    Empty in an engine without a tokenizer."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each new token, where asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In the first output, where asked for; None for the first token, which nothing precedes."""
+    finish_reason: FinishReason | None = None
+    """Set in the last output of the sequence, and only there."""
+    stop_reason: int | str | None = None
+    """The end token or stop string, where ``finish_reason`` is ``stop``."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that a cached prefix saved."""
+    num_generated_tokens: int = 0
+    """So far, in this sequence."""
+    error: str | None = None
+    """What went wrong, where ``finish_reason`` is ``error``."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether this sequence has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges of this moment, and counters since the engine was made."""
+
+    running: int = 0
+    """Sequences that hold KV blocks and take part in steps."""
+    waiting: int = 0
+    """Sequences that are queued, preempted ones included."""
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    """Blocks that a running sequence holds; blocks kept only for prefix hits count as free."""
+    kv_blocks_cached: int = 0
+    """Free blocks that still hold a prefix."""
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests, cached ones included."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    """Sequences that ended, by finish reason."""
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks if self.kv_blocks else 0.0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a caller needs to know of the model."""
+
+    name: str
+    kind: Literal["causal", "encoder", "seq2seq"]
+    max_length: int
+    """Prompt and generated tokens together, at most."""
+    vocab_size: int
+    dtype: str
+    """``fp32``, ``bf16`` or ``fp16``: what the activations are in."""
+    quantize: str | None = None
+    """``int8`` or ``int4`` where the weights are quantised."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that requests may name."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load and run a model; the defaults suit a server.
+
+    ``thalweg.infer.load_engine(model, options=EngineOptions(), tokenizer=None) -> EngineCore`` takes them
+    together with the directory of a Hugging Face model, or a live one.
+    """
+
+    dtype: str = "auto"
+    """``fp32``, ``bf16``, ``fp16``; ``auto``: bf16 where the processor multiplies it, else fp32."""
+    quantize: str | None = None
+    """``int8`` or ``int4``: weights of linear layers, packed at load."""
+    max_length: int | None = None
+    """Prompt and output together; by default what the model was made for."""
+    kv_memory: int | None = None
+    """Bytes for the KV cache; by default room for ``max_batch`` sequences, within half of the free memory."""
+    block_size: int = 16
+    """Tokens in a KV block."""
+    max_batch: int = 64
+    """Sequences that run together."""
+    max_step_tokens: int = 512
+    """Tokens of one step: decoding ones and pieces of prompts together (Dynamic SplitFuse)."""
+    prefix_cache: bool = True
+    batch_invariant: bool = False
+    """Compute each sequence alone, with shapes that do not depend on the batch: slow, bitwise repeatable."""
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "fp32", "bf16", "fp16"):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be auto, fp32, bf16 or fp16")
+        if self.quantize not in (None, "int8", "int4"):
+            raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
+        for name in ("block_size", "max_batch", "max_step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@runtime_checkable
+class EngineCore(Protocol):
+    """A model that works off requests.  Belongs to one thread."""
+
+    facts: ModelFacts
+    tokenizer: Any
+    """A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises ValueError, and leaves the engine as it was, when the request can never run: an empty prompt,
+        one that leaves no room to generate, a token outside the vocabulary, a name in use, no such adapter.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; no further outputs come.  Unknown names are ignored."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run the model once and return what every sequence got; empty when there is no work.
+
+        A failure that concerns one request is that request's output with ``finish_reason`` ``error``; an
+        exception means that the engine is broken.
+        """
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a request is queued or running."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the gauges and counters; cheap."""
+        ...
+
+    def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """Return embeddings, fp32 (len(prompts), width): the mean over tokens of the last hidden states.
+
+        Raises ValueError where the model offers none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything; what is still queued is dropped."""
+        ...
