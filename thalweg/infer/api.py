@@ -95,7 +95,8 @@ class SamplingParams:
             if value is None and name in _MAY_BE_NONE:
                 continue
             whole = name in _WHOLE
-            if not (_is_number(value) and low <= value <= high and (isinstance(value, int) or not whole)):
+            good = _is_number(value) and (isinstance(value, int) or not whole)
+            if not good or value is None or not low <= value <= high:
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{name} is {value!r}; it must be {kind} from {low} to {high}")
         if self.repetition_penalty <= 0:
