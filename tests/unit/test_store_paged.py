@@ -1,0 +1,97 @@
+"""Memory whose pages come and go under tensors that stay, and the ring of buffers over it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from thalweg.store import PagedMemory, Ring, SwapFile, memfd
+from thalweg.store.regions import PAGE
+
+MIB = 1 << 20
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pages_leave_and_tensors_stay(shared: bool) -> None:
+    handle = memfd(64 * MIB) if shared else None
+    memory = PagedMemory(64 * MIB, handle)
+    start = memory.region(32 * MIB)
+    keep = memory.region(MIB)
+    tensor = memory.tensor(start, (8 * MIB,), torch.float32)
+    neighbour = memory.tensor(keep, (1000,), torch.float32)
+    before = _resident()
+    tensor.fill_(3)
+    neighbour.fill_(4)
+    address = tensor.data_ptr()
+    assert _resident() - before > 28 * MIB
+    memory.drop(start, 32 * MIB)
+    assert _resident() - before < 6 * MIB
+    tensor[:5] = 2
+    assert tensor.data_ptr() == address and tensor[:5].sum() == 10
+    assert neighbour.sum() == 4000
+    if handle is not None:
+        os.close(handle)
+
+
+def test_autograd_survives_an_eviction(tmp_path: Path) -> None:
+    """Saved weights are dropped between forward and backward and read back into the same place."""
+    torch.manual_seed(0)
+    value, x = torch.randn(300, 300), torch.randn(7, 300)
+    reference = value.clone().requires_grad_()
+    (x @ reference).tanh().sum().backward()
+
+    memory = PagedMemory(MIB)
+    weight = memory.tensor(memory.region(value.nbytes), value.shape, value.dtype)
+    with SwapFile(tmp_path, MIB) as swap:
+        weight.copy_(value)
+        swap.write(0, weight).wait()
+        leaf = weight.detach().requires_grad_()
+        loss = (x @ leaf).tanh().sum()
+        memory.drop(0, round(value.nbytes))
+        swap.read(0, weight).wait()
+        loss.backward()
+    assert torch.equal(leaf.grad, reference.grad)
+
+
+def test_two_mappings_of_one_memfd_share() -> None:
+    handle = memfd(MIB)
+    one, two = PagedMemory(MIB, handle), PagedMemory(MIB, handle)
+    os.close(handle)
+    one.tensor(PAGE, (100,), torch.int32).fill_(5)
+    assert two.tensor(PAGE, (100,), torch.int32).sum() == 500
+    two.drop(0, MIB)
+    assert one.tensor(PAGE, (100,), torch.int32).sum() == 0
+
+
+def test_regions_and_errors() -> None:
+    memory = PagedMemory(4 * MIB)
+    first = memory.region(3 * MIB)
+    with pytest.raises(ValueError, match="do not fit"):
+        memory.region(2 * MIB)
+    memory.free(first)
+    assert memory.region(4 * MIB) == first
+    handle = memfd(MIB)
+    with pytest.raises(ValueError, match="fewer"):
+        PagedMemory(64 * MIB, handle)
+    os.close(handle)
+    tensor = memory.tensor(8, (3,), torch.float64)
+    assert memory.locate(tensor) == 8 and memory.locate(torch.zeros(3)) is None
+
+
+def test_a_ring_gives_aligned_buffers_in_turn() -> None:
+    ring = Ring(3, 10_000)
+    assert ring.nbytes == 3 * PAGE and len(ring) == 3
+    assert all(ring[i].data_ptr() % PAGE == 0 for i in range(3))
+    assert ring[4].data_ptr() == ring[1].data_ptr() != ring[0].data_ptr()
+    ring[0].fill_(1)
+    ring[1].fill_(2)
+    assert int(ring[0].sum()) == ring.nbytes
+    ring.drop()
+    ring.close()

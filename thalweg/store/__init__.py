@@ -1,0 +1,36 @@
+"""Storage behind tensors that keep their identity: device, host memory, and a disk.
+
+    SwapFile     nvme.py     a file without a name: mapped views, and direct transfers from threads
+    PagedMemory  paged.py    host memory whose pages come and go under tensors that stay
+    Ring         buffers.py  a fixed number of aligned buffers that a stream passes through
+    Tier         tiers.py    put / prefetch / get / release, the same for all three places
+    Ticket       io.py       a transfer under way
+    Disk         disk.py     the system calls, replaceable
+
+Nothing here knows of models or optimisers.  No thread starts and no memory is taken at import.
+"""
+
+from __future__ import annotations
+
+from thalweg.store.buffers import Ring
+from thalweg.store.disk import Disk
+from thalweg.store.io import Ticket, together
+from thalweg.store.nvme import SwapError, SwapFile
+from thalweg.store.paged import PagedMemory, memfd
+from thalweg.store.tiers import DeviceTier, HostTier, NvmeTier, Tier, aligned_empty
+
+__all__ = [
+    "DeviceTier",
+    "Disk",
+    "HostTier",
+    "NvmeTier",
+    "PagedMemory",
+    "Ring",
+    "SwapError",
+    "SwapFile",
+    "Ticket",
+    "Tier",
+    "aligned_empty",
+    "memfd",
+    "together",
+]

@@ -1,0 +1,107 @@
+"""Threads that move bytes while Python computes, and the tickets they give out.
+
+``preadv`` and ``pwritev`` release the interpreter, so a handful of threads keeps a disk busy; what they cost
+is the hand-over, some 30 us a block.  Threads start at the first transfer, never at import, and end at
+``close`` or with the interpreter.  A forked child has none of its parent's threads: it gets its own at its
+first transfer, and waiting there for a ticket of the parent is an error, not a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class Ticket:
+    """Transfers under way.  :meth:`wait` returns when all are done, or raises the first one's error."""
+
+    __slots__ = ("_parts", "_pid")
+
+    def __init__(self, parts: Iterable[Future[Any]] = ()) -> None:
+        self._parts = tuple(parts)
+        self._pid = os.getpid()
+
+    def wait(self) -> None:
+        """Return when the bytes have moved; call it again at will.
+
+        Raises:
+            SwapError: a transfer failed.
+        """
+        parts, error = self._parts, None
+        if parts and self._pid != os.getpid():
+            raise RuntimeError("a transfer begun before a fork belongs to the parent process")
+        for part in parts:
+            # Every part is waited for, so that nobody writes into the buffer after an error was raised.
+            error = error or part.exception()
+        if error is not None:
+            raise error
+        self._parts = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return (or raise) at once."""
+        return all(part.done() for part in self._parts)
+
+
+def together(tickets: Iterable[Ticket]) -> Ticket:
+    """One ticket for all of ``tickets``."""
+    return Ticket(part for ticket in tickets for part in ticket._parts)
+
+
+class IoThreads:
+    """At most ``num_threads`` threads that run calls in the order in which they came."""
+
+    def __init__(self, num_threads: int, name: str = "thalweg-io") -> None:
+        self.num_threads, self._name = num_threads, name
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run ``call(*args)`` on a thread."""
+        if self._pid != os.getpid():
+            self._lock, self._pool, self._pid = threading.Lock(), None, os.getpid()
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix=self._name)
+            return self._pool.submit(call, *args)
+
+    def close(self) -> None:
+        """Finish what was begun and end the threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown(wait=True)
+
+
+class Meter:
+    """Bytes moved one way, and the seconds in which at least one transfer was under way."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.seconds = 0.0
+        self._active, self._since = 0, 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """A transfer starts."""
+        with self._lock:
+            if self._active == 0:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def end(self, nbytes: int) -> None:
+        """A transfer of ``nbytes`` is over."""
+        with self._lock:
+            self._active -= 1
+            self.nbytes += nbytes
+            if self._active == 0:
+                self.seconds += time.perf_counter() - self._since
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate while busy; 0 before the first transfer."""
+        return self.nbytes / self.seconds if self.seconds else 0.0

@@ -1,0 +1,281 @@
+"""The swap file: tensors on a disk that are still tensors.
+
+The picture, one file without a name in the folder the user gave::
+
+    | region | region | ...                 |      each from a page boundary, in pages of its own
+        |        `--- read / write: O_DIRECT, threads, page-aligned buffers      the fast path
+        `------------ view: a tensor over a shared mapping of the same bytes     the slow path
+
+A *view* keeps its identity for good: anything may read and write it (a checkpoint, ``p.norm()``, a user's
+own optimiser), page by page through the page cache.  The fast path streams the same bytes and never touches
+the mapping; *trim* gives back the memory that slow readers have faulted in.
+
+Coherence.  A direct read first writes dirty cached pages of its range out, a direct write drops them (Linux,
+local file systems; tests/unit/test_store_nvme.py).  So the two paths may alternate freely, but must not run
+at the same time on the same bytes, as with any two writers.
+
+Space is taken in full when the file is made: a disk that is too small is an error before training, not in
+its midst.  The file never has a name (or loses it at once), so nothing stays behind, however a job ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.store.disk import Disk
+from thalweg.store.io import IoThreads, Meter, Ticket
+from thalweg.store.regions import PAGE, Regions, round_up
+from thalweg.utils.log import get_logger
+
+_log = get_logger("store")
+# Beyond this a larger block gains nothing and a smaller one spreads over more threads.
+BLOCK_BYTES = 8 << 20
+NUM_THREADS = 4
+
+
+class SwapError(RuntimeError):
+    """A transfer failed; the message names folder, offset, bytes and cause."""
+
+
+class SwapFile:
+    """``num_bytes`` of disk below ``folder``, with views and asynchronous transfers.
+
+    ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
+    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io.Meter` s.
+
+    Raises:
+        ValueError: the folder is missing or not writable, or the disk has too little room.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        num_bytes: int,
+        *,
+        num_threads: int = NUM_THREADS,
+        block_bytes: int = BLOCK_BYTES,
+        disk: Disk | None = None,
+    ) -> None:
+        self.folder, self.num_bytes = Path(folder), max(round_up(num_bytes), PAGE)
+        self._disk = disk or Disk()
+        self._block = max(round_up(block_bytes), PAGE)
+        self.reads, self.writes = Meter(), Meter()
+        self._handle = self._create()
+        self._direct = self._open_direct()
+        self._memory = mmap.mmap(self._handle, self.num_bytes)
+        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._regions = Regions(self.num_bytes)
+        self._threads = IoThreads(num_threads)
+        self._closed = False
+
+    # Space
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        return self._direct is not None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no region has taken."""
+        return self._regions.free_bytes
+
+    def region(self, nbytes: int) -> int:
+        """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.
+
+        Raises:
+            ValueError: the file has no gap of that size.
+        """
+        offset = self._regions.reserve(nbytes)
+        if offset is None:
+            raise ValueError(
+                f"the swap file in {self.folder} was made for {_size(self.num_bytes)} and has "
+                f"{_size(self._regions.largest_gap)} left in one piece; {_size(nbytes)} more are needed: "
+                "make it larger"
+            )
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the region that begins at ``offset``; its views must not be used any more."""
+        self._regions.release(offset)
+
+    # The slow path
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over the mapped bytes from ``offset``; it lives as long as anybody holds it."""
+        if prod(shape) == 0:
+            return torch.empty(*shape, dtype=dtype)
+        assert offset >= 0 and offset + prod(shape) * dtype.itemsize <= self.num_bytes, (offset, shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(*shape)
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """The offset of a tensor that lies in the mapping (a view, or a part of one), or None."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self.num_bytes else None
+
+    def trim(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Give back the memory that readers and writers of views took; the bytes stay on the disk.
+
+        Dirty pages start on their way to the disk; the page cache keeps them until they are there.
+        """
+        start = offset // PAGE * PAGE
+        stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
+        if stop > start:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            self._disk.forget_cached(self._handle, start, stop - start)
+
+    # The fast path
+
+    def read(self, offset: int, into: Tensor) -> Ticket:
+        """Fill the contiguous CPU tensor ``into`` from ``offset``.
+
+        Bytes bypass the page cache where the memory's address and the offset are multiples of the page
+        size (:class:`.buffers.Ring` gives such memory); a ragged end, or all of it, goes through it.
+        """
+        return self._transfer(self._read_block, offset, into)
+
+    def write(self, offset: int, source: Tensor) -> Ticket:
+        """Store the contiguous CPU tensor ``source`` at ``offset``; it must not change until the ticket is
+        done."""
+        return self._transfer(self._write_block, offset, source)
+
+    def close(self) -> None:
+        """End all transfers and give the file back; views that somebody still holds stay readable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.close()
+        for handle in (self._handle, self._direct):
+            if handle is not None:
+                self._disk.close(handle)
+
+    def __enter__(self) -> SwapFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _transfer(self, block: Any, offset: int, tensor: Tensor) -> Ticket:
+        assert not self._closed, "the swap file is closed"
+        data = _bytes_of(tensor)
+        assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
+        aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
+        aligned = aligned // PAGE * PAGE if self._direct is not None else 0
+        cuts = [*range(0, aligned, self._block), *range(aligned, data.nbytes, self._block), data.nbytes]
+        return Ticket(
+            self._threads.submit(block, data[start:stop], offset + start, stop <= aligned)
+            for start, stop in pairwise(cuts)
+        )
+
+    def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
+        self._move(self.reads, "read", data, offset, direct)
+
+    def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
+        self._move(self.writes, "write", data, offset, direct)
+
+    def _move(self, meter: Meter, verb: str, data: memoryview, offset: int, direct: bool) -> None:
+        call = self._disk.preadv if verb == "read" else self._disk.pwritev
+        total, nbytes = 0, data.nbytes
+        meter.begin()
+        try:
+            while total < nbytes:
+                # What follows a short transfer may not be aligned any more.
+                aligned = direct and self._direct is not None and total % PAGE == 0
+                handle = self._direct if aligned and self._direct is not None else self._handle
+                try:
+                    done = call(handle, [data[total:]], offset + total)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and aligned:  # a coarser alignment than a page
+                        direct = False
+                        continue
+                    raise
+                if done <= 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                total += done
+        except OSError as error:
+            cure = " Make room on that disk." if error.errno == errno.ENOSPC else ""
+            raise SwapError(
+                f"cannot {verb} {nbytes} bytes at offset {offset} of the swap file in {self.folder}: "
+                f"{error.strerror or error}.{cure}"
+            ) from error
+        finally:
+            meter.end(total)
+
+    # Birth
+
+    def _create(self) -> int:
+        disk, folder = self._disk, self.folder
+        try:
+            free = disk.free_bytes(folder)
+        except OSError as error:
+            raise ValueError(
+                f"the swap folder {folder} cannot be used: {error.strerror}. Create it on the disk that is "
+                "to hold the swap file"
+            ) from error
+        if free < self.num_bytes:
+            raise ValueError(self._too_small(free))
+        try:
+            handle = disk.open_unnamed(folder)
+        except OSError as error:
+            raise ValueError(
+                f"no file can be made in the swap folder {folder}: {error.strerror}. Choose a folder that "
+                "this user may write to"
+            ) from error
+        try:
+            disk.allocate(handle, self.num_bytes)
+        except OSError as error:
+            disk.close(handle)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise ValueError(self._too_small(disk.free_bytes(folder), error.strerror)) from error
+            raise ValueError(
+                f"the swap folder {folder} refuses a file of {_size(self.num_bytes)}: {error.strerror}"
+            ) from error
+        return handle
+
+    def _too_small(self, free: int, cause: str = "") -> str:
+        return (
+            f"the swap file needs {_size(self.num_bytes)} and the disk of {self.folder} has {_size(free)} "
+            f"free{f' ({cause})' if cause else ''}: make room, point nvme_path to a larger disk, or offload "
+            'less (device "cpu" for the parameters or the optimiser)'
+        )
+
+    def _open_direct(self) -> int | None:
+        handle = None
+        try:
+            handle = self._disk.open_direct(self._handle)
+            # Some file systems accept the flag and refuse the transfer.
+            page = mmap.mmap(-1, PAGE)
+            self._disk.pwritev(handle, [memoryview(page)], 0)
+        except OSError as error:
+            if handle is not None:
+                self._disk.close(handle)
+            _log.info(
+                "the file system of %s has no direct I/O (%s): transfers go through the page cache, which "
+                "is slower and shares memory with training",
+                self.folder,
+                error.strerror,
+            )
+            return None
+        return handle
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB"

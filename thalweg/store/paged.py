@@ -1,0 +1,98 @@
+"""Memory whose tensors outlive their pages.
+
+One range of addresses is reserved, and pages come with the first touch.  ``drop`` gives the pages of a range
+back while the tensors over it stay what they are: same object, same address.  So a parameter that autograd
+saved in the forward pass can be evicted, and be read into the same place before the backward pass needs it.
+
+Private memory (``shared=None``) is anonymous and asks for huge pages: a fault then brings 2 MiB instead of
+4 KiB.  Shared memory is a memfd that the ranks of one host have in common; a drop there is a drop for all.
+
+Invariant: what a dropped range reads as is undefined to the program (zeros, in fact), until it was written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from thalweg.store.regions import PAGE, Regions, round_up
+
+HUGE_PAGE = 2 << 20
+
+
+class PagedMemory:
+    """``num_bytes`` of addresses; ``shared`` is a memfd of at least that size (kept open by its owner).
+
+    Raises:
+        OSError: the addresses cannot be reserved.
+    """
+
+    def __init__(self, num_bytes: int, shared: int | None = None, *, align: int = PAGE) -> None:
+        self.num_bytes = max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE)
+        if shared is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
+        else:
+            if os.fstat(shared).st_size < self.num_bytes:
+                raise ValueError(f"the shared memory has fewer than {self.num_bytes} bytes: see memfd()")
+            self._memory = mmap.mmap(shared, self.num_bytes)
+        self._discard = getattr(mmap, "MADV_DONTNEED" if shared is None else "MADV_REMOVE", None)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _advise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
+        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._regions = Regions(self.num_bytes, align)
+
+    def region(self, nbytes: int) -> int:
+        """Take ``nbytes`` of addresses (in whole pages); returns their offset.
+
+        Raises:
+            ValueError: there is no gap of that size.
+        """
+        offset = self._regions.reserve(nbytes)
+        if offset is None:
+            raise ValueError(
+                f"{nbytes} bytes do not fit: {self._regions.largest_gap} of {self.num_bytes} are left"
+            )
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the addresses, and the pages, of the region that begins at ``offset``."""
+        self.drop(offset, self._regions.release(offset))
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
+        if prod(shape) == 0:
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(*shape)
+
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Give the pages that lie wholly within the range back to the system."""
+        start, stop = round_up(offset), (offset + nbytes) // PAGE * PAGE
+        if stop > start and self._discard is not None:
+            _advise(self._memory, self._discard, start, stop - start)
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """The offset of a tensor that lies in here, or None."""
+        offset = tensor.data_ptr() - self._base
+        return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
+
+
+def memfd(num_bytes: int) -> int:
+    """A descriptor of shared memory without a name, for a :class:`PagedMemory` of ``num_bytes``."""
+    handle = os.memfd_create("thalweg-paged", os.MFD_CLOEXEC)
+    os.ftruncate(handle, max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE))
+    return handle
+
+
+def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
+    try:
+        memory.madvise(advice, start, nbytes)
+    except OSError as error:
+        # A kernel without huge pages; dropping must work, or memory would grow unseen.
+        if advice != getattr(mmap, "MADV_HUGEPAGE", None):
+            raise AssertionError(f"cannot give pages back: {error}") from error

@@ -1,0 +1,56 @@
+"""Which bytes of a file or mapping are taken: first fit over a sorted list of gaps."""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_left
+
+PAGE = max(4096, mmap.PAGESIZE)
+
+
+def round_up(value: int, multiple: int = PAGE) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+class Regions:
+    """Ranges of ``[0, num_bytes)``, each from an ``align`` boundary to another; they never overlap."""
+
+    def __init__(self, num_bytes: int, align: int = PAGE) -> None:
+        self.num_bytes, self.align = num_bytes, align
+        self._gaps: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
+        self._taken: dict[int, int] = {}
+
+    def reserve(self, nbytes: int) -> int | None:
+        """The offset of a fresh range of at least ``nbytes``, or None if no gap is large enough."""
+        size = max(round_up(nbytes, self.align), self.align)
+        for i, (start, stop) in enumerate(self._gaps):
+            if stop - start >= size:
+                rest = (start + size, stop)
+                self._gaps[i : i + 1] = [rest] if rest[0] < rest[1] else []
+                self._taken[start] = size
+                return start
+        return None
+
+    def release(self, offset: int) -> int:
+        """Give the range that begins at ``offset`` back; returns its size."""
+        size = self._taken.pop(offset)
+        start, stop = offset, offset + size
+        i = bisect_left(self._gaps, (start, stop))
+        if i < len(self._gaps) and self._gaps[i][0] == stop:
+            stop = self._gaps.pop(i)[1]
+        if i > 0 and self._gaps[i - 1][1] == start:
+            i -= 1
+            start = self._gaps.pop(i)[0]
+        self._gaps.insert(i, (start, stop))
+        return size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in all gaps."""
+        return sum(stop - start for start, stop in self._gaps)
+
+    @property
+    def largest_gap(self) -> int:
+        """Bytes of the largest range that could be had now."""
+        return max((stop - start for start, stop in self._gaps), default=0)
