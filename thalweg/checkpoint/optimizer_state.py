@@ -10,7 +10,7 @@ dry step is needed to bring it into being.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,8 @@ def plan_optimizer(
             for key in by_owner.get(stored_as, []):
                 stored = f"optim/{key}/{stored_as}"
                 forms = saved["forms"].get(key, [])
-                entries[key] = _template(checkpoint, stored, key, parameter, live.get(key), group, forms)
+                new = getattr(optimizer, "state_like", _in_memory)
+                entries[key] = _template(checkpoint, stored, key, parameter, live.get(key), group, forms, new)
                 plan.targets.append((stored, _as_parameter(entries[key], parameter)))
             if entries:
                 plan.state[parameter] = entries
@@ -188,6 +189,7 @@ def _template(
     live: Any,
     group: Mapping[str, Any],
     forms: list[str],
+    new: Callable[[torch.Tensor, str, torch.dtype], torch.Tensor],
 ) -> torch.Tensor:
     """The tensor a stored state is read into: the live one if it fits, else a new one like the parameter."""
     record = checkpoint.manifest.tensors[stored]
@@ -197,7 +199,7 @@ def _template(
         return live
     local = parameter.detach()
     if shape == parameter.shape and parameter.dim() > 0:
-        made = torch.empty_like(local, dtype=dtype)
+        made = new(local, key, dtype)
         if isinstance(made, DTensor) and "shard" in forms and "dtensor" not in forms:
             return made.to_local()
         return made
@@ -208,6 +210,10 @@ def _template(
         return torch.zeros(shape, dtype=dtype, device=device)
     placements = [p if _splits(p, shape, parameter.shape) else Replicate() for p in local.placements]
     return zeros(*shape, dtype=dtype, device_mesh=local.device_mesh, placements=placements)
+
+
+def _in_memory(parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(parameter, dtype=dtype)
 
 
 def _splits(placement: Any, shape: torch.Size, of_parameter: torch.Size) -> bool:

@@ -18,7 +18,7 @@ off by 1e-9, so that a clipped run does not depend on how its gradients are cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
 from thalweg.optim.local import local, local_grad
-from thalweg.optim.norms import power_sum
+from thalweg.optim.norms import Rows, power_sum
 from thalweg.optim.reduce import AllReduce, Span, plain_all_reduce, reduce_over_spans, spans_of
 
 
@@ -39,6 +39,7 @@ def global_grad_norm(
     extra_groups: Sequence[dist.ProcessGroup] = (),
     replicate_group: dist.ProcessGroup | None = None,
     all_reduce: AllReduce = plain_all_reduce,
+    rows_of: Callable[[Tensor], Rows] | None = None,
 ) -> Tensor:
     """Return the norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
@@ -50,7 +51,7 @@ def global_grad_norm(
     over all of them. ``replicate_group``: the ranks that hold the plain parameters as copies; if given, a
     non-finite value in any one copy is noticed by all, and rank 0's copy decides the value.
     ``all_reduce(tensor, op, group)`` is the collective used: one call for each group that any parameter is
-    spread over.
+    spread over. ``rows_of(piece)`` replaces :func:`.norms.rows` where parts of a norm are known already.
 
     The result is inf or NaN exactly if some gradient is (fp64 gradients: also if the norm exceeds 1e154).
     """
@@ -66,7 +67,7 @@ def global_grad_norm(
     device = local(params[0]).device if params else torch.device("cpu")
     sums, spans = [], []
     for (span, copied), pieces in buckets.items():
-        partial = power_sum(pieces, norm_type, device)
+        partial = power_sum(pieces, norm_type, device, rows_of)
         if copied and replicate_group is not None:
             partial, span = _of_one_copy(partial, replicate_group), (replicate_group,)
         sums.append(partial)

@@ -9,7 +9,7 @@ training loop that knows nothing of the engine gets the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.optim import foreach
-from thalweg.optim.clip import global_grad_norm
-from thalweg.optim.local import local
 from thalweg.optim.scaler import LossScaler
+from thalweg.optim.update import PlainUpdate, Update
 from thalweg.optim.window import Window
 
 
@@ -40,6 +38,7 @@ class UpdateHooks:
 class ManagedOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
+    ``update`` says how ``inner`` steps where its tensors are not simply in memory (see ``update.py``).
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
     nan if not finite).
@@ -54,6 +53,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         *,
         max_norm: float = 0.0,
         replicate_group: dist.ProcessGroup | None = None,
+        update: Update | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
@@ -63,6 +63,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self.num_updates = 0
         self.grad_norm: float | None = None
         self._hooks, self._replicate_group = hooks, replicate_group
+        self._update = update or PlainUpdate(inner)
         self._after: list[Callable[[], None]] = []
         hooks.set_loss_scale(scaler.scale)
 
@@ -87,6 +88,11 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state dict."""
         self.inner.load_state_dict(state_dict)
+        self._update.place_state()
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Uninitialised state of ``param``'s layout, where this optimizer keeps ``key``."""
+        return self._update.state_like(param, key, dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the sharded model's parameters."""
@@ -132,35 +138,22 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._hooks.finish_window()
         params = [p for group in self.param_groups for p in group["params"]]
         factor = self.window.mean_factor
-        norm = float(global_grad_norm(params, replicate_group=self._replicate_group)) * factor
+        norm = self._update.grad_norm(params, self._replicate_group) * factor
         self.overflow = not math.isfinite(norm)
         self.grad_norm = math.nan if self.overflow else norm
         if self.overflow:
             self.skipped_steps += 1
         else:
-            self._apply(params, factor, norm)
+            if self.max_norm > 0:
+                factor *= min(1.0, self.max_norm / (norm + 1e-6))
+            self._update.apply(factor)
+            self.num_updates += 1
         self.scaler.update(self.overflow)
         self._hooks.set_loss_scale(self.scaler.scale)
         self.window.close()
         for call in self._after:
             call()
         return result
-
-    def _apply(self, params: list[Tensor], factor: float, norm: float) -> None:
-        if self.max_norm > 0:
-            factor *= min(1.0, self.max_norm / (norm + 1e-6))
-        if factor != 1.0:
-            pieces = list(_grad_pieces(params))
-            if pieces:
-                foreach.mul_(pieces, factor)
-        self.inner.step()
-        self.num_updates += 1
-
-
-def _grad_pieces(params: list[Tensor]) -> Iterator[Tensor]:
-    for param in params:
-        if param.grad is not None:
-            yield local(param.grad)
 
 
 def _nothing() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,16 +12,26 @@ from torch import Tensor
 from thalweg.optim import foreach
 from thalweg.utils.dtypes import HALF_DTYPES
 
-_ROW = 4096
+ROW = 4096
+# (norms of full rows, what is left over): what a sum of squares needs to know of a tensor.
+Rows: TypeAlias = tuple[list[Tensor], list[Tensor]]
+# Elements of a 16-bit tensor that are widened at a time.
+_WIDEN = 1 << 20
 # Below this, squares of fp32 values are denormal and the sum is no longer accurate.
 _TINY = 1e-30
 
 
-def power_sum(pieces: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def power_sum(
+    pieces: Sequence[Tensor],
+    norm_type: float,
+    device: torch.device,
+    rows_of: Callable[[Tensor], Rows] | None = None,
+) -> Tensor:
     """Return the sum of ``|x| ** norm_type`` (for ``inf``: the maximum of ``|x|``) over all pieces, 0-dim
     fp64.
 
-    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing.
+    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing. ``rows_of`` replaces
+    :func:`rows` for norms that are known already; it must give the same.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for piece in pieces:
@@ -28,7 +39,9 @@ def power_sum(pieces: Sequence[Tensor], norm_type: float, device: torch.device) 
             by_device.setdefault(piece.device, []).append(piece)
     if not by_device:
         return torch.zeros((), dtype=torch.float64, device=device)
-    parts = torch.stack([_on_one_device(group, norm_type).to(device) for group in by_device.values()])
+    parts = torch.stack(
+        [_on_one_device(group, norm_type, rows_of or rows).to(device) for group in by_device.values()]
+    )
     return parts.max() if math.isinf(norm_type) else parts.sum()
 
 
@@ -36,20 +49,20 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each piece, fp64 of shape [len(pieces)]; all on one device."""
     sums = []
     for piece in pieces:
-        rows, rest = _rows(piece)
-        norms = [*rows, *(torch.linalg.vector_norm(r).reshape(1) for r in rest if r.numel())]
+        full, rest = rows(piece)
+        norms = [*full, *(torch.linalg.vector_norm(r).reshape(1) for r in rest if r.numel())]
         sums.append(
             torch.cat(norms).double().square().sum() if norms else piece.new_zeros((), dtype=torch.float64)
         )
     return torch.stack(sums)
 
 
-def _on_one_device(pieces: Sequence[Tensor], norm_type: float) -> Tensor:
+def _on_one_device(pieces: Sequence[Tensor], norm_type: float, rows_of: Callable[[Tensor], Rows]) -> Tensor:
     if math.isinf(norm_type):
         peak = torch.stack(foreach.norm(pieces, math.inf)).max().double()
         return peak.nan_to_num(nan=math.inf, posinf=math.inf)
     if norm_type == 2.0:
-        total = _fast_square_sum(pieces)
+        total = _fast_square_sum(pieces, rows_of)
         if total.isfinite() and total >= _TINY:
             return total
     norms = [torch.linalg.vector_norm(piece, norm_type, dtype=_wide(piece)) for piece in pieces]
@@ -60,25 +73,31 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def _fast_square_sum(pieces: Sequence[Tensor]) -> Tensor:
+def _fast_square_sum(pieces: Sequence[Tensor], rows_of: Callable[[Tensor], Rows]) -> Tensor:
     """Sum of squares by fp32 norms of short rows, added up in fp64."""
     small, norms = [], []
     for piece in pieces:
-        rows, rest = _rows(piece)
-        norms += rows
+        full, rest = rows_of(piece)
+        norms += full
         small += rest
     if small:
         norms.append(torch.stack(foreach.norm(small)))
     return torch.cat(norms).double().square().sum()
 
 
-def _rows(piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (norms of full rows of ``_ROW`` elements, what is left over); on a GPU nothing is cut."""
-    if piece.dtype in HALF_DTYPES:
-        piece = piece.float()
-    if piece.numel() < 2 * _ROW or piece.device.type != "cpu" or not piece.is_contiguous():
-        return [], [piece]
+def rows(piece: Tensor) -> Rows:
+    """Return (norms of full rows of ``ROW`` elements, what is left over); on a GPU nothing is cut."""
+    if piece.device.type != "cpu" or not piece.is_contiguous() or piece.numel() < 2 * ROW:
+        return [], [piece.float() if piece.dtype in HALF_DTYPES else piece]
     flat = piece.view(-1)
-    cut = flat.numel() // _ROW * _ROW
-    rest = [flat[cut:]] if cut < flat.numel() else []
-    return [torch.linalg.vector_norm(flat[:cut].view(-1, _ROW), dim=1)], rest
+    cut = flat.numel() // ROW * ROW
+    rest = [flat[cut:].float() if piece.dtype in HALF_DTYPES else flat[cut:]] if cut < flat.numel() else []
+    return full_rows(flat[:cut]), rest
+
+
+def full_rows(flat: Tensor) -> list[Tensor]:
+    """Return the norms of the rows of a 1-D CPU tensor whose size is a multiple of ``ROW``; 16-bit numbers
+    are widened a part at a time."""
+    if flat.dtype not in HALF_DTYPES:
+        return [torch.linalg.vector_norm(flat.view(-1, ROW), dim=1)]
+    return [torch.linalg.vector_norm(part.float().view(-1, ROW), dim=1) for part in flat.split(_WIDEN)]

@@ -41,6 +41,11 @@ class Ticket:
             raise error
         self._parts = ()
 
+    def settle(self) -> None:
+        """As :meth:`wait`, but an error is left for it to raise: for buffers that must be at rest."""
+        for part in self._parts:
+            part.exception()
+
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return (or raise) at once."""

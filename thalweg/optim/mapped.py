@@ -1,0 +1,106 @@
+"""The step of an optimiser that is not elementwise, with its state in the swap file.
+
+LAMB, Muon and Adafactor take norms, products and means over whole tensors, so their parameters cannot pass
+through buffers piece by piece.  They go through the mapping instead, one parameter after the other::
+
+    hide all gradients but one parameter's  ->  optimizer.step()  ->  new state to the swap file  ->  trim
+
+so that at most one parameter's tensors are in memory.  Every rank steps the parameters in the same order;
+collectives within a step therefore match.  It is right for any optimiser whose update of one parameter does
+not depend on another's, and slow: each byte is a page fault, and what ranks share in one collective for all
+parameters becomes one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.optim import foreach
+from thalweg.optim.clip import global_grad_norm
+from thalweg.optim.local import like_param, local
+from thalweg.store import SwapFile
+
+
+class MappedUpdate:
+    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
+    :class:`.streamed.StreamedUpdate`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swap: SwapFile,
+        *,
+        copies: dict[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.optimizer, self.swap, self.copies = optimizer, swap, dict(copies or {})
+        self.place_state()
+
+    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+        """The global 2-norm; collective."""
+        norm = float(global_grad_norm(params, replicate_group=replicate_group))
+        for param in params:
+            if param.grad is not None:
+                self._trim(local(param.grad))
+        return norm
+
+    @torch.no_grad()
+    def apply(self, factor: float = 1.0) -> None:
+        """Scale the gradients by ``factor`` and step, one parameter at a time."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [(param, param.grad) for param in params if param.grad is not None]
+        try:
+            for param, _ in grads:
+                param.grad = None
+            for param, grad in grads:
+                if factor != 1.0:
+                    foreach.mul_([local(grad)], factor)
+                param.grad = grad
+                self.optimizer.step()
+                self._place(param)
+                if param in self.copies:
+                    self.copies[param].copy_(local(param))
+                    self._trim(self.copies[param])
+                for tensor in (local(param), local(grad)):
+                    self._trim(tensor)
+                param.grad = None
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """State of ``param``'s layout in the swap file, of undefined value."""
+        return like_param(self._room(local(param), dtype), param)
+
+    def place_state(self) -> None:
+        """Move state that lies in memory to the swap file."""
+        for param in self.optimizer.state:
+            if isinstance(param, Tensor):
+                self._place(param)
+
+    def _place(self, param: Tensor) -> None:
+        """Move the tensors of ``param``'s state that are as large as it, and trim those that are there."""
+        state = self.optimizer.state[param]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or local(value).shape != local(param).shape or not value.ndim:
+                continue
+            piece = local(value)
+            if self.swap.locate(piece) is None and piece.numel():
+                placed = self._room(piece, piece.dtype)
+                placed.copy_(piece)
+                state[key] = like_param(placed, value)
+                piece = placed
+            self._trim(piece)
+
+    def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        if piece.numel() == 0:
+            return torch.empty_like(piece, dtype=dtype)
+        return self.swap.view(self.swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
+
+    def _trim(self, tensor: Tensor) -> None:
+        offset = self.swap.locate(tensor)
+        if offset is not None:
+            self.swap.trim(offset, tensor.nbytes)

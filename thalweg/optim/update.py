@@ -1,0 +1,72 @@
+"""How an update is carried out, once its norm and its factor are known.
+
+``ManagedOptimizer`` decides *whether* and *by what factor*; an ``Update`` does it.  ``PlainUpdate`` steps the
+optimiser over tensors in memory.  ``StreamedUpdate`` (streamed.py) moves state, masters and gradients through
+buffers from and to a swap file; ``MappedUpdate`` (mapped.py) is its slow, general sibling.  All three
+give the same bits in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.optim import foreach
+from thalweg.optim.clip import global_grad_norm
+from thalweg.optim.local import local
+
+
+class Update(Protocol):
+    """One optimiser's way to step."""
+
+    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+        """The global 2-norm of the gradients of ``params``; collective."""
+        ...
+
+    def apply(self, factor: float) -> None:
+        """Multiply the gradients by ``factor`` and step."""
+        ...
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Uninitialised state of ``param``'s layout, where this update wants it (used to load into)."""
+        ...
+
+    def place_state(self) -> None:
+        """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
+        ...
+
+
+class PlainUpdate:
+    """Everything is in memory: scale, then step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+        """The global 2-norm; collective."""
+        return float(global_grad_norm(params, replicate_group=replicate_group))
+
+    def apply(self, factor: float) -> None:
+        """Scale the gradients in place and step."""
+        if factor != 1.0:
+            scale_gradients(self.optimizer, factor)
+        self.optimizer.step()
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Memory of the parameter's layout."""
+        return torch.empty_like(param.detach(), dtype=dtype)
+
+    def place_state(self) -> None:
+        """Nothing to do."""
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply all gradients by ``factor``, in place."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    pieces = [local(p.grad) for p in params if p.grad is not None]
+    if pieces:
+        foreach.mul_(pieces, factor)
