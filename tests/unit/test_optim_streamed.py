@@ -351,10 +351,14 @@ def test_row24_a_failing_disk_is_one_clear_error(tmp_path: Path, after: int, cau
     optimizer = elementwise.AdamW([param], lr=0.1, fused=True)
     with SwapFile(tmp_path, 8 * MIB, disk=_Breaks(after, cause)) as swap:
         update = StreamedUpdate(optimizer, swap, Ring(3, 8 * 4 * GRAIN))
-        with pytest.raises(SwapError, match="made to fail"):
+
+        def train() -> None:
             for _ in range(3):
                 param.grad = torch.ones_like(param)
                 update.apply()
+
+        with pytest.raises(SwapError, match="made to fail"):
+            train()
 
 
 def test_row24_a_tensor_larger_than_the_buffer_and_a_buffer_too_small(tmp_path: Path) -> None:

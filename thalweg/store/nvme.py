@@ -113,9 +113,11 @@ class SwapFile:
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over the mapped bytes from ``offset``; it lives as long as anybody holds it."""
         if prod(shape) == 0:
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype)
         assert offset >= 0 and offset + prod(shape) * dtype.itemsize <= self.num_bytes, (offset, shape)
-        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(*shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
+            tuple(shape)
+        )
 
     def locate(self, tensor: Tensor) -> int | None:
         """The offset of a tensor that lies in the mapping (a view, or a part of one), or None."""

@@ -67,8 +67,10 @@ class PagedMemory:
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
         if prod(shape) == 0:
-            return torch.empty(*shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(*shape)
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
+            tuple(shape)
+        )
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly within the range back to the system."""
