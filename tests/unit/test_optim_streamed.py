@@ -361,7 +361,7 @@ def test_row24_a_failing_disk_is_one_clear_error(tmp_path: Path, after: int, cau
             train()
 
 
-def test_row24_a_tensor_larger_than_the_buffer_and_a_buffer_too_small(tmp_path: Path) -> None:
+def test_row24_a_tensor_larger_than_the_buffer(tmp_path: Path) -> None:
     with SwapFile(tmp_path, 8 * MIB) as swap:
         param = nn.Parameter(torch.randn(50 * GRAIN + 1))
         optimizer = elementwise.AdamW([param], lr=0.1, fused=True)

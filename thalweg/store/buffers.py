@@ -7,6 +7,7 @@ first waits for the transfer that last used it.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +45,14 @@ class Ring:
         """Unlock pinned pages."""
         if self.pinned:
             self.pinned = False
+            runtime: Any = torch.cuda.cudart()
             with contextlib.suppress(RuntimeError):
-                torch.cuda.cudart().cudaHostUnregister(self._buffers[0].data_ptr())
+                runtime.cudaHostUnregister(self._buffers[0].data_ptr())
 
 
 def _lock_pages(memory: Tensor) -> bool:
+    runtime: Any = torch.cuda.cudart()
     try:
-        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
     except RuntimeError:
         return False

@@ -245,7 +245,7 @@ class SwapFile:
             ) from error
         return handle
 
-    def _too_small(self, free: int, cause: str = "") -> str:
+    def _too_small(self, free: int, cause: str | None = None) -> str:
         return (
             f"the swap file needs {_size(self.num_bytes)} and the disk of {self.folder} has {_size(free)} "
             f"free{f' ({cause})' if cause else ''}: make room, point nvme_path to a larger disk, or offload "
@@ -276,7 +276,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    data: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _size(nbytes: int) -> str:
