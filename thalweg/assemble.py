@@ -1,6 +1,6 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    recompute activations -> pick CPU kernels -> compile -> shard -> optimizer -> schedule
+    recompute activations -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
 
 The order matters.  Recomputation and kernels change how a module computes, so compiling
 comes after them; sharding replaces parameters, so it comes last on the model, and the
@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.config import Config, ModelFacts
+from thalweg.nn.deferred import LossTiling
+from thalweg.nn.head import defer_logits
+from thalweg.nn.tiled_mlp import find_mlps, tiled
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
@@ -92,11 +95,16 @@ def assemble(
     units = find_units(model, options.units)
     _recompute(model, list(units.values()), config)
     _pick_kernels(model, mesh, config, device)
+    loss_tiling = _tile(model, config)
     _compile(model, list(units.values()), config)
     sharded = shard(model, mesh, options, device)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
     managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)
+    if loss_tiling is not None:
+        loss_tiling.settle()
+        if managed is not None:
+            managed.after_step(loss_tiling.expire)
     schedule = _schedule(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())
@@ -193,6 +201,19 @@ def _pick_kernels(model: nn.Module, mesh: DeviceMesh, config: Config, device: to
         dist.broadcast_object_list(table, src=root, group=mesh.get_group())
         if table[0] is not None:
             ops.import_table(table[0])
+
+
+def _tile(model: nn.Module, config: Config) -> LossTiling | None:
+    section = config.tiling
+    if section.mlp > 1:
+        for module in find_mlps(model, section.mlp_modules).values():
+            tiled(module, section.mlp)
+    if not section.loss:
+        return None
+    if section.head is not None and section.head not in dict(model.named_modules()):
+        raise ValueError(f"tiling.head is {section.head!r}, and the model has no module of that name")
+    head = None if section.head is None else model.get_submodule(section.head)
+    return defer_logits(model, head, section.loss_tokens)
 
 
 def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg import remat
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.ops import linear, switch_linear_layers
-from thalweg.remat import RematPolicy, apply_activation_checkpointing, remove_activation_checkpointing
+from thalweg.remat import RematPolicy, apply_activation_checkpointing, remove_activation_checkpointing, units
 
 FULL = RematPolicy("full")
 POLICIES = [
@@ -91,12 +90,12 @@ def test_bitwise_equal_on_and_off(policy: RematPolicy, dropout: float) -> None:
 
 
 def test_dropout_would_differ_if_the_random_state_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = remat.checkpoint
+    plain = units.checkpoint
 
     def careless(*args: object, **kwargs: object) -> object:
         return plain(*args, **{**kwargs, "preserve_rng_state": False})
 
-    monkeypatch.setattr(remat, "checkpoint", careless)
+    monkeypatch.setattr(units, "checkpoint", careless)
     assert not same(train(checkpointed(FULL, dropout=0.3)), train(small(0.3)))
     assert same(train(checkpointed(FULL)), train(small()))
 

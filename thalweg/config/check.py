@@ -99,6 +99,21 @@ CONFLICTS = (
         '1, or activation_checkpointing.policy to be "selective"',
     ),
     Conflict(
+        ("tiling.mlp", "compile.enabled"),
+        lambda tiles, on: tiles > 1 and on,
+        "1, because compile.enabled is true and a compiled unit plans its own memory",
+    ),
+    Conflict(
+        ("tiling.mlp_modules", "tiling.mlp"),
+        lambda names, tiles: bool(names) and tiles == 1,
+        "null, or tiling.mlp to be the number of tiles, 2 or more",
+    ),
+    Conflict(
+        ("tiling.head", "tiling.loss"),
+        lambda head, on: bool(head) and not on,
+        "null, or tiling.loss to be true",
+    ),
+    Conflict(
         ("optimizer.params.max_grad_norm",),
         lambda norm: norm != 0,
         "0; the top-level gradient_clipping clips by the global norm",

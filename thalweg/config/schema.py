@@ -93,6 +93,7 @@ class Config(Section):
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
     aio: zero.Aio = zero.Aio()
     activation_checkpointing: train.ActivationCheckpointing = train.ActivationCheckpointing()
+    tiling: train.Tiling = train.Tiling()
     compile: train.Compile = train.Compile()
     checkpoint: train.Checkpoint = train.Checkpoint()
     nebula: train.Nebula = train.Nebula()

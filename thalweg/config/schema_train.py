@@ -104,6 +104,21 @@ class ActivationCheckpointing(Section):
     profile: bool = False
 
 
+class Tiling(Section):
+    """Long sequences in tiles: the loss without full logits, the MLPs without their full inner activation.
+
+    ``loss_tokens``: tokens of a tile, ``None`` by memory.  ``head``: the layer that makes the logits,
+    ``None`` to find it.  ``mlp``: tiles of a sequence, 1 for none; ``mlp_modules``: names or ends of names,
+    ``None`` to find them.
+    """
+
+    loss: bool = False
+    loss_tokens: Positive | None = None
+    head: str | None = None
+    mlp: Positive = 1
+    mlp_modules: Texts | None = None
+
+
 class Compile(Section):
     """``torch.compile`` of each unit; the lower half are the keys of DeepCompile."""
 

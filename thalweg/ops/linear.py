@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.ops._private import forward_ad_active, functorch_active, onednn_linear_op, tracing, unsafe_view
-from thalweg.ops.products import CANDIDATES, DTYPES, REFERENCE
+from thalweg.ops.products import CANDIDATES, DTYPES, REFERENCE, Product
 from thalweg.ops.table import default_table
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -99,6 +99,11 @@ def _eligible(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> 
     )
 
 
+def plain_only() -> bool:
+    """Whether something watches operators that an autograd.Function or a subclass would hide from it."""
+    return torch.compiler.is_compiling() or tracing() or functorch_active() or forward_ad_active()
+
+
 def _plan(x: Tensor, weight: Tensor, k: int, n: int, outputs_first: bool, grad: bool) -> _Plan:
     rows = x.numel() // k
     table, dtype = default_table(), x.dtype
@@ -147,3 +152,33 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return y
     y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
     return y.view(*x.shape[:-1], weight.shape[-1])
+
+
+@dataclass(frozen=True)
+class Products:
+    """The three products of a linear layer ``x @ weight.T``, none of them recorded by autograd."""
+
+    forward: Product
+    grad_x: Product
+    grad_weight: Product
+
+    def add_grad_weight(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Add ``grad.T @ x`` to ``total`` (N, K), which may be wider than the operands."""
+        if total.dtype == grad.dtype and self.grad_weight is _TN[REFERENCE]:
+            total.addmm_(grad.t(), x)
+        elif grad.is_cuda and total.dtype == torch.float32 and grad.dtype != torch.float32:
+            total.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+        else:
+            total.add_(self.grad_weight(grad, x))
+
+
+def products_of(x: Tensor, weight: Tensor, *, measured: bool = True) -> Products:
+    """The candidates for ``x`` (M, K) and ``weight`` (N, K); torch's own where nothing is measured."""
+    if not measured or not _eligible(x, weight, None, weight.shape[-1]):
+        return Products(_NT[REFERENCE], _NN[REFERENCE], _TN[REFERENCE])
+    (n, k), table = weight.shape, default_table()
+    return Products(
+        _NT[table.pick("nt", x.dtype, x.shape[0], k, n)],
+        _NN[table.pick("nn", x.dtype, x.shape[0], n, k)],
+        _TN[table.pick("tn", x.dtype, x.shape[0], n, k)],
+    )

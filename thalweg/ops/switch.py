@@ -72,6 +72,11 @@ def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     return switched
 
 
+def is_switched(layer: nn.Module) -> bool:
+    """Whether this layer's kernels are chosen by measurement."""
+    return isinstance(layer, _Switched)
+
+
 def restore_linear_layers(model: nn.Module) -> int:
     """Undo :func:`switch_linear_layers` and return how many layers went back to their class."""
     return undisguise(model, _Switched)

@@ -1,24 +1,4 @@
-"""Activation checkpointing: which units recompute their forward in the backward pass.
-
-The picture: a model is a row of units (its transformer blocks, as a rule).  A unit that is
-checkpointed keeps its inputs alone; when the backward pass reaches it, its forward runs
-again, with the random state and autocast of the first time, and then its backward.  In
-between stands the per-op policy: results of named operators (matrix products, attention)
-are kept too, and only the cheap rest is computed twice.  Chen et al. 2016, "Training Deep
-Nets with Sublinear Memory Cost"; selective: Korthikanti et al. 2022.
-
-All of it is ``torch.utils.checkpoint`` in its non-reentrant form.  What is ours is where it
-goes in: the unit itself gets a subclass of its class whose forward is the checkpointed one.
-
-The invariants:
-
-- Parameter names, repr, hooks and state dict are those of the plain model.
-- Hooks stay outside of the recomputed region.  FSDP's hooks on a unit thus run once: its
-  pre-backward hook has gathered the parameters again before the recomputation begins.
-- Gradients equal those without checkpointing bit for bit, dropout included.
-- Without gradients, or in ``eval()``, a unit runs its plain forward.
-- A unit whose own (Hugging Face) checkpointing is on is left to it: nothing runs three times.
-"""
+"""The units that recompute: policy, per-operator choice, and the class that a checkpointed unit gets."""
 
 from __future__ import annotations
 
@@ -40,6 +20,8 @@ from torch.utils.checkpoint import (
 
 from thalweg.ops.linear import matmul_operators
 from thalweg.ops.subclass import Disguised, subclass_of, undisguise
+from thalweg.remat.offload import Saver
+from thalweg.remat.putaway import PutAway, Storage
 
 POLICIES = ("none", "full", "selective")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -125,6 +107,7 @@ def _selective_contexts(groups: tuple[str, ...]) -> tuple[AbstractContextManager
 
 class _Checkpointed(Disguised):
     _thalweg_remat: RematPolicy
+    _thalweg_storage: Storage | None = None  # the instance's own, where inputs are put away
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,6 +120,11 @@ class _Checkpointed(Disguised):
         groups = self._thalweg_remat.saved_groups
         # torch.compile understands a partial here, but not the default spelled out.
         contexts: dict[str, Any] = {"context_fn": partial(_selective_contexts, groups)} if groups else {}
+        storage = self._thalweg_storage
+        if storage is not None and not storage.marker.inside:
+            away = PutAway(storage, plain, args, kwargs)
+            with away:
+                return checkpoint(away, use_reentrant=False, preserve_rng_state=True, **contexts)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
@@ -161,9 +149,12 @@ def _checkpointed_class(plain: type, policy: RematPolicy) -> type:
     return subclass_of(plain, _Checkpointed, _thalweg_remat=policy)
 
 
-def apply_activation_checkpointing(model: nn.Module, units: Sequence[nn.Module], policy: RematPolicy) -> None:
+def apply_activation_checkpointing(
+    model: nn.Module, units: Sequence[nn.Module], policy: RematPolicy, saver: Saver | None = None
+) -> None:
     """Let ``units`` (modules of ``model``, in forward order) recompute their activations by ``policy``.
 
+    ``saver``: where the inputs that they keep wait for the backward pass; None leaves them in place.
     Comes before sharding and compiling.  Raises ValueError for a unit that is not in the
     model, is sharded already, or whose class cannot be replaced (a scripted module).
     """
@@ -183,11 +174,16 @@ def apply_activation_checkpointing(model: nn.Module, units: Sequence[nn.Module],
             raise ValueError(
                 f"{name} has a replaced forward; apply activation checkpointing before replacing it"
             )
+    storage = None if saver is None else Storage(saver)
     for unit in chosen:
         if not isinstance(unit, _Checkpointed):
             unit.__class__ = _checkpointed_class(type(unit), policy)
+        if storage is not None:
+            unit.__dict__["_thalweg_storage"] = storage
 
 
 def remove_activation_checkpointing(model: nn.Module) -> int:
     """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
+    for module in model.modules():
+        module.__dict__.pop("_thalweg_storage", None)
     return undisguise(model, _Checkpointed)

@@ -1,0 +1,314 @@
+"""Cross-entropy of a linear head, tile by tile: full logits never exist.
+
+The picture, for N tokens of width D and a vocabulary of V:
+
+    hidden [N, D] --n rows--> logits [n, V] --> loss [n], d logits [n, V] --> d hidden [n, D], d weight += ...
+
+Logits and their gradient live for one tile at a time: the peak is 2 n V elements instead of 2 N V or 3 N V.
+After Cut Cross-Entropy (Wijmans et al. 2024) and Liger's fused linear cross-entropy (Hsu et al. 2024).
+
+Phases.  *Forward*: for each tile the logits, the row losses and, where gradients are wanted and the result is
+one number, at once the gradients of hidden, weight and bias for an incoming gradient of 1.  *Backward*: those
+times the incoming gradient.  Where they are not there (fp16, where an unscaled gradient would underflow; one
+loss per token; a second backward pass of a retained graph) the tiles are computed again.
+
+Invariants: the result and its gradients equal ``F.cross_entropy(F.linear(hidden, weight, bias))`` up to the
+order of fp32 sums; row losses, softmax and the sums over tiles are fp32 whatever the operands are; each of
+hidden, weight and bias gets one gradient by autograd, so a sharded weight is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thalweg.ops.linear import Products, products_of
+
+Reduction = Literal["mean", "sum", "none"]
+Curve = Callable[[Tensor], Tensor]
+
+_TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+_LEAST_ROWS = 64
+
+
+def tile_rows(num_rows: int, vocabulary: int, device: str) -> int:
+    """How many rows a tile takes: fp32 logits of 16 MiB on a CPU, 256 MiB elsewhere, at least 64 rows."""
+    wanted = _TILE_BYTES.get(device, _TILE_BYTES["cuda"]) // (4 * vocabulary)
+    return max(1, min(num_rows, max(_LEAST_ROWS, wanted)))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from tile to tile.  ``curve`` goes from the product to the logits."""
+
+    tile: int
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    curve: Curve | None
+    at_once: bool
+    scalar: bool
+    measured: bool
+
+
+@dataclass
+class _Sums:
+    """The gradients being added up; None where nobody wants them."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def scaled(self, factor: Tensor | None, like: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Each sum times ``factor``, in place, in the dtype of its operand."""
+        found: list[Tensor | None] = []
+        for total, of in zip((self.hidden, self.weight, self.bias), like, strict=True):
+            if total is not None and of is not None:
+                total = (total if factor is None else total.mul_(factor)).to(of.dtype)
+            found.append(total)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """hidden (N, D), weight (V, D), bias (V,) or None, labels (N,), factors (N,) fp32."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    factors: Tensor
+    plan: _Plan
+
+
+class _TiledLoss(torch.autograd.Function):
+    """The fields of :class:`_Operands`, to fp32 (N,) or ()."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        factors: Tensor,
+        plan: _Plan,
+    ) -> Tensor:
+        work = _Operands(hidden, weight, bias, labels, factors, plan)
+        wanted = ctx.needs_input_grad[:3]
+        sums = _new_sums(work, wanted) if plan.at_once and any(wanted) else None
+        losses = torch.zeros(hidden.shape[0], dtype=factors.dtype, device=hidden.device)
+        _run_tiles(work, losses, sums)
+        ctx.save_for_backward(hidden, weight, bias, labels, factors)
+        ctx.plan, ctx.sums, ctx.wanted = plan, sums, wanted
+        # Adding 0 x the factors makes a mean over no token NaN, as torch has it.
+        return losses.sum() + 0 * factors.sum() if plan.scalar else losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, factors = ctx.saved_tensors
+        grad = grads[0].to(factors.dtype)
+        sums, ctx.sums = ctx.sums, None  # handed out once: whoever gets a gradient may keep its memory
+        if sums is None:
+            work = _Operands(hidden, weight, bias, labels, factors * grad, ctx.plan)
+            sums, grad = _new_sums(work, ctx.wanted), None
+            _run_tiles(work, None, sums)
+        return (*sums.scaled(grad, (hidden, weight, bias)), None, None, None)
+
+
+def _new_sums(work: _Operands, wanted: tuple[bool, ...]) -> _Sums:
+    def zeros(tensor: Tensor | None, want: bool) -> Tensor | None:
+        if tensor is None or not want:
+            return None
+        return torch.zeros_like(tensor, dtype=_wide(tensor.dtype))
+
+    hidden = torch.zeros_like(work.hidden) if wanted[0] else None
+    return _Sums(hidden, zeros(work.weight, wanted[1]), zeros(work.bias, wanted[2]))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _run_tiles(work: _Operands, losses: Tensor | None, sums: _Sums | None) -> None:
+    """Fill ``losses`` and add to ``sums``, whichever is there.  Tiles of ignored rows are passed over."""
+    plan, hidden = work.plan, work.hidden
+    product = products_of(hidden[: plan.tile], work.weight, measured=plan.measured)
+    for start in range(0, hidden.shape[0], plan.tile):
+        rows = slice(start, start + plan.tile)
+        valid = work.labels[rows] != plan.ignore_index
+        if hidden.is_cpu and not bool(valid.any()):
+            continue
+        with torch.autocast(hidden.device.type, enabled=False):
+            raw = product.forward(hidden[rows], work.weight, work.bias)
+            grad = _run_tile(raw, work, rows, valid, losses, sums is not None)
+            if sums is not None and grad is not None:
+                _add_gradients(sums, product, grad, work, rows)
+
+
+def _run_tile(
+    raw: Tensor, work: _Operands, rows: slice, valid: Tensor, losses: Tensor | None, want_grad: bool
+) -> Tensor | None:
+    """One tile's losses into ``losses``; returns the gradient of ``raw``, factors applied."""
+    plan, logits = work.plan, raw
+    if plan.curve is not None:
+        with torch.set_grad_enabled(want_grad):
+            raw = raw.detach().requires_grad_(want_grad)
+            logits = plan.curve(raw)
+    z = logits.detach().to(_wide(logits.dtype))
+    if plan.curve is not None and z.data_ptr() == logits.data_ptr():
+        z = z.clone()  # the curve's own backward may need its result; ours works in place
+    labels = torch.where(valid, work.labels[rows], 0).unsqueeze(1)
+    factors = torch.where(valid, work.factors[rows], 0.0).to(z.dtype)
+    share = plan.smoothing / z.shape[1]
+    target = z.gather(1, labels)
+    total = z.sum(1, keepdim=True) if losses is not None and plan.smoothing else None
+    top = z.amax(1, keepdim=True)
+    z.sub_(top).exp_()
+    size = z.sum(1, keepdim=True)
+    log_size = size.log().add_(top)
+    if losses is not None:
+        each = log_size - (1 - plan.smoothing) * target
+        if total is not None:
+            each -= total * share
+        if plan.z_loss:
+            each += plan.z_loss * log_size.square()
+        losses[rows] = torch.where(valid, each.squeeze(1) * factors, 0.0).to(losses.dtype)
+    if not want_grad:
+        return None
+    grow = factors.unsqueeze(1) / size
+    if plan.z_loss:
+        grow *= 1 + 2 * plan.z_loss * log_size
+    z.mul_(grow)
+    if plan.smoothing:
+        z.sub_(share * factors.unsqueeze(1))
+    z.scatter_add_(1, labels, (plan.smoothing - 1) * factors.unsqueeze(1))
+    grad = z.to(logits.dtype)
+    return grad if plan.curve is None else torch.autograd.grad(logits, raw, grad)[0]
+
+
+def _add_gradients(sums: _Sums, product: Products, grad: Tensor, work: _Operands, rows: slice) -> None:
+    if sums.hidden is not None:
+        sums.hidden[rows] = product.grad_x(grad, work.weight)
+    if sums.weight is not None:
+        product.add_grad_weight(sums.weight, grad, work.hidden[rows])
+    if sums.bias is not None:
+        sums.bias += grad.sum(0, dtype=sums.bias.dtype)
+
+
+def _factors(
+    labels: Tensor, ignore_index: int, reduction: str, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What each row's loss is multiplied with: its weight, divided by their sum for a mean."""
+    valid = labels != ignore_index
+    factors = valid.to(dtype) if weights is None else torch.where(valid, weights.detach().to(dtype), 0.0)
+    return factors / factors.sum() if reduction == "mean" else factors
+
+
+def tiled_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    curve: Curve | None = None,
+    tile_tokens: int | None = None,
+    gradients: Literal["auto", "forward", "backward"] = "auto",
+    measured_kernels: bool = False,
+) -> Tensor:
+    """Cross-entropy in nats of ``hidden @ weight.T + bias`` against ``labels``, in fp32 (fp64 of fp64).
+
+    hidden (..., D), weight (V, D), bias (V,), labels (...) of class numbers, ``token_weights`` (...) or
+    None.  ``reduction``: ``"mean"`` over the tokens that are not ``ignore_index``, weighted by
+    ``token_weights`` if given; ``"sum"``; ``"none"``, one loss for each token.  Logits are multiplied with
+    ``logit_scale``, then capped as ``softcap * tanh(logits / softcap)``; ``curve``, an elementwise function,
+    takes the place of both.  ``z_loss`` times the square of log(sum(exp(logits))) is added (PaLM,
+    Chowdhery et al. 2022, section 5).  ``tile_tokens``: rows of a tile, by default :func:`tile_rows`.
+    ``gradients``: computed in the forward pass (no second product, d weight is held until backward) or in
+    the backward pass (one product more); ``"auto"`` is forward, but backward for fp16 and for ``"none"``.
+    ``measured_kernels``: let the processor's measured kernels take the products, as ``cpu_kernels`` does.
+
+    ``token_weights`` get no gradient, and there is no second derivative.  Raises ValueError for shapes that
+    do not belong together.
+    """
+    _check(hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if curve is None and (logit_scale != 1.0 or softcap is not None):
+        curve = _scaled_and_capped(logit_scale, softcap)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    weights = None if token_weights is None else token_weights.reshape(-1)
+    early = gradients == "forward" or (gradients == "auto" and hidden.dtype != torch.float16)
+    scalar = reduction != "none"
+    plan = _Plan(
+        tile=tile_tokens or tile_rows(rows.shape[0], weight.shape[0], device),
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        z_loss=z_loss,
+        curve=curve,
+        at_once=early and scalar and torch.is_grad_enabled(),
+        scalar=scalar,
+        measured=measured_kernels,
+    )
+    factors = _factors(flat, ignore_index, reduction, weights, _wide(hidden.dtype))
+    loss: Any = _TiledLoss.apply(rows, weight, bias, flat, factors, plan)
+    return loss if scalar else loss.view(labels.shape)
+
+
+def _scaled_and_capped(scale: float, cap: float | None) -> Curve:
+    def curve(logits: Tensor) -> Tensor:
+        logits = logits.to(_wide(logits.dtype)) * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    return curve
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    token_weights: Tensor | None,
+    smoothing: float,
+    tile_tokens: int | None,
+    gradients: str,
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply: they must be "
+            "(..., D) and (V, D)"
+        )
+    for name, tensor in (("labels", labels), ("token_weights", token_weights)):
+        if tensor is not None and tensor.shape != hidden.shape[:-1]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape {tuple(hidden.shape[:-1])}")
+    if labels.dtype.is_floating_point:
+        raise ValueError(f"labels must be class numbers, not {labels.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must have the shape {tuple(weight.shape[:1])}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+    if gradients not in ("auto", "forward", "backward"):
+        raise ValueError(f"gradients is {gradients!r}; it must be 'auto', 'forward' or 'backward'")
+    if gradients == "forward" and reduction == "none":
+        raise ValueError("gradients='forward' needs one loss: use reduction 'mean' or 'sum'")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing is {smoothing!r}; it must be from 0 to 1")
+    if tile_tokens is not None and tile_tokens < 1:
+        raise ValueError(f"tile_tokens is {tile_tokens!r}; it must be at least 1")
