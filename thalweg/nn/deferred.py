@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from thalweg.nn.tiled_loss import Curve, tiled_cross_entropy
+from thalweg.ops._private import as_plain_tensors
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -170,14 +171,14 @@ class DeferredLogits(Tensor):
         return value
 
     def _source_wants_grad(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return self.requires_grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, DeferredLogits) and first._value is None:

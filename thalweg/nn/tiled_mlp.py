@@ -7,7 +7,8 @@ takes its gradients and lets it go.  After Arctic Long Sequence Training (Bekman
 
 Invariants: outputs equal the module's own, position by position; each parameter gets one gradient by
 autograd, the tiles' gradients added up in fp32, so a sharded parameter is reduced once; names, hooks and
-state dict are those of the plain module.  A module that mixes positions (attention, batch norm) must not be tiled.
+state dict are those of the plain module.  A module that mixes positions (attention, batch norm) must not be
+tiled.
 """
 
 from __future__ import annotations

@@ -52,6 +52,10 @@ tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
 """True while ``torch.jit.trace`` records."""
 
 
+as_plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""A context in which a tensor subclass's ``__torch_function__`` is not asked."""
+
+
 def forward_ad_active() -> bool:
     """True inside ``torch.autograd.forward_ad.dual_level``."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
