@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -364,6 +365,6 @@ def _meter(config: Config, mesh: DeviceMesh, facts: ModelFacts) -> Meter:
         recorder,
         group=mesh.get_group(),
         wanted=wanted,
-        flops_per_token=flops_per_token(facts),
+        flops_per_token=partial(flops_per_token, facts),
         memory_mib=lambda: resident_mib(peak=True),
     )

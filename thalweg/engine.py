@@ -180,7 +180,8 @@ class Engine(nn.Module):
         """After every update, the engine's own or the optimizer's."""
         assert self.optimizer is not None
         self._training.global_steps += 1
-        self._training.global_samples += self.train_batch_size()
+        micro_batch = self.train_batch_size() // self._window.size
+        self._training.global_samples += micro_batch * self._window.last_size
         self._parts.meter.step(
             self.global_steps,
             lr=self.get_lr()[0],

@@ -501,3 +501,21 @@ def _init_and_gather(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_init_inside_the_context_and_gathered_writes(stage):
     assert run_ranks(_init_and_gather, 2, stage) == [(True, (24,), True, 2.0)] * 2
+
+
+# Samples are counted as they were seen, short windows included
+
+
+def _count_samples(rank, world):
+    engine = start(tiny_gpt(), 2, gradient_accumulation_steps=3)
+    data = iter([mine(step, rank, world) for step in range(4)])
+    counts = []
+    for _ in range(2):
+        engine.train_batch(data)
+        counts.append(engine.global_samples)
+    return counts
+
+
+def test_a_short_window_counts_the_samples_that_it_saw():
+    for counts in run_ranks(_count_samples, 2):
+        assert counts == [3 * 2 * 2, 4 * 2 * 2]

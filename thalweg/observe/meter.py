@@ -19,7 +19,10 @@ from thalweg.observe.recorder import Recorder
 
 
 class Meter:
-    """Counts losses, samples and tokens of a window and hands them to ``recorder``."""
+    """Counts losses, samples and tokens of a window and hands them to ``recorder``.
+
+    ``flops_per_token``: of one training token, given the sequence length.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class Meter:
         *,
         group: dist.ProcessGroup | None = None,
         wanted: bool = False,
-        flops_per_token: float = 0.0,
+        flops_per_token: Callable[[int], float] | None = None,
         memory_mib: Callable[[], float] | None = None,
     ) -> None:
         self.recorder = recorder
@@ -79,6 +82,8 @@ class Meter:
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)
         loss, num_losses, samples, tokens = totals.tolist()
+        length = round(tokens / samples) if samples else 0
+        flops = self._flops_per_token(length) * tokens if self._flops_per_token else 0.0
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         record = StepRecord(
@@ -92,7 +97,7 @@ class Meter:
             tokens=int(tokens) or None,
             seconds=seconds,
             tokens_per_s=tokens / seconds if tokens else None,
-            model_tflops=tokens * self._flops_per_token / seconds / 1e12 if tokens else None,
+            model_tflops=flops / seconds / 1e12 if flops else None,
             memory_mib=self._memory_mib() if self._memory_mib else None,
             phases=phases or {},
         )

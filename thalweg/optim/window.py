@@ -15,6 +15,8 @@ class Window:
     def __init__(self, size: int) -> None:
         self.size = size
         self.micro_steps = 0
+        # Micro-batches of the window closed last; a loop that never counts them is taken to fill it.
+        self.last_size = size
         self._seen = 0
         self._open = False
         self._scaled = False
@@ -34,8 +36,12 @@ class Window:
         Losses were divided by ``size`` in the backward pass, when the number that would
         come was not known yet.
         """
-        seen = self._seen + (1 if self._open else 0)
+        seen = self._num_seen
         return self.size / seen if self._scaled and 0 < seen != self.size else 1.0
+
+    @property
+    def _num_seen(self) -> int:
+        return self._seen + (1 if self._open else 0)
 
     def force(self, last: bool | None) -> None:
         """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
@@ -56,6 +62,7 @@ class Window:
 
     def close(self) -> None:
         """Begin a new window."""
+        self.last_size = self._num_seen or self.size
         self._seen = 0
         self._open = self._scaled = False
         self._forced = None
