@@ -162,3 +162,24 @@ def write_result(name: str, data: dict[str, Any], markdown: str) -> tuple[Path, 
     paths[0].write_text(json.dumps(data, indent=1) + "\n")
     paths[1].write_text(markdown.rstrip() + "\n")
     return paths
+
+
+def rows_for(run: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows whose case begins with the run's name."""
+    return [row for row in rows if row["case"].startswith(f"{run},")]
+
+
+def merge_runs(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what results/<name>.json holds with `runs` in the place of earlier ones of the same name.
+
+    A run's rows are those whose case begins with the run's name; they are kept once, in `rows`.
+    """
+    path = ROOT / "results" / f"{name}.json"
+    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    rows: list[Any] = list(old.get("rows", []))
+    for run in runs:
+        stale = rows_for(run["run"], rows)
+        rows = [row for row in rows if row not in stale] + list(run["rows"])
+    kept = {run["run"]: run for run in [*old.get("runs", []), *runs]}
+    merged = [{**kept[key], "rows": []} for key in sorted(kept)]
+    return {"bench": name, "commit": commit(), "rows": rows, "runs": merged}

@@ -21,7 +21,18 @@ from _contestants import JOBS
 from _duel import Duel, Plan
 from _groups import exit_on_terminate
 from _namespaces import Hosts, NamespaceError, why_not
-from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
+from _report import (
+    Row,
+    cell,
+    compare,
+    envelope,
+    machine_line,
+    merge_runs,
+    rows_for,
+    rows_table,
+    table,
+    write_result,
+)
 
 ANCHOR = "ddp_fused"
 DEFAULT = [ANCHOR, *(f"thalweg_torch_{stage}" for stage in range(4)), "fsdp2_2", "fsdp2_3"]
@@ -130,7 +141,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     one = {**runs[0], "rows": [row for run in runs for row in run["rows"]], "runs": runs}
     if args.write:
-        write_result("hosts", one, "\n".join(["# Two hosts\n", *map(render, runs)]))
+        data = merge_runs("hosts", runs)
+        texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
+        write_result("hosts", data, "\n".join(["# Two hosts\n", *texts]))
     print(json.dumps(one) if args.json else "\n".join(map(render, runs)))
     return (
         1

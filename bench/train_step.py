@@ -23,8 +23,7 @@ from _contestants import JOBS
 from _duel import Duel, Plan
 from _goals import check
 from _groups import exit_on_terminate
-from _peers import ROOT
-from _report import Row, cell, commit, compare, envelope, machine_line, rows_table, table, write_result
+from _report import Row, cell, compare, envelope, machine_line, merge_runs, rows_table, table, write_result
 
 ANCHOR = "ddp_fused"
 BY_STAGE = [
@@ -182,24 +181,14 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
 
 def write(runs: list[dict[str, Any]]) -> None:
     """Put the runs into results/train_step, in the place of earlier ones of the same name."""
-    path = ROOT / "results" / "train_step.json"
-    kept = {run["run"]: run for run in (json.loads(path.read_text())["runs"] if path.exists() else [])}
-    kept |= {run["run"]: run for run in runs}
-    merged = [
-        kept[key] for key in sorted(kept, key=lambda k: (k.split()[1], k.split()[2], k.split()[0] != "small"))
-    ]
+    data = merge_runs("train_step", runs)
+    data["runs"].sort(key=lambda run: (run["run"].split()[1:3], run["run"].split()[0] != "small"))
     head = (
         "# One training step\n\nWritten by `python bench/train_step.py --write`; "
         "the ratios of every pair are in the JSON file.\n"
     )
-    rows = [row for run in merged for row in run["rows"]]
-    data = {
-        "bench": "train_step",
-        "commit": commit(),
-        "rows": rows,
-        "runs": [{**run, "rows": []} for run in merged],
-    }
-    write_result("train_step", data, "\n".join([head, *(render(run, with_rows=False) for run in merged)]))
+    texts = [render(run, with_rows=False) for run in data["runs"]]
+    write_result("train_step", data, "\n".join([head, *texts]))
 
 
 def main(argv: list[str] | None = None) -> int:
