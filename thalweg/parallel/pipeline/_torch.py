@@ -1,0 +1,51 @@
+"""The private names of ``torch.distributed.pipelining`` that Thalweg touches, in one place.
+
+``torch_orders`` asks one of torch's schedules for the order that it would run, without
+building a stage; ``halve_backward`` and ``finish_weights`` are torch's two halves of a
+stage's backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+from thalweg.parallel.pipeline.actions import Action, Kind
+
+_KINDS: dict[str, Kind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
+
+
+def torch_orders(
+    class_name: str, num_ranks: int, num_micro: int, placement: Sequence[int]
+) -> tuple[tuple[Action, ...], ...]:
+    """Each rank's order under torch's schedule of that name, over ``len(placement)`` stages.
+
+    Raises:
+        ValueError: torch's schedule does not take these counts.
+    """
+    kind = getattr(schedules, class_name)
+    maker = kind.__new__(kind)
+    maker.pp_group_size, maker._n_microbatches = num_ranks, num_micro
+    maker._num_stages = maker.num_stages = len(placement)
+    maker.n_local_stages = len(placement) // num_ranks
+    if num_micro < len(placement):
+        raise ValueError(
+            f"{class_name} needs at least as many micro-batches as stages, got {num_micro} and {len(placement)}"
+        )
+    return tuple(
+        tuple(_flat(maker._calculate_single_rank_operations(rank))) for rank in range(num_ranks)
+    )
+
+
+def _flat(operations: Sequence[Any]) -> list[Action]:
+    found: list[Action] = []
+    for operation in operations:
+        if operation is None:
+            continue
+        if operation.sub_actions:
+            found += _flat(operation.sub_actions)
+        elif (kind := _KINDS.get(str(operation.computation_type.value))) is not None:
+            found.append(Action(kind, operation.stage_index, operation.microbatch_index))
+    return found
