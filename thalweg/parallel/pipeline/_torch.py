@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.pipelining import schedules
+from torch import Tensor, nn
+from torch.distributed.pipelining import _backward, schedules
 
 from thalweg.parallel.pipeline.actions import Action, Kind
 
@@ -32,11 +33,9 @@ def torch_orders(
     maker.n_local_stages = len(placement) // num_ranks
     if num_micro < len(placement):
         raise ValueError(
-            f"{class_name} needs at least as many micro-batches as stages, got {num_micro} and {len(placement)}"
+            f"{class_name} needs at least as many micro-batches as stages: {num_micro} for {len(placement)}"
         )
-    return tuple(
-        tuple(_flat(maker._calculate_single_rank_operations(rank))) for rank in range(num_ranks)
-    )
+    return tuple(tuple(_flat(maker._calculate_single_rank_operations(rank))) for rank in range(num_ranks))
 
 
 def _flat(operations: Sequence[Any]) -> list[Action]:
@@ -49,3 +48,18 @@ def _flat(operations: Sequence[Any]) -> list[Action]:
         elif (kind := _KINDS.get(str(operation.computation_type.value))) is not None:
             found.append(Action(kind, operation.stage_index, operation.microbatch_index))
     return found
+
+
+def halve_backward(
+    outputs: list[Tensor],
+    output_grads: list[Tensor] | None,
+    inputs: list[Tensor],
+    weights: list[nn.Parameter],
+) -> tuple[tuple[Tensor | None, ...], Any]:
+    """The gradients of ``inputs``; the second result is what :func:`finish_weights` goes on from."""
+    return _backward.stage_backward_input(outputs, output_grads, inputs, iter(weights))
+
+
+def finish_weights(weights: list[nn.Parameter], rest: Any) -> None:
+    """Add the gradients of ``weights`` to their ``.grad``."""
+    _backward.stage_backward_weight(iter(weights), rest)

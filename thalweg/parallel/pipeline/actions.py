@@ -104,14 +104,22 @@ def check(schedule: Schedule) -> None:
         for action in order:
             where = due.pop(action, None)
             if where is None:
-                raise ValueError(f"{schedule.name}: rank {rank} does {action} twice, or it does not belong to this schedule")
+                raise ValueError(
+                    f"{schedule.name}: rank {rank} does {action} twice, or it does not belong here"
+                )
             if where != rank:
-                raise ValueError(f"{schedule.name}: rank {rank} does {action}, whose stage lies on rank {where}")
+                raise ValueError(
+                    f"{schedule.name}: rank {rank} does {action}, whose stage lies on rank {where}"
+                )
     if due:
         action, where = next(iter(due.items()))
         raise ValueError(f"{schedule.name}: rank {where} never does {action}")
     positions = _run(schedule)
-    stuck = {rank: order[positions[rank]] for rank, order in enumerate(schedule.orders) if positions[rank] < len(order)}
+    stuck = {
+        rank: order[positions[rank]]
+        for rank, order in enumerate(schedule.orders)
+        if positions[rank] < len(order)
+    }
     if stuck:
         text = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
         raise ValueError(f"{schedule.name}: the ranks wait for each other: {text}")

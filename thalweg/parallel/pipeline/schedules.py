@@ -8,7 +8,7 @@ under a limit on the activations held, with the measured costs where there are a
 gpipe         all forwards, then all backwards                            m activations
 1f1b          a backward as soon as there is one (PipeDream-Flush)        p - r
 interleaved   1f1b over several stages a rank, round and round            Narayanan et al. 2021
-zb-h1         1f1b in halves, every rank with the first one's memory         p
+zb_h1         1f1b in halves, every rank with the first one's memory         p
 zbv           two stages a rank, placed as a V, backward in halves        1f1b's memory
 dualpipev     torch's order for DualPipe cut in half (DeepSeek 2024)      as torch has it
 """
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args, Literal
+from typing import Literal, get_args
 
+from thalweg.parallel.pipeline._torch import torch_orders
 from thalweg.parallel.pipeline.actions import Action, Everything, Kind, Schedule, check, needs
 from thalweg.parallel.pipeline.simulate import Costs, arrives, simulate
-from thalweg.parallel.pipeline._torch import torch_orders
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
+Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
@@ -75,7 +75,8 @@ Orders = tuple[tuple[Action, ...], ...]
 def _gpipe(job: _Job) -> Orders:
     micros = range(job.num_micro)
     return tuple(
-        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in micros) for rank in range(job.num_ranks)
+        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in micros)
+        for rank in range(job.num_ranks)
     )
 
 
@@ -105,7 +106,9 @@ def _interleaved(job: _Job) -> Orders:
     return tuple(orders)
 
 
-def _warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+def _warm_up_then_alternate(
+    forwards: list[Action], backwards: list[Action], warm_up: int
+) -> tuple[Action, ...]:
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for index, forward in enumerate(forwards[warm_up:]):
@@ -190,7 +193,7 @@ _MAKERS: dict[Name, Callable[[_Job], Orders]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
     "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
+    "zb_h1": _zb_h1,
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }

@@ -86,7 +86,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 wanted = list(needs(action, stages, halved))
                 if any(need not in spans for need in wanted):
                     break
-                arrival = max((arrives(need, spans, rank, schedule.placement, costs) for need in wanted), default=0.0)
+                arrival = max(
+                    (arrives(need, spans, rank, schedule.placement, costs) for need in wanted), default=0.0
+                )
                 begin = max(free[rank], arrival)
                 free[rank] = begin + costs.of(action.kind, action.stage)
                 spans[action] = (begin, free[rank])

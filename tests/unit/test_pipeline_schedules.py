@@ -1,0 +1,83 @@
+"""Schedules as data: sound, of the bubble that the papers state, within their memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thalweg.parallel.pipeline.actions import Action, Schedule, check
+from thalweg.parallel.pipeline.cut import partition
+from thalweg.parallel.pipeline.schedules import NAMES, build, stages_per_rank
+from thalweg.parallel.pipeline.simulate import Costs, simulate
+
+COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16)]
+
+
+@pytest.mark.parametrize(("ranks", "micro"), COUNTS)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_bubble_is_the_textbook_one(name, ranks, micro):
+    bubble = simulate(build(name, ranks, micro)).bubble
+    assert bubble == pytest.approx((ranks - 1) / (micro + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), COUNTS)
+def test_zbv_at_least_halves_the_bubble_within_the_same_memory(ranks, micro):
+    plain, better = simulate(build("1f1b", ranks, micro)), simulate(build("zbv", ranks, micro))
+    assert better.bubble <= 0.5 * plain.bubble
+    # Its stages are half as large.
+    assert max(better.peak_in_flight(r) for r in range(ranks)) <= 2 * plain.peak_in_flight(0)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), COUNTS)
+def test_zb_h1_shrinks_the_bubble_within_the_first_ranks_memory(ranks, micro):
+    plain, better = simulate(build("1f1b", ranks, micro)), simulate(build("zb_h1", ranks, micro))
+    assert better.bubble <= 0.58 * plain.bubble
+    assert max(better.peak_in_flight(r) for r in range(ranks)) <= plain.peak_in_flight(0)
+
+
+def test_1f1b_holds_fewer_activations_than_gpipe():
+    gpipe, one = simulate(build("gpipe", 4, 16)), simulate(build("1f1b", 4, 16))
+    assert [gpipe.peak_in_flight(r) for r in range(4)] == [16] * 4
+    assert [one.peak_in_flight(r) for r in range(4)] == [4, 3, 2, 1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 11), st.integers(1, 3))
+def test_every_schedule_is_complete_and_never_waits_forever(name, ranks, micro, chunks):
+    if name == "dualpipev" and micro < 2 * ranks:
+        return
+    schedule = build(name, ranks, micro, chunks=chunks)
+    check(schedule)
+    assert schedule.num_stages == ranks * stages_per_rank(name, chunks)
+    assert 0.0 <= simulate(schedule, Costs.equal(schedule.num_stages, transfer=0.25)).bubble < 1.0
+
+
+def test_check_names_what_is_wrong():
+    good = build("1f1b", 2, 2)
+    first, second = good.orders
+    with pytest.raises(ValueError, match="rank 1 never does 1B1"):
+        check(Schedule("x", 2, good.placement, (first, second[:-1])))
+    with pytest.raises(ValueError, match="twice"):
+        check(Schedule("x", 2, good.placement, (first, (*second, second[0]))))
+    with pytest.raises(ValueError, match="stage lies on rank 1"):
+        check(Schedule("x", 2, good.placement, ((*first, Action("F", 1, 0)), second[1:])))
+    backwards_first = tuple(sorted(first, key=lambda action: action.kind))
+    with pytest.raises(ValueError, match="wait for each other: rank 0 at 0B0"):
+        check(Schedule("x", 2, good.placement, (backwards_first, second)))
+    with pytest.raises(ValueError, match="choose one of"):
+        build("2f2b", 2, 2)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_no_cut_has_a_cheaper_dearest_stage(costs, stages):
+    def dearest(left, rest):
+        if rest == 1:
+            return sum(left)
+        return min(max(sum(left[:i]), dearest(left[i:], rest - 1)) for i in range(len(left) + 1))
+
+    runs = partition(costs, stages)
+    assert [i for run in runs for i in run] == list(range(len(costs)))
+    assert len(runs) == stages
+    assert max(sum(costs[i] for i in run) for run in runs) == dearest(costs, stages)

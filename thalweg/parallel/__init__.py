@@ -1,0 +1,1 @@
+"""Every axis of parallelism beside the data-parallel one."""

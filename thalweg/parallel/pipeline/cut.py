@@ -1,0 +1,44 @@
+"""Cutting a list of layers into stages of about equal cost.
+
+The cut is the one whose dearest stage is cheapest (the linear partition problem, solved
+exactly), so no stage holds up the others longer than it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+
+def partition(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Split layers ``0..n-1`` into ``num_stages`` runs; the largest sum of ``costs`` is least.
+
+    With fewer layers than stages some runs are empty, the later ones.  Among equally good cuts,
+    the one whose stages are most alike (least sum of squares).
+    """
+    num = len(costs)
+    before = [0.0, *accumulate(float(cost) for cost in costs)]
+    infinite = (float("inf"), float("inf"))
+    # best[s][i]: (dearest stage, squares) of the first i layers in s stages; begin: where the last starts.
+    best = [[infinite] * (num + 1) for _ in range(num_stages + 1)]
+    begin = [[0] * (num + 1) for _ in range(num_stages + 1)]
+    best[0][0] = (0.0, 0.0)
+    for stage in range(1, num_stages + 1):
+        for stop in range(num + 1):
+            for start in range(stop + 1):
+                dearest, squares = best[stage - 1][start]
+                cost = before[stop] - before[start]
+                found = (max(dearest, cost), squares + cost * cost)
+                if found < best[stage][stop]:
+                    best[stage][stop], begin[stage][stop] = found, start
+    cuts = [num]
+    for stage in range(num_stages, 0, -1):
+        cuts.append(begin[stage][cuts[-1]])
+    cuts.reverse()
+    return _empty_ones_last([range(a, b) for a, b in pairwise(cuts)])
+
+
+def _empty_ones_last(runs: list[range]) -> list[range]:
+    full = [run for run in runs if len(run)]
+    end = full[-1].stop if full else 0
+    return full + [range(end, end)] * (len(runs) - len(full))

@@ -1,0 +1,228 @@
+"""A model as a list of layers, of which each rank builds only its own.
+
+A *layer* is anything that takes the previous one's output, a tuple as one argument (as in
+``nn.Sequential``), and returns its own: a
+``LayerSpec`` (built on its rank alone), a module, or a plain function.  Layers that are
+``TiedLayerSpec`` s of one key share a weight wherever they lie; its gradient is the sum over
+all of them.  Names are those of the whole model: ``layers.<index>.<parameter>``, the same on
+whatever rank and in however many stages, so that a checkpoint knows nothing of the cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.parallel.pipeline.cut import partition
+
+Layer = Any  # LayerSpec | nn.Module | Callable
+
+
+class LayerSpec:
+    """A layer to be built later: ``LayerSpec(nn.Linear, 4, 4)``."""
+
+    def __init__(self, typename: Callable[..., Any], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise ValueError(f"LayerSpec needs a class or function that makes the layer, got {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> Any:
+        """Make the layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        return f"LayerSpec({getattr(self.typename, '__name__', self.typename)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares ``tied_weight_attr`` with all others of the same ``key``.
+
+    ``forward_fn(module, input)`` runs it instead of its own forward, as for an embedding used
+    as the output layer.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., Any],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attrs = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
+
+
+class PipelineModule(nn.Module):
+    """The layers of one model, to be cut into stages.
+
+    Args:
+        layers: the layers in order.
+        num_stages: ranks of the pipeline; by default the config's ``pipeline.stages``.
+        loss_fn: ``loss_fn(output, labels)``, on the last stage.
+        partition_method: "parameters" (equal parameters), "uniform" (equal counts), "type:REGEX"
+            (equal counts of the layers whose class name matches), "best" or "auto": parameters.
+        activation_checkpoint_interval: recompute every so many layers (0: none).
+        seed_layers, base_seed: give every layer a seed of its own before it is built, so that
+            its values depend on neither the cut nor the rank.
+
+    Constructing it builds nothing of a ``LayerSpec``: :meth:`build_stages` does, on each rank.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        seed_layers: bool = True,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Any = None,
+        checkpointable_layers: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not len(layers):
+            raise ValueError("PipelineModule needs at least one layer")
+        if topology is not None:
+            raise ValueError(
+                "topology= is not needed: the mesh follows from pipeline.stages and the world size"
+            )
+        self.specs, self.num_stages, self.loss_fn = list(layers), num_stages, loss_fn
+        self.partition_method = partition_method.lower()
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = tuple(checkpointable_layers or ())
+        self._seeds = (base_seed if seed_layers else None, seed_fn)
+        self._costs()  # complain about the method now
+
+    def cut(self, num_stages: int) -> list[range]:
+        """The layers of each stage."""
+        return partition(self._costs(), num_stages)
+
+    def _costs(self) -> list[float]:
+        method = self.partition_method
+        if method == "uniform":
+            return [1.0] * len(self.specs)
+        if method.startswith("type:"):
+            pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+            found = [1.0 if pattern.search(_class_name(spec)) else 0.0 for spec in self.specs]
+            if not any(found):
+                names = sorted(set(map(_class_name, self.specs)))
+                raise ValueError(f"partition_method {method!r} matches no layer: {names}")
+            return found
+        if method in ("parameters", "best", "auto"):
+            return [float(self._num_parameters(spec)) for spec in self.specs]
+        raise ValueError(f"unknown partition_method {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
+
+    def _num_parameters(self, spec: Layer) -> int:
+        layer = spec
+        if isinstance(spec, LayerSpec):
+            with torch.device("meta"), _rng_kept():
+                layer = spec.build()
+        if not isinstance(layer, nn.Module):
+            return 0
+        return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+
+    def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
+        """Build the layers of these indices; tied ones among them share their weight."""
+        base, seed_fn = self._seeds
+        owners: dict[str, Any] = {}
+        built: dict[int, Any] = {}
+        for index in indices:
+            spec = self.specs[index]
+            if not isinstance(spec, LayerSpec):
+                built[index] = spec
+                continue
+            tie = spec.key if isinstance(spec, TiedLayerSpec) else None
+            with _rng_kept():
+                if base is not None:
+                    # A tied layer is everywhere seeded as the first of its key.
+                    first = index if tie is None else self._first_of(tie)
+                    (seed_fn or _seed)(base + first)
+                layer = spec.build()
+            if isinstance(spec, TiedLayerSpec):
+                owner = owners.setdefault(spec.key, layer)
+                if owner is not layer:
+                    for name in spec.tied_weight_attrs:
+                        setattr(layer, name, getattr(owner, name))
+            built[index] = layer
+        return built
+
+    def _first_of(self, key: str) -> int:
+        return next(
+            i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key
+        )
+
+    def ties(self) -> dict[str, list[tuple[int, list[str]]]]:
+        """Of each key: the layers that share it, in order, with the names of the shared weights."""
+        found: dict[str, list[tuple[int, list[str]]]] = {}
+        for index, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                found.setdefault(spec.key, []).append((index, spec.tied_weight_attrs))
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not to be called: a pipeline is driven by ``engine.train_batch()`` and ``eval_batch()``."""
+        raise RuntimeError("a PipelineModule runs through engine.train_batch() and engine.eval_batch()")
+
+
+class Stage(nn.Module):
+    """A run of consecutive layers; parameters are named ``layers.<index>...`` as in the whole model."""
+
+    def __init__(self, specs: Sequence[Layer], built: dict[int, Any], checkpoint_every: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)}
+        )
+        self._indices = list(built)
+        self._plain = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
+        self._calls = {
+            i: spec.forward_fn
+            for i in built
+            if isinstance(spec := specs[i], TiedLayerSpec) and spec.forward_fn is not None
+        }
+        self._every = checkpoint_every
+
+    def forward(self, value: Any) -> Any:
+        """Run the layers one after the other on ``value`` (a tensor or a tree of them)."""
+        if not self._every or not torch.is_grad_enabled():
+            return self._run(self._indices, value)
+        for start in range(0, len(self._indices), self._every):
+            part = self._indices[start : start + self._every]
+            value = torch.utils.checkpoint.checkpoint(self._run, part, value, use_reentrant=False)
+        return value
+
+    def _run(self, indices: Sequence[int], value: Any) -> Any:
+        for index in indices:
+            layer = self._plain.get(index) or self.layers[str(index)]
+            call = self._calls.get(index)
+            value = layer(value) if call is None else call(layer, value)
+        return value
+
+
+def _class_name(spec: Layer) -> str:
+    kind = (
+        spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
+    )
+    return getattr(kind, "__name__", str(kind))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _rng_kept() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
