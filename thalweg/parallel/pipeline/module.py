@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from thalweg.parallel.pipeline.cut import partition
 
@@ -200,7 +201,7 @@ class Stage(nn.Module):
             return self._run(self._indices, value)
         for start in range(0, len(self._indices), self._every):
             part = self._indices[start : start + self._every]
-            value = torch.utils.checkpoint.checkpoint(self._run, part, value, use_reentrant=False)
+            value = checkpoint(self._run, part, value, use_reentrant=False)
         return value
 
     def _run(self, indices: Sequence[int], value: Any) -> Any:

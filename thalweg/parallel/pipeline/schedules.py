@@ -134,9 +134,11 @@ def _zero_bubble(job: _Job, most: int) -> Orders:
     found = []
     for slack in range(0, most, max(1, most // 8)):
         limits = [max(1, min(most, most - rank + slack)) for rank in range(job.num_ranks)]
-        for preference in ({"I": 0, "F": 1, "W": 2}, {"F": 0, "I": 1, "W": 2}):
-            found.append(_greedy(job, limits, preference))
+        found += [_greedy(job, limits, preference) for preference in _PREFERENCES]
     return min(found, key=lambda orders: _makespan(job, orders))
+
+
+_PREFERENCES: tuple[dict[Kind, int], ...] = ({"I": 0, "F": 1, "W": 2}, {"F": 0, "I": 1, "W": 2})
 
 
 def _makespan(job: _Job, orders: Orders) -> float:
