@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 
-def partition(costs: Sequence[float], num_stages: int) -> list[range]:
+def partition(costs: Sequence[float], num_stages: int, least: int = 0) -> list[range]:
     """Split layers ``0..n-1`` into ``num_stages`` runs; the largest sum of ``costs`` is least.
 
     With fewer layers than stages some runs are empty, the later ones.  Among equally good cuts,
-    the one whose stages are most alike (least sum of squares).
+    the one whose stages are most alike (least sum of squares).  ``least``: layers that every
+    run must have.
     """
     num = len(costs)
     before = [0.0, *accumulate(float(cost) for cost in costs)]
@@ -25,7 +26,7 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     best[0][0] = (0.0, 0.0)
     for stage in range(1, num_stages + 1):
         for stop in range(num + 1):
-            for start in range(stop + 1):
+            for start in range(stop - least + 1):
                 dearest, squares = best[stage - 1][start]
                 cost = before[stop] - before[start]
                 found = (max(dearest, cost), squares + cost * cost)

@@ -1,0 +1,251 @@
+"""Cutting a model that nobody wrote for a pipeline: one whose body is a list of blocks.
+
+    entry     modules that run before the first block (embeddings): on the first stage
+    blocks    the model's longest ``ModuleList``, run in order on one hidden tensor
+    exit      modules that run after the last block (norm, head): on the last stage
+
+Every stage runs the model's *own* forward, so masks, positions and rotary tables are made by
+the model's own code from the batch, which every stage has.  What is not the stage's is
+replaced: entry and exit modules by stand-ins without parameters, blocks by placeholders that
+pass the hidden tensor on.  The placeholder before the stage's first block puts in what the
+previous stage sent, the one after its last block takes out what the next stage is to get.
+Which module runs when is found by one forward pass on the meta device; names stay the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thalweg.parallel.pipeline.cut import partition
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model, by name.
+
+    ``blocks``: the ModuleList; ``entry`` and ``exit``: leaf modules with parameters before and
+    after it; ``extra``: None if a block returns its hidden tensor, else how many values follow
+    it in the tuple that it returns; ``costs``: of the blocks.
+    """
+
+    blocks: str
+    num_blocks: int
+    entry: tuple[str, ...]
+    exit: tuple[str, ...]
+    extra: int | None = None
+    costs: tuple[float, ...] = field(default=(), repr=False)
+
+
+def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
+    """Find the parts of ``model`` by running a copy of it on the meta device on ``batch``.
+
+    Raises:
+        ValueError: the model has no list of blocks, runs them out of order or more than once,
+            or uses a module both before and after them that is not a shared embedding.
+    """
+    name, blocks = _longest_list(model)
+    prefix = f"{name}." if name else ""
+    order: list[str] = []
+    ghost = copy.deepcopy(model).to("meta") if not _on_meta(model) else copy.deepcopy(model)
+    for key, module in ghost.named_modules():
+        is_block = key.startswith(prefix) and key.removeprefix(prefix).isdigit()
+        inside = key.startswith(prefix) and not is_block and key != name
+        if is_block or (not inside and any(True for _ in module.parameters(recurse=False))):
+            module.register_forward_pre_hook(lambda *_, key=key: order.append(key))
+    returned: list[Any] = []
+    for block in ghost.get_submodule(name).children():
+        block.register_forward_hook(lambda _module, _args, output: returned.append(output))
+    with torch.no_grad(), _Ones():
+        ghost(**{key: v.to("meta") if isinstance(v, Tensor) else v for key, v in batch.items()})
+    indices = [int(key.removeprefix(prefix)) for key in order if key.startswith(prefix)]
+    if indices != list(range(len(blocks))):
+        raise ValueError(
+            f"{type(model).__name__} runs the blocks of {name!r} in the order {indices}: a pipeline needs "
+            "each once, in order. Write the model as a PipelineModule instead."
+        )
+    first, final = order.index(f"{prefix}0"), order.index(f"{prefix}{len(blocks) - 1}")
+    entry, leaving = dict.fromkeys(order[:first]), dict.fromkeys(order[final + 1 :])
+    both = entry.keys() & leaving.keys()
+    between = [key for key in order[first:final] if not key.startswith(prefix)]
+    if both or between:
+        raise ValueError(
+            f"{type(model).__name__} uses {sorted({*both, *between})} on both sides of its blocks: write the "
+            "model as a PipelineModule instead"
+        )
+    costs = tuple(float(sum(p.numel() for p in block.parameters())) for block in blocks)
+    extra = len(returned[0]) - 1 if isinstance(returned[0], tuple) else None
+    return Anatomy(name, len(blocks), tuple(entry), tuple(leaving), extra, costs)
+
+
+def cut_blocks(model: nn.Module, anatomy: Anatomy, num_stages: int) -> list[range]:
+    """The blocks of each stage, at least one; the exit weighs on the last, look-ups on none.
+
+    Raises:
+        ValueError: fewer blocks than stages.
+    """
+    if anatomy.num_blocks < num_stages:
+        raise ValueError(
+            f"{type(model).__name__} has {anatomy.num_blocks} blocks, too few for {num_stages} stages"
+        )
+    leaving = sum(
+        p.numel() for key in anatomy.exit for p in model.get_submodule(key).parameters(recurse=False)
+    )
+    costs = list(anatomy.costs)
+    costs[-1] += float(leaving)
+    return partition(costs, num_stages, least=1)
+
+
+class StagedBlocks(nn.ModuleList):
+    """The blocks of this rank under their own names; iterating yields the active ones and placeholders."""
+
+    def __init__(self, blocks: nn.ModuleList, local: Sequence[range], extra: int | None = None) -> None:
+        super().__init__()
+        self.extra = extra
+        self._total = len(blocks)
+        for run in local:
+            for index in run:
+                self.add_module(str(index), blocks[index])
+        self.active = range(0)
+        self.incoming: Any = None
+        self.outgoing: Any = None
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The whole list: real blocks of the active stage, placeholders for all others."""
+        return (self._at(index) for index in range(self._total))
+
+    def __getitem__(self, index: Any) -> Any:
+        """One of them, or a list of a slice of them."""
+        if isinstance(index, slice):
+            return [self._at(i) for i in range(self._total)[index]]
+        return self._at(range(self._total)[index])
+
+    def _at(self, index: int) -> nn.Module:
+        if index in self.active:
+            return self._modules[str(index)]  # type: ignore[return-value]
+        return Placeholder(self, index)
+
+
+class Placeholder(nn.Module):
+    """Stands for a block of another stage: passes the hidden tensor on, exchanges it at the borders."""
+
+    def __init__(self, owner: StagedBlocks, index: int) -> None:
+        super().__init__()
+        self._where = (owner, index)  # in a tuple, so that the owner is not a submodule of ours
+
+    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+        """Return what the next module is to get."""
+        owner, index = self._where
+        if index == owner.active.start - 1:
+            hidden = owner.incoming
+        if index == owner.active.stop:
+            owner.outgoing = hidden
+        return hidden if owner.extra is None else (hidden, *(None,) * owner.extra)
+
+
+class Absent(nn.Module):
+    """Stands for an entry or exit module of another stage: the right shape, no parameters."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self._kind = type(real).__name__
+        self._width = real.embedding_dim if isinstance(real, nn.Embedding) else None
+        weight = next(real.parameters(), None)
+        self._dtype = weight.dtype if weight is not None else torch.get_default_dtype()
+
+    def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Zeros for a look-up, the input for anything else."""
+        if self._width is None:
+            return value
+        return torch.zeros(*value.shape, self._width, dtype=self._dtype, device=value.device)
+
+    def extra_repr(self) -> str:
+        return f"for {self._kind} of another stage"
+
+
+class StagedModel:
+    """A model cut in place to the stages of one rank, and how to run them."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, cuts: Sequence[range], mine: Sequence[int]
+    ) -> None:
+        self.model, self._cuts = model, cuts
+        self._num_stages = len(cuts)
+        real = model.get_submodule(anatomy.blocks)
+        assert isinstance(real, nn.ModuleList)
+        self.blocks = StagedBlocks(real, [cuts[stage] for stage in mine], anatomy.extra)
+        _put(model, anatomy.blocks, self.blocks)
+        for names, owner in ((anatomy.entry, 0), (anatomy.exit, self._num_stages - 1)):
+            for name in names if owner not in mine else ():
+                _put(model, name, Absent(model.get_submodule(name)))
+        self._entry = [model.get_submodule(name) for name in anatomy.entry if 0 in mine]
+        self._exit = [model.get_submodule(name) for name in anatomy.exit if self._num_stages - 1 in mine]
+
+    def run(self, stage: int, value: Any, batch: Mapping[str, Any]) -> Any:
+        """The stage's forward; the last one returns the loss of ``batch`` (0-dim)."""
+        self.blocks.active, self.blocks.incoming, self.blocks.outgoing = self._cuts[stage], value, None
+        is_last = stage + 1 == self._num_stages
+        inputs = dict(batch)
+        if not is_last:
+            inputs.pop("labels", None)  # no loss is to be made of stand-ins
+        result = self.model(**inputs)
+        outgoing = self.blocks.outgoing
+        self.blocks.incoming = self.blocks.outgoing = None
+        if not is_last:
+            return outgoing
+        loss = result["loss"] if isinstance(result, Mapping) else getattr(result, "loss", result)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise ValueError("a pipelined model must return its loss: give the batch labels")
+        return loss
+
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that the stage uses, as the modules hold them now."""
+        modules: list[nn.Module] = [self.blocks[index] for index in self._cuts_of(stage)]
+        modules += self._entry if stage == 0 else []
+        modules += self._exit if stage + 1 == self._num_stages else []
+        return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+    def _cuts_of(self, stage: int) -> range:
+        self.blocks.active = self._cuts[stage]
+        return self._cuts[stage]
+
+
+class _Ones(TorchDispatchMode):
+    """A meta tensor that is looked at is one: masks hide nothing, nothing is packed.
+
+    Grouped products, whose meta form takes bf16 alone, give what fp32 gives on a processor.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, module)
+
+
+def _longest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
+        )
+    return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return all(parameter.is_meta for parameter in model.parameters())
