@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.parallel.pipeline.actions import Action, Schedule, check
 from thalweg.parallel.pipeline.cut import partition
+from thalweg.parallel.pipeline.draw import as_svg, as_text
 from thalweg.parallel.pipeline.schedules import NAMES, build, stages_per_rank
 from thalweg.parallel.pipeline.simulate import Costs, simulate
 
@@ -81,3 +84,15 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, stages):
     assert [i for run in runs for i in run] == list(range(len(costs)))
     assert len(runs) == stages
     assert max(sum(costs[i] for i in run) for run in runs) == dearest(costs, stages)
+
+
+def test_pictures_hold_every_action():
+    timeline = simulate(build("1f1b", 2, 3))
+    assert as_text(timeline).splitlines() == [
+        "rank 0: F0 F1  .  . B0  - F2 B1  -  . B2  -",
+        "rank 1:  . F0 B0  - F1 B1  - F2 B2  -  .  .",
+    ]
+    tree = ElementTree.fromstring(as_svg(timeline))
+    titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 1 + 2 * 2 * 3
+    assert "bubble 25.0%" in str(titles[0])
