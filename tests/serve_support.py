@@ -1,0 +1,130 @@
+"""A server in a thread of the test, with the toy engine, and small clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.toy_engine import ToyEngine, ToyTokenizer
+from thalweg.serve.server import ServeOptions, serve
+from thalweg.serve.spawn import EngineTask, InProcess, InThread
+from thalweg.serve.text import Text
+
+
+class Served:
+    """A running server: ``port``, the engines made so far (in threads only), and how to stop it."""
+
+    def __init__(self) -> None:
+        self.engines: list[ToyEngine] = []
+        self.port = 0
+        self.error: BaseException | None = None
+        self.started = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.stop_event: asyncio.Event | None = None
+        self.thread: threading.Thread | None = None
+
+    def stop(self, wait: bool = True) -> None:
+        """Begin to drain; with ``wait``, until the server has ended."""
+        assert self.loop is not None and self.stop_event is not None and self.thread is not None
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.stop_event.set)
+        if wait:
+            self.thread.join(30)
+            assert not self.thread.is_alive()
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """One request on a connection of its own; JSON both ways."""
+        status, _, data = self.raw(method, path, None if body is None else json.dumps(body).encode(), **headers)
+        return status, data
+
+    def raw(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, Any, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            given = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, given | {k.replace("_", "-"): v for k, v in headers.items()})
+            response = connection.getresponse()
+            data = response.read()
+            kind = response.headers.get("content-type", "")
+            return response.status, response.headers, json.loads(data) if "json" in kind else data.decode()
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        return self.request("POST", path, body)
+
+    def complete(self, prompt: Any, **body: Any) -> Any:
+        status, answer = self.post("/v1/completions", prompt=prompt, **body)
+        assert status == 200, answer
+        return answer
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """All events of a stream, parsed; the last one is ``[DONE]``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            data = json.dumps({**body, "stream": True}).encode()
+            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            text = response.read().decode()
+            assert text.endswith("\n\n")
+            events = [line.removeprefix("data: ") for line in text.split("\n\n")[:-1]]
+            return [event if event == "[DONE]" else json.loads(event) for event in events]
+        finally:
+            connection.close()
+
+    def wait_idle(self, seconds: float = 10.0) -> None:
+        """Until no engine holds a KV block or has work."""
+        deadline = time.monotonic() + seconds
+        while any(engine.used or engine.has_work() for engine in self.engines):
+            assert time.monotonic() < deadline, [(e.used, len(e.running), len(e.waiting)) for e in self.engines]
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def served(
+    model: str = "toy", *, processes: bool = False, text: Callable[[], Text] | None = None, **options: Any
+) -> Iterator[Served]:
+    """A server with toy engines in threads, or in processes."""
+    server = Served()
+
+    def load() -> ToyEngine:
+        server.engines.append(ToyEngine(model))
+        return server.engines[-1]
+
+    def ready(url: str) -> None:
+        server.port = int(url.rpartition(":")[2])
+        server.started.set()
+
+    async def main() -> None:
+        server.loop, server.stop_event = asyncio.get_running_loop(), asyncio.Event()
+        task = EngineTask(model, loader="tests.toy_engine:load_engine")
+        start = InProcess(task) if processes else InThread(load)
+        make_text = text or (lambda: Text(ToyTokenizer()))
+        await serve(ServeOptions("toy", port=0, **options), start, make_text, ready, server.stop_event)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            server.error = error
+        finally:
+            server.started.set()
+
+    server.thread = threading.Thread(target=run, daemon=True)
+    server.thread.start()
+    server.started.wait(60)
+    if server.error is not None:
+        raise server.error
+    try:
+        yield server
+    finally:
+        server.stop()
+    if server.error is not None:
+        raise server.error

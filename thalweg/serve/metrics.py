@@ -1,0 +1,120 @@
+"""What ``/metrics`` shows: Prometheus histograms of latency, counters, and the engines' gauges.
+
+Each server has a registry of its own (no global state), so several live side by side in one process.  The
+engines' gauges are read when somebody asks for them, from the last heartbeat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from thalweg.infer.api import RequestOutput
+from thalweg.serve.pool import Pool
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counts what one server does."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.registry = CollectorRegistry()
+        add: dict[str, Any] = {"registry": self.registry}
+        self._first = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
+                                buckets=_FIRST, **add)  # fmt: skip
+        self._between = Histogram("thalweg_inter_token_latency_seconds", "From one token to the next",
+                                  buckets=_BETWEEN, **add)  # fmt: skip
+        self._whole = Histogram("thalweg_request_seconds", "From arrival to the last token",
+                                buckets=_WHOLE, **add)  # fmt: skip
+        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **add)
+        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **add)
+        self._prompt = Counter("thalweg_prompt_tokens", "Prompt tokens of requests that were started", **add)
+        self._generated = Counter("thalweg_generated_tokens", "Tokens generated", **add)
+        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **add)
+        self.registry.register(_Engines(pool))
+
+    def response(self, path: str, status: int) -> None:
+        """Count an HTTP response."""
+        self._responses.labels(path, status).inc()
+
+    def cancelled(self) -> None:
+        """Count a client that left."""
+        self._cancelled.inc()
+
+    def watch(self) -> Watch:
+        """Begin to time a request that has just arrived."""
+        return Watch(self)
+
+    def render(self) -> bytes:
+        """Return the text form."""
+        return generate_latest(self.registry)
+
+
+class Watch:
+    """Times one HTTP request's sequences."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._start = metrics, time.perf_counter()
+        self._last: dict[tuple[int, int], float] = {}
+
+    def output(self, index: int, output: RequestOutput) -> None:
+        """Note one output of sequence ``output.index`` of request ``index``."""
+        metrics, now, key = self._metrics, time.perf_counter(), (index, output.index)
+        num_tokens = len(output.token_ids)
+        if num_tokens:
+            metrics._generated.inc(num_tokens)
+            if key in self._last:
+                for _ in range(num_tokens):  # tokens of one speculative step came together
+                    metrics._between.observe((now - self._last[key]) / num_tokens)
+            else:
+                metrics._first.observe(now - self._start)
+                if output.index == 0:
+                    metrics._prompt.inc(output.num_prompt_tokens)
+            self._last[key] = now
+        if output.finish_reason is not None:
+            metrics._finished.labels(output.finish_reason).inc()
+            metrics._whole.observe(now - self._start)
+
+
+class _Engines:
+    """The engines' gauges and counters, by replica."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Any]:
+        pool = self._pool
+        yield GaugeMetricFamily("thalweg_outstanding", "Sequences admitted, not ended", value=pool.outstanding)
+        yield GaugeMetricFamily(
+            "thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding
+        )
+        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready()))
+        yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
+        yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.restarts)
+        families = [
+            (GaugeMetricFamily, "running", "Sequences that take part in steps", "running"),
+            (GaugeMetricFamily, "waiting", "Sequences queued in the engine", "waiting"),
+            (GaugeMetricFamily, "kv_blocks", "KV blocks there are", "kv_blocks"),
+            (GaugeMetricFamily, "kv_blocks_used", "KV blocks held by sequences", "kv_blocks_used"),
+            (GaugeMetricFamily, "kv_use_ratio", "Share of the KV blocks in use", "kv_use"),
+            (CounterMetricFamily, "engine_steps", "Steps", "steps"),
+            (CounterMetricFamily, "engine_prompt_tokens", "Prompt tokens admitted", "prompt_tokens"),
+            (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens from the prefix cache", "cached_tokens"),
+            (CounterMetricFamily, "preemptions", "Sequences preempted", "preemptions"),
+        ]
+        for family, name, text, field in families:
+            metric = family(f"thalweg_{name}", text, labels=["replica"])
+            for replica in pool.replicas:
+                metric.add_metric([str(replica.index)], getattr(replica.stats, field))
+            yield metric
+        stuck = GaugeMetricFamily("thalweg_no_progress_seconds", "Work, but no step", labels=["replica"])
+        for replica in pool.replicas:
+            stuck.add_metric([str(replica.index)], replica.stuck)
+        yield stuck

@@ -1,0 +1,129 @@
+"""The connection's guard: uvicorn's HTTP protocol with the limits that it lacks.
+
+A client may connect and say nothing, send a header a minute, ask and never read, or open thousands of
+connections.  Each of these costs a file descriptor and memory until somebody ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from thalweg.serve.errors import ApiError, overloaded
+
+HEADER_SECONDS = 10.0
+"""From a connection's first moment, or a request's first byte, to the end of its headers."""
+WRITE_SECONDS = 30.0
+"""For which a client may leave 64 KiB of answer unread."""
+HEADER_BYTES = 32 * 1024
+MAX_CONNECTIONS = 1024
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Give it to uvicorn as ``http=``; a subclass may set the limits."""
+
+    header_seconds = HEADER_SECONDS
+    write_seconds = WRITE_SECONDS
+    max_connections = MAX_CONNECTIONS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._in_headers = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT") and sock.family != getattr(socket, "AF_UNIX", None):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.write_seconds * 1000))
+        if len(self.connections) > self.max_connections:
+            self._refuse(overloaded(1))
+        else:
+            self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._arm()
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(ApiError(431, f"the headers are larger than {HEADER_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._header_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._disarm()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not HTTP that the server understands: check the request line, the "
+                                   "headers and the length of the body", code="http"))  # fmt: skip
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_write_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._end_write_timer()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_seconds, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _end_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:  # a pipelined one: it can wait
+            self._arm()
+        elif self._header_bytes:
+            self._refuse(ApiError(408, f"the headers did not arrive in {self.header_seconds:g} s"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application and close; only between responses, or the answer would mix."""
+        self._disarm()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = json.dumps(error.body()).encode()
+        lines = [b"HTTP/1.1 %d %s" % (error.status, _REASONS[error.status]), b"content-type: application/json"]
+        lines += [b"content-length: %d" % len(body), b"connection: close"]
+        lines += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
+        self.transport.write(b"\r\n".join([*lines, b"", body]))
+        self.transport.close()

@@ -1,0 +1,251 @@
+"""What the endpoints accept, as pydantic models: OpenAI's fields, and those that vLLM added to them.
+
+Types are strict (no "7" for 7), numbers finite, unknown fields refused with the nearest known one: a typing
+error must not pass as a default.  Fields that change nothing here are accepted and named in ``IGNORED``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from thalweg.serve.errors import ApiError, bad_request
+
+IGNORED = frozenset(
+    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key "
+    "reasoning_effort verbosity modalities".split()
+)
+"""Fields of OpenAI's that are accepted and change nothing."""
+
+_MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS = 128, 16, 256, 256
+Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Prompt = str | list[Token]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(_Strict):
+    """``response_format.json_schema``."""
+
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(_Strict):
+    """The fields that completions and chat share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    n: int | None = Field(None, ge=1, le=_MAX_N)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-1000, le=1000)
+    cache_salt: str = Field("", max_length=256)
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, max_length=4096)
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+
+
+class CompletionRequest(Sampling):
+    """``/v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    )
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1, le=_MAX_N)
+    add_special_tokens: bool = True
+
+
+class ContentPart(_Strict):
+    """A part of a message's content; text alone is understood."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+
+
+class ToolFunction(_Strict):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """An entry of ``tools``."""
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class CalledFunction(_Strict):
+    """The function of an earlier call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(Sampling):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
+    continue_final_message: bool = False
+
+
+class EmbeddingRequest(_Strict):
+    """``/v1/embeddings``."""
+
+    model: str | None = None
+    input: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class MiiRequest(_Strict):
+    """``/mii/{deployment}``: DeepSpeed-MII's REST form."""
+
+    prompts: str | list[str]
+    max_length: int | None = Field(None, ge=1, lt=2**31)
+    max_new_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_new_tokens: int = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+    return_full_text: bool = False
+    do_sample: bool = True
+    top_p: float = Field(0.9, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stream: Literal[False] = False
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def parse(model: type[T], body: bytes) -> T:
+    """Read a body; raises :class:`ApiError` (400) that names each wrong field."""
+    if not body.strip():
+        raise bad_request("the body is empty; send a JSON object")
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    problems = [p for p in problems if not (p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED)]
+    if not problems:
+        return model.model_validate_json(_without_ignored(model, body))
+    raise _explain(model, problems)
+
+
+def _without_ignored(model: type[BaseModel], body: bytes) -> bytes:
+    import json
+
+    fields = json.loads(body)
+    return json.dumps({name: value for name, value in fields.items() if name not in IGNORED}).encode()
+
+
+def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
+    lines, seen = [], set()
+    for problem in problems:
+        place = [str(part) for part in problem["loc"] if not _is_branch(part)]
+        name = ".".join(place) or "the body"
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(place[-1], model.model_fields, 1) if len(place) == 1 else []
+            text = f"{name[:80]}: there is no such field{f'; did you mean {near[0]}?' if near else ''}"
+        elif name in seen:  # the other branches of a union
+            continue
+        else:
+            text = f"{name[:80]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        seen.add(name)
+        lines.append(text)
+    param = ".".join(str(part) for part in first["loc"][:1]) or None
+    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+    return bad_request("; ".join(lines[:3]) + more, param and param[:80])
+
+
+def _is_branch(part: object) -> bool:
+    """Whether a part of a location is pydantic's name for a branch of a union, not a field."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool", "dict", "none"))

@@ -1,0 +1,238 @@
+"""Running the server: options, the socket, signals, drain.
+
+SIGTERM or SIGINT once: no new connections, requests on old ones get 503, what was admitted is finished, for
+at most ``drain_seconds``; then streams end with an error that says so.  A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from thalweg.serve.app import build_app
+from thalweg.serve.gate import Gate, GateLimits
+from thalweg.serve.generation import Service
+from thalweg.serve.metrics import Metrics
+from thalweg.serve.pool import Pool, PoolLimits
+from thalweg.serve.protocol import GuardedProtocol
+from thalweg.serve.spawn import Running
+from thalweg.serve.text import Text
+from thalweg.utils.log import get_logger
+
+_LOG = get_logger(__name__)
+_SPARE_DESCRIPTORS = 64
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve; the defaults suit a server for this host alone."""
+
+    model: str
+    """The name that clients ask for."""
+    host: str = "127.0.0.1"
+    """Another address needs a key."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_keys: tuple[str, ...] = ()
+    replicas: int = 1
+    deployment: str | None = None
+    """The name under ``/mii/``; the model's where none is given."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    drain_seconds: float = 30.0
+    request_seconds: float | None = 600.0
+    """Time that a request may take from its admission; None: any."""
+    pool: PoolLimits = PoolLimits()
+    gate: GateLimits = GateLimits()
+
+    def __post_init__(self) -> None:
+        if any(len(key) < 8 or not key.isascii() or key != key.strip() for key in self.api_keys):
+            raise ValueError("an API key must have at least 8 characters, all ASCII, and no blanks around it")
+        if not self.api_keys and not _is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines: give a key with --api-key or --api-key-file, "
+                "or serve on 127.0.0.1"
+            )
+        if self.replicas < 1:
+            raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port {self.port} is not a port: 0 to 65535, 0 for a free one")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("TLS needs both a certificate and its key")
+        for path in (self.tls_cert, self.tls_key):
+            if path is not None and not Path(path).is_file():
+                raise FileNotFoundError(f"{path} is not there: TLS needs it")
+        for name in ("drain_seconds", "request_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1e7:
+                raise ValueError(f"{name} is {value}; it must be a number of seconds")
+
+
+def run(
+    options: ServeOptions,
+    start: Callable[[int], Running],
+    load_text: Callable[[], Text],
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until a signal; ``ready`` is called with the address once requests are taken.
+
+    ``start`` begins a replica, ``load_text`` loads the tokenizer.  Raises RuntimeError when a replica does
+    not start, OSError when the address cannot be had.
+    """
+    asyncio.run(serve(options, start, load_text, ready))
+
+
+async def serve(
+    options: ServeOptions,
+    start: Callable[[int], Running],
+    load_text: Callable[[], Text],
+    ready: Callable[[str], None] = lambda url: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """The same on a running event loop; setting ``stop`` is the first signal."""
+    _raise_descriptor_limit()
+    with contextlib.closing(_bind(options.host, options.port)) as sock:
+        pool = Pool(start, options.replicas, options.pool)
+        text_loading = asyncio.ensure_future(asyncio.to_thread(load_text))
+        try:
+            facts = await pool.start()
+            service = Service(
+                pool=pool,
+                metrics=Metrics(pool),
+                text=await text_loading,
+                facts=facts,
+                model=options.model,
+                created=int(time.time()),
+                request_seconds=options.request_seconds,
+            )
+            server = _Server(_config(options, service), pool, options.drain_seconds)
+            url = _url(options, sock.getsockname()[1])
+            await server.serve_until(stop, sock, lambda: ready(url))
+        finally:
+            text_loading.cancel()
+            await asyncio.gather(text_loading, return_exceptions=True)
+            await pool.close()
+
+
+def _config(options: ServeOptions, service: Service) -> uvicorn.Config:
+    app = Gate(build_app(service, options.deployment), options.api_keys, options.gate, service.metrics.response)
+    for name in ("uvicorn.error", "uvicorn.asgi"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=None,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our way of ending."""
+
+    def __init__(self, config: uvicorn.Config, pool: Pool, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._pool, self._drain_seconds = pool, drain_seconds
+        self._loop = asyncio.get_running_loop()
+        self._ready: Callable[[], None] = lambda: None
+
+    async def serve_until(
+        self, stop: asyncio.Event | None, sock: socket.socket, ready: Callable[[], None]
+    ) -> None:
+        self._ready = ready
+        waiting = asyncio.create_task(self._wait(stop)) if stop is not None else None
+        try:
+            await self.serve(sockets=[sock])
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    async def _wait(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._begin_to_end()
+
+    def _begin_to_end(self) -> None:
+        if self._pool.draining:  # the second signal
+            self._end_streams()
+            self._loop.call_later(0.5, self._force)
+            return
+        _LOG.info("finishing %d sequences (at most %g s)", self._pool.outstanding, self._drain_seconds)
+        self._pool.draining = True
+        self.should_exit = True
+        self._loop.call_later(self._drain_seconds, self._end_streams)
+        self._loop.call_later(self._drain_seconds + 2.0, self._force)
+
+    def _end_streams(self) -> None:
+        self._pool.give_up()
+
+    def _force(self) -> None:
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # a client that does not read must not hold the exit
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    bare = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise OSError(f"{host} is no address of this machine ({error}): use 127.0.0.1, or one it has") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _url(options: ServeOptions, port: int) -> str:
+    host = f"[{options.host.strip('[]')}]" if ":" in options.host else options.host
+    return f"{'https' if options.tls_cert else 'http'}://{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection is a descriptor, and the usual soft limit of 1,024 is too few for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted: Any = GuardedProtocol.max_connections + _SPARE_DESCRIPTORS * 8
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))

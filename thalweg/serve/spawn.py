@@ -1,0 +1,169 @@
+"""How a replica comes to life: as a process of its own, or as a thread of this one.
+
+A process gets one end of a socket pair as a file descriptor and its task as JSON in an argument; nothing is
+listening anywhere and nothing lies on disk.  It starts in a session of its own, so Ctrl-C reaches the front
+alone, which drains.  Run as a module this file is the replica's program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from thalweg.infer.api import EngineCore, EngineOptions
+from thalweg.serve.host import Host
+
+LOADER = "thalweg.infer:load_engine"
+_LINGER = 1.0  # seconds that a replica whose front is gone may spend in its last step
+
+
+@dataclass(frozen=True)
+class EngineTask:
+    """Which engine to make: ``loader`` is ``module:function``, called with the model and the options."""
+
+    model: str
+    options: EngineOptions = EngineOptions()
+    loader: str = LOADER
+
+    def load(self) -> EngineCore:
+        """Make the engine; raises what the loader raises."""
+        module, _, name = self.loader.partition(":")
+        return getattr(importlib.import_module(module), name)(self.model, self.options)
+
+
+class Running(Protocol):
+    """A replica's life as the front sees it."""
+
+    sock: socket.socket
+    name: str
+
+    def exit_code(self) -> int | None:
+        """Return the exit code (minus n for signal n), or None while it lives."""
+        ...
+
+    def terminate(self, grace: float) -> None:
+        """End it: politely, and after ``grace`` seconds for certain.  Blocks."""
+        ...
+
+
+class InProcess:
+    """Starts replicas as processes; ``places`` gives replica i its variables and its cores."""
+
+    def __init__(self, task: EngineTask, places: tuple[Place, ...] = ()) -> None:
+        self._task, self._places = task, places
+
+    def __call__(self, index: int) -> Running:
+        """Start replica ``index``."""
+        place = self._places[index % len(self._places)] if self._places else Place()
+        return _Process(self._task, place)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a replica runs: its cores (none named: all) and what its environment has in addition."""
+
+    cpus: tuple[int, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Process:
+    def __init__(self, task: EngineTask, place: Place) -> None:
+        self.sock, theirs = socket.socketpair()
+        fields = {**asdict(task), "fd": theirs.fileno(), "cpus": place.cpus}
+        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(fields)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                env={**os.environ, **place.environ},
+                start_new_session=True,
+            )
+        except BaseException:
+            self.sock.close()
+            raise
+        finally:
+            theirs.close()
+        self.name = f"process {self._process.pid}"
+        self.pid = self._process.pid
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self, grace: float) -> None:
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class InThread:
+    """Starts replicas as threads of this process, each with an engine that ``load`` makes."""
+
+    def __init__(self, load: Callable[[], EngineCore]) -> None:
+        self._load = load
+
+    def __call__(self, index: int) -> Running:
+        """Start replica ``index``."""
+        return _Thread(self._load, index)
+
+
+class _Thread:
+    def __init__(self, load: Callable[[], EngineCore], index: int) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.name = f"thread {index}"
+        self._code: int | None = None
+        self._host = Host(theirs, load)
+        self._thread = threading.Thread(target=self._run, name=f"thalweg-engine-{index}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._code = self._host.run()
+
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def terminate(self, grace: float) -> None:
+        self._thread.join(grace)  # a thread cannot be killed; as a daemon it does not hold the exit
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        return stream.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def main(argument: str) -> int:
+    """Be a replica: ``argument`` is the task as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fields = json.loads(argument)
+    sock = socket.socket(fileno=fields.pop("fd"))
+    cpus = fields.pop("cpus")
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(cpus))
+    task = EngineTask(**{**fields, "options": EngineOptions(**fields["options"])})
+
+    def leave() -> None:
+        time.sleep(_LINGER)
+        os._exit(0)
+
+    return Host(sock, task.load, leave).run()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(code)  # threads of torch must not hold the exit
