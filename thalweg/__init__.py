@@ -17,6 +17,9 @@ _PUBLIC = {
     "init_distributed": "thalweg.mesh",
     "load_config": "thalweg.config",
     "zero": "thalweg.zero",
+    "pipeline": "thalweg.serve.local",
+    "serve": "thalweg.serve",
+    "client": "thalweg.serve.mii",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -53,7 +53,8 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
     packaged = {name for name in names if name.startswith("thalweg/")}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "thalweg").rglob("*.py")}
     assert sources <= packaged, "a file is missing from the wheel"
-    assert {Path(name).suffix for name in packaged} <= {".py", ".typed"}
+    assert {Path(name).suffix for name in packaged} <= {".py", ".typed", ".html"}
+    assert "thalweg/serve/page.html" in packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
 
 

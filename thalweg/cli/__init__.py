@@ -30,6 +30,8 @@ COMMANDS: dict[str, str] = {
     "config": "check a ds_config.json and print it resolved",
     "ckpt": "inspect, verify or export a checkpoint",
     "bench": "run one of the benchmarks",
+    "serve": "serve a model over HTTP (OpenAI's API and a chat page)",
+    "chat": "talk to a model in the terminal",
     "doctor": "say what this machine has and what it lacks",
 }
 

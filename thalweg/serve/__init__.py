@@ -31,3 +31,20 @@ The invariants:
 """
 
 from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _Callable(types.ModuleType):
+    """``thalweg.serve`` is this package and, as in MII, a function: :func:`thalweg.serve.mii.serve`."""
+
+    def __call__(self, model: str, deployment_name: str | None = None, **options: Any) -> Any:
+        """Start a server under a name and return a client; see :func:`thalweg.serve.mii.serve`."""
+        from thalweg.serve.mii import serve
+
+        return serve(model, deployment_name, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -117,13 +117,19 @@ class _Answer:
 def _logprobs(text: Text, entries: Iterable[TokenLogprob], offset: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
-        token = text.spell(entry.token_id)[0]
+        token = _name(text, entry.token_id)
         found["tokens"].append(token)
         found["token_logprobs"].append(finite(entry.logprob))
-        found["top_logprobs"].append({text.spell(other)[0]: finite(value) for other, value in entry.top})
+        found["top_logprobs"].append({_name(text, other): finite(value) for other, value in entry.top})
         found["text_offset"].append(offset)
         offset += len(token)
     return found
+
+
+def _name(text: Text, token: int) -> str:
+    """A token's text, or its bytes where it is a part of a character: names must stay apart."""
+    name, in_bytes = text.spell(token)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in in_bytes) if "\ufffd" in name else name
 
 
 def finite(value: float) -> float:

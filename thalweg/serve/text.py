@@ -9,8 +9,8 @@ directly, because the Python wrapper changes its state on every call and is not 
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from thalweg.serve.errors import bad_request
@@ -30,9 +30,12 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
         return None
 
 
-def read_template(path: str | Path) -> str:
-    """Read a chat template (Jinja) from a file."""
-    return Path(path).read_text(encoding="utf-8")
+def load_text(model: str, loader: str, template: str | None = None, trust_remote_code: bool = False) -> Text:
+    """Load the tokenizer of ``model``; a loader of engines may have a ``load_tokenizer`` beside it."""
+    module = importlib.import_module(loader.partition(":")[0])
+    own = getattr(module, "load_tokenizer", None)
+    tokenizer = own(model) if own is not None else load_tokenizer(model, trust_remote_code)
+    return Text(tokenizer, template)
 
 
 class Text:

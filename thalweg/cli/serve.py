@@ -1,0 +1,204 @@
+"""``thalweg serve MODEL``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """examples:
+  thalweg serve ./my-model
+  thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
+  thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
+
+Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "The river", "max_tokens": 32}'
+or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what runs; a second one ends at once.
+Keys may also be in the environment variable THALWEG_API_KEY.
+"""
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `serve` to the command line."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP (OpenAI's API and a chat page)",
+        description="Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # fmt: off
+    parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face model, or its name")
+    add = parser.add_argument_group("the address").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; another than this host's own needs a key")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--api-key", "--api-keys", action="append", default=[], metavar="KEY", help="may be given several times")
+    add("--api-key-file", type=Path, metavar="FILE", help="one key a line")
+    add("--ssl-certfile", "--ssl-certificate", metavar="FILE", help="serve HTTPS with this certificate")
+    add("--ssl-keyfile", "--ssl-key", metavar="FILE")
+    add("--name", "--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL's last part)")
+    add("--deployment", "--deployment-name", metavar="NAME", help="for thalweg.client(NAME) and POST /mii/NAME")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
+    add_engine_arguments(parser)
+    add = parser.add_argument_group("replicas and limits").add_argument
+    add("--replicas", "--replica-num", type=int, default=1, metavar="N", help="engines, each a process (default: 1)")
+    add("--threads", type=int, metavar="T", help="threads of each replica (default: its share of the cores)")
+    add("--max-queue", type=int, default=128, metavar="N",
+        help="sequences that may wait beside those that run; beyond: 429 (default: 128)")
+    add("--body-bytes", type=int, default=2**20, metavar="N", help="largest body (default: 1 MiB)")
+    add("--request-seconds", type=float, default=600.0, metavar="S", help="time a request may take (default: 600)")
+    add("--stall-seconds", type=float, default=60.0, metavar="S",
+        help="without a step, with work: /health fails, and after twice that the replica is replaced (default: 60)")
+    add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
+    parser.add_argument("--json", action="store_true", help="print the address as one JSON object when ready")
+    # fmt: on
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the engine."""
+    add = parser.add_argument_group("the engine").add_argument
+    # fmt: off
+    add("--dtype", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
+    add("--quantize", choices=("int8", "int4"), help="quantise the weights at load")
+    add("--max-length", type=int, metavar="N", help="prompt and answer together, in tokens")
+    add("--max-batch", type=int, default=64, metavar="N", help="sequences that run together (default: 64)")
+    add("--max-step-tokens", type=int, default=512, metavar="N", help="tokens of one step (default: 512)")
+    add("--kv-memory", metavar="SIZE", help="memory of the KV cache, as in 4GiB")
+    add("--no-prefix-cache", action="store_true", help="do not keep the KV of prompts' beginnings")
+    add("--device", default="cpu")
+    add("--trust-remote-code", action="store_true", help="run the model's own code")
+    add("--loader", help=argparse.SUPPRESS)  # module:function that makes the engine; tests
+    # fmt: on
+
+
+def engine_task(args: argparse.Namespace) -> Any:
+    """Return what the engine's options ask for."""
+    from thalweg.infer.api import EngineOptions
+    from thalweg.serve.spawn import LOADER, EngineTask
+
+    options = EngineOptions(
+        dtype=args.dtype,
+        quantize=args.quantize,
+        max_length=args.max_length,
+        kv_memory=parse_size(args.kv_memory) if args.kv_memory else None,
+        max_batch=args.max_batch,
+        max_step_tokens=args.max_step_tokens,
+        prefix_cache=not args.no_prefix_cache,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return EngineTask(args.model, options, args.loader or LOADER)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    require_packages()
+    from thalweg.serve.gate import GateLimits
+    from thalweg.serve.pool import PoolLimits
+    from thalweg.serve.server import ServeOptions, run
+    from thalweg.serve.spawn import InProcess
+    from thalweg.serve.text import Text, load_text
+
+    if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
+        raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
+    task = engine_task(args)
+    template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
+    options = ServeOptions(
+        model=args.name or Path(args.model.rstrip("/")).name or args.model,
+        host=args.host,
+        port=args.port,
+        api_keys=read_keys(args),
+        replicas=args.replicas,
+        deployment=args.deployment,
+        tls_cert=args.ssl_certfile,
+        tls_key=args.ssl_keyfile,
+        drain_seconds=args.drain_seconds,
+        request_seconds=args.request_seconds,
+        pool=PoolLimits(args.replicas * args.max_batch + args.max_queue, args.stall_seconds),
+        gate=GateLimits(body_bytes=args.body_bytes),
+    )
+    with contextlib.ExitStack() as stack:
+
+        def ready(url: str) -> None:
+            if args.json:
+                print(json.dumps({"url": url, "model": options.model, "pid": os.getpid()}), flush=True)
+            else:
+                print(f"serving {options.model} at {url} (chat page: {url}/)", file=sys.stderr, flush=True)
+            if args.deployment:
+                stack.enter_context(_deployed(args.deployment, url, options.api_keys))
+
+        def make_text() -> Text:
+            return load_text(args.model, task.loader, template, args.trust_remote_code)
+
+        run(options, InProcess(task, _places(args)), make_text, ready)
+    return 0
+
+
+def require_packages() -> None:
+    """Raise ImportError that names the cure where the server's packages are missing."""
+    try:
+        import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{error.name} is not installed: pip install 'thalweg[serve]'") from None
+
+
+def read_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the keys of the arguments, the file and the environment."""
+    keys = list(args.api_key)
+    if args.api_key_file is not None:
+        lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
+        keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not keys:
+            raise ValueError(f"{args.api_key_file} holds no key: write one a line")
+    if key := os.environ.get("THALWEG_API_KEY"):
+        keys.append(key)
+    return tuple(keys)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 4GiB, 512M or 1000000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write it as 4GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _places(args: argparse.Namespace) -> tuple[Any, ...]:
+    """Deal the cores to the replicas as `thalweg run` deals them to ranks; one replica is not bound."""
+    from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
+    from thalweg.serve.spawn import Place
+
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads {args.threads} must be at least 1")
+    if args.replicas < 1:
+        raise ValueError(f"--replicas {args.replicas} must be at least 1")
+    plan = plan_cores(
+        args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1
+    )
+    threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.threads)
+    environ = {"OMP_NUM_THREADS": threads}
+    if sys.platform.startswith("linux"):
+        environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
+    cpus = plan.cpus or ((),) * args.replicas
+    return tuple(Place(share, environ) for share in cpus)
+
+
+@contextlib.contextmanager
+def _deployed(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
+    from thalweg.serve.mii import forget_deployment, record_deployment
+
+    record_deployment(name, url, keys[0] if keys else None)
+    try:
+        yield
+    finally:
+        forget_deployment(name, os.getpid())

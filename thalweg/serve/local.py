@@ -1,0 +1,102 @@
+"""``thalweg.pipeline``: an engine in this process, in MII's form, with no server."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from thalweg.infer.api import EngineCore, EngineOptions, Request, RequestOutput
+from thalweg.serve import lower
+from thalweg.serve.errors import ApiError
+from thalweg.serve.mii import Response
+from thalweg.serve.schema import MiiRequest
+from thalweg.serve.spawn import LOADER
+
+
+def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Pipeline:
+    """Load a model (a Hugging Face directory, or a live one) and return a callable that continues prompts.
+
+    ``fields`` are fields of :class:`thalweg.infer.EngineOptions` (``quantize="int8"``, ``max_length=2048``).
+    """
+    if options is not None and fields:
+        raise ValueError(f"give options or {', '.join(fields)}, not both")
+    module, _, name = LOADER.partition(":")
+    return Pipeline(getattr(importlib.import_module(module), name)(model, options or EngineOptions(**fields)))
+
+
+class Pipeline:
+    """``pipe(["prompt"], max_new_tokens=64) -> [Response]``; all prompts run in one batch."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self._calls = 0
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        streaming_fn: Callable[[list[Response]], None] | None = None,
+        **options: Any,
+    ) -> list[Response]:
+        """Return a response for each prompt.
+
+        ``options`` are MII's: ``max_length``, ``max_new_tokens``, ``min_new_tokens``, ``do_sample``,
+        ``top_p`` (0.9), ``top_k``, ``temperature``, ``stop``, ``ignore_eos``, ``return_full_text``, ``seed``.
+        ``streaming_fn`` gets each piece of text as it comes.  Raises ValueError for what cannot be.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [self._request(i, text, options) for i, text in enumerate(texts)]
+        self._calls += 1
+        pieces: list[list[str]] = [[] for _ in texts]
+        ends: dict[int, RequestOutput] = {}
+        for index, output in self._run(requests):
+            pieces[index].append(output.text)
+            if streaming_fn is not None and output.text:
+                streaming_fn([_response(output, output.text, len(requests[index].prompt))])
+            if output.finished:
+                ends[index] = output
+        full = options.get("return_full_text", False)
+        return [
+            _response(ends[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
+            for i, text in enumerate(texts)
+        ]
+
+    def destroy(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _request(self, index: int, text: str, options: dict[str, Any]) -> Request:
+        engine = self.engine
+        if engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give load_engine one")
+        try:
+            ask = MiiRequest(prompts=text, **options)
+            prompt = engine.tokenizer.encode(text)
+            params = lower.mii_params(ask, len(prompt), engine.facts)
+        except ApiError as error:
+            raise ValueError(str(error)) from None
+        return Request(f"call{self._calls}-{index}", prompt, params)
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        engine, places = self.engine, {request.request_id: i for i, request in enumerate(requests)}
+        left, added = set(places), []
+        try:
+            for request in requests:
+                engine.add(request)
+                added.append(request.request_id)
+            while left:
+                for output in engine.step():
+                    if output.request_id in places:  # an engine of our own may still work off what was left
+                        if output.finish_reason == "error":
+                            raise RuntimeError(f"the engine failed on a prompt: {output.error}")
+                        if output.finished:
+                            left.discard(output.request_id)
+                        yield places[output.request_id], output
+        finally:
+            for name in added:
+                if name in left:
+                    engine.abort(name)
+
+
+def _response(output: RequestOutput, text: str, prompt_length: int) -> Response:
+    return Response(text, prompt_length, output.num_generated_tokens, output.finish_reason)
