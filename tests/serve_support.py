@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.toy_engine import ToyEngine, ToyTokenizer
+from tests.toy_engine import ToyEngine, ToyTokenizer, load_engine
 from thalweg.serve.server import ServeOptions, serve
 from thalweg.serve.spawn import EngineTask, InProcess, InThread
 from thalweg.serve.text import Text
@@ -40,14 +40,18 @@ class Served:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """One request on a connection of its own; JSON both ways."""
-        status, _, data = self.raw(method, path, None if body is None else json.dumps(body).encode(), **headers)
+        status, _, data = self.raw(
+            method, path, None if body is None else json.dumps(body).encode(), **headers
+        )
         return status, data
 
     def raw(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, Any, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             given = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(method, path, body, given | {k.replace("_", "-"): v for k, v in headers.items()})
+            connection.request(
+                method, path, body, given | {k.replace("_", "-"): v for k, v in headers.items()}
+            )
             response = connection.getresponse()
             data = response.read()
             kind = response.headers.get("content-type", "")
@@ -83,7 +87,9 @@ class Served:
         """Until no engine holds a KV block or has work."""
         deadline = time.monotonic() + seconds
         while any(engine.used or engine.has_work() for engine in self.engines):
-            assert time.monotonic() < deadline, [(e.used, len(e.running), len(e.waiting)) for e in self.engines]
+            assert time.monotonic() < deadline, [
+                (e.used, len(e.running), len(e.waiting)) for e in self.engines
+            ]
             time.sleep(0.01)
 
 
@@ -95,7 +101,7 @@ def served(
     server = Served()
 
     def load() -> ToyEngine:
-        server.engines.append(ToyEngine(model))
+        server.engines.append(load_engine(model))
         return server.engines[-1]
 
     def ready(url: str) -> None:

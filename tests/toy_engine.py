@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from thalweg.infer.api import (
     EngineOptions,
     EngineStats,
@@ -36,11 +34,11 @@ BLOCK = 16
 
 def words(prompt: Sequence[int], seed: int, index: int, count: int) -> bytes:
     """The bytes that a prompt is continued with."""
-    text, state = "", f"{list(prompt)}|{seed}|{index}".encode()
-    while len(text.encode()) < count:
+    found, state = bytearray(), f"{list(prompt)}|{seed}|{index}".encode()
+    while len(found) < count:
         state = hashlib.blake2b(state, digest_size=8).digest()
-        text += WORDS[state[0] % len(WORDS)]
-    return text.encode()[:count]
+        found += WORDS[state[0] % len(WORDS)].encode()
+    return bytes(found[:count])
 
 
 def expected(prompt: str | Sequence[int], max_tokens: int, seed: int = 0, index: int = 0) -> str:
@@ -91,7 +89,9 @@ class _Sequence:
         if reason is None and self.count == self.limit:
             reason = "length"
         if reason is None:
-            keep = max((n for stop in params.stop for n in range(1, len(stop)) if out.endswith(stop[:n])), default=0)
+            keep = max(
+                (n for stop in params.stop for n in range(1, len(stop)) if out.endswith(stop[:n])), default=0
+            )
             out = out[: len(out) - keep]
         self.held = self.held[len(out) :]
         logprobs = None
@@ -138,7 +138,9 @@ class ToyEngine:
             raise ValueError("this engine has no structured output: leave response_format out")
         sequences = [_Sequence(request, i, self.facts.max_length) for i in range(request.params.n)]
         if sequences[0].blocks > self.blocks:
-            raise ValueError(f"the request needs {sequences[0].blocks} KV blocks of {self.blocks}: shorten it")
+            raise ValueError(
+                f"the request needs {sequences[0].blocks} KV blocks of {self.blocks}: shorten it"
+            )
         self.waiting += sequences
 
     def abort(self, request_id: str) -> None:
@@ -188,9 +190,11 @@ class ToyEngine:
             generated_tokens=self.generated,
         )
 
-    def embed(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
         if self.facts.kind != "encoder":
             raise ValueError("this model is no encoder")
+        import torch  # a replica with this engine starts in a moment without it
+
         return torch.tensor([[float(len(p)), float(sum(p)), 1.0] for p in prompts])
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ ROWS = {
     34: "tests/unit/test_checkpoint_hf.py::test_row34_an_export_loads_equal_with_ties_on_and_off",
     37: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
     40: "tests/dist/test_rows.py::test_row40_compiled_equals_eager",
+    42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
     44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",
 }

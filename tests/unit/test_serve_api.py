@@ -48,13 +48,17 @@ def test_prompts_in_each_form_and_n_samples(server: Served) -> None:
 
 @pytest.mark.parametrize("prompt", [f"stream {i}" for i in range(8)])
 def test_a_stream_carries_the_same_text_and_no_broken_character(server: Served, prompt: str) -> None:
-    events = server.stream("/v1/completions", prompt=prompt, max_tokens=64, stream_options={"include_usage": True})
+    events = server.stream(
+        "/v1/completions", prompt=prompt, max_tokens=64, stream_options={"include_usage": True}
+    )
     assert events[-1] == "[DONE]" and events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 64
     pieces = [event["choices"][0] for event in events[:-2]]
     assert "".join(piece["text"] for piece in pieces) == expected(prompt, 64)
     assert not any("\ufffd" in piece["text"] for piece in pieces)
-    assert [piece["finish_reason"] for piece in pieces].count("length") == 1 == bool(pieces[-1]["finish_reason"])
+    assert (
+        [piece["finish_reason"] for piece in pieces].count("length") == 1 == bool(pieces[-1]["finish_reason"])
+    )
 
 
 def test_streams_of_several_samples_are_told_apart(server: Served) -> None:
@@ -99,7 +103,10 @@ def test_log_probabilities(server: Served) -> None:
 
 
 def test_chat_with_the_plain_template(server: Served) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     status, answer = server.post("/v1/chat/completions", messages=messages, max_tokens=25)
     want = expected("System: Be brief.\nUser: Hi\nAssistant:", 25)
     assert status == 200 and answer["choices"][0]["message"] == {
@@ -111,7 +118,9 @@ def test_chat_with_the_plain_template(server: Served) -> None:
 
 
 def test_echo(server: Served) -> None:
-    assert server.complete("echo me", max_tokens=5, echo=True)["choices"][0]["text"] == "echo me" + expected("echo me", 5)
+    assert server.complete("echo me", max_tokens=5, echo=True)["choices"][0]["text"] == "echo me" + expected(
+        "echo me", 5
+    )
     events = server.stream("/v1/completions", prompt="echo me", max_tokens=5, echo=True)
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "echo me" + expected("echo me", 5)
 
@@ -123,7 +132,9 @@ def test_models_and_adapters(server: Served) -> None:
     assert server.request("GET", "/v1/models/other")[0] == 404
     assert server.complete("x", model="tuned", max_tokens=2)["choices"]
     status, answer = server.post("/v1/completions", prompt="x", model="other")
-    assert status == 404 and answer["error"]["code"] == "model_not_found" and "toy" in answer["error"]["message"]
+    assert (
+        status == 404 and answer["error"]["code"] == "model_not_found" and "toy" in answer["error"]["message"]
+    )
 
 
 def test_embeddings_of_an_encoder() -> None:
@@ -144,13 +155,22 @@ def test_a_generator_has_no_embeddings(server: Served) -> None:
 
 def test_the_form_of_mii(server: Served) -> None:
     prompts = ["DeepSpeed is", "Seattle"]
-    status, answer = server.request("POST", "/mii/toy", {"prompts": prompts, "max_new_tokens": 10, "do_sample": False})
+    status, answer = server.request(
+        "POST", "/mii/toy", {"prompts": prompts, "max_new_tokens": 10, "do_sample": False}
+    )
     assert status == 200 and answer == [
-        {"generated_text": expected(p, 10), "prompt_length": len(p), "generated_length": 10, "finish_reason": "length"}
+        {
+            "generated_text": expected(p, 10),
+            "prompt_length": len(p),
+            "generated_length": 10,
+            "finish_reason": "length",
+        }
         for p in prompts
     ]
     assert server.request("POST", "/mii/other", {"prompts": prompts})[0] == 404
-    short = server.request("POST", "/mii/toy", {"prompts": "abcd", "max_length": 9, "return_full_text": True})[1]
+    short = server.request(
+        "POST", "/mii/toy", {"prompts": "abcd", "max_length": 9, "return_full_text": True}
+    )[1]
     assert short[0]["generated_length"] == 5 and short[0]["generated_text"].startswith("abcd")
 
 
@@ -175,30 +195,41 @@ class TemplateTokenizer(ToyTokenizer):
 
         environment = ImmutableSandboxedEnvironment()
         environment.globals["raise_exception"] = raise_exception
-        fields = dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        fields = dict(
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
         return environment.from_string(chat_template).render(**fields)
 
 
 def test_chat_with_a_template_and_tools() -> None:
-    tool = {"type": "function", "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}},
+    }
     messages = [{"role": "user", "content": "How deep?"}]
     with served(text=lambda: Text(TemplateTokenizer())) as server:
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool])[1]
         want = expected("tools 1\n[user] How deep?\n[assistant] ", 20)
         assert answer["choices"][0]["message"]["content"] == want
-        none = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none")
+        none = server.post(
+            "/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none"
+        )
         assert none[1]["choices"][0]["message"]["content"] == expected("[user] How deep?\n[assistant] ", 20)
         refused = [*messages, {"role": "tool", "content": "7", "tool_call_id": "x"}]
         status, answer = server.post("/v1/chat/completions", messages=refused)
         assert status == 400 and "no tool results here" in answer["error"]["message"]
         for key in ("tokenize", "chat_template", "tools", "messages"):
-            status, answer = server.post("/v1/chat/completions", messages=messages, chat_template_kwargs={key: True})
+            status, answer = server.post(
+                "/v1/chat/completions", messages=messages, chat_template_kwargs={key: True}
+            )
             assert status == 400, key
 
 
 def test_tools_without_a_template_that_knows_them_are_refused(server: Served) -> None:
     tool = {"type": "function", "function": {"name": "depth"}}
-    status, answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "?"}], tools=[tool])
+    status, answer = server.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "?"}], tools=[tool]
+    )
     assert status == 400 and "leave them out" in answer["error"]["message"]
 
 
@@ -222,7 +253,14 @@ def test_metrics_add_up(server: Served) -> None:
     assert [value(name) - old for name, old in zip(names, before, strict=True)] == [2, 20, 2, 22, 5, 2]
     server.wait_idle()
     text = server.raw("GET", "/metrics", None)[2]
-    for name in ("running", "waiting", "kv_use_ratio", "prefix_hit_tokens_total", "preemptions_total", "outstanding"):
+    for name in (
+        "running",
+        "waiting",
+        "kv_use_ratio",
+        "prefix_hit_tokens_total",
+        "preemptions_total",
+        "outstanding",
+    ):
         assert f"thalweg_{name}" in text
     assert value("thalweg_outstanding ") == 0 and value("thalweg_healthy") == 1
 
@@ -238,11 +276,17 @@ def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
 def test_the_openai_client_understands_it(server: Served) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected("sdk", 8)
+    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected(
+        "sdk", 8
+    )
     messages = [{"role": "user", "content": "sdk"}]
-    chunks = list(client.chat.completions.create(model="toy", messages=messages, max_tokens=30, stream=True, seed=2))
+    chunks = list(
+        client.chat.completions.create(model="toy", messages=messages, max_tokens=30, stream=True, seed=2)
+    )
     whole = client.chat.completions.create(model="toy", messages=messages, max_tokens=30, seed=2, user="me")
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    )
     assert [model.id for model in client.models.list()] == ["toy", "tuned"]
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="toy", prompt="x", temperature=7.0)

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # fmt: off
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory of a Hugging Face model, or its name")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a Hugging Face model's directory or name")
     add = parser.add_argument
     add("--url", help="talk to this server instead")
     add("--api-key", default=os.environ.get("THALWEG_API_KEY"), metavar="KEY")
@@ -126,7 +126,9 @@ def _local(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
         room = engine.facts.max_length - len(tokens)
         if room < 1:
-            raise ValueError(f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new")
+            raise ValueError(
+                f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new"
+            )
         stop = (DEFAULT_STOP,) if text.template is None else ()
         params = SamplingParams(
             max_tokens=min(args.max_tokens, room), temperature=args.temperature, seed=args.seed, stop=stop

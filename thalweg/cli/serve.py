@@ -35,27 +35,29 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # fmt: off
-    parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face model, or its name")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model's directory or name")
     add = parser.add_argument_group("the address").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; another than this host's own needs a key")
+    add("--host", default="127.0.0.1", help="another than this host's own needs a key")
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    add("--api-key", "--api-keys", action="append", default=[], metavar="KEY", help="may be given several times")
+    add("--api-key", "--api-keys", action="append", default=[], metavar="KEY", help="may come several times")
     add("--api-key-file", type=Path, metavar="FILE", help="one key a line")
     add("--ssl-certfile", "--ssl-certificate", metavar="FILE", help="serve HTTPS with this certificate")
     add("--ssl-keyfile", "--ssl-key", metavar="FILE")
-    add("--name", "--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL's last part)")
-    add("--deployment", "--deployment-name", metavar="NAME", help="for thalweg.client(NAME) and POST /mii/NAME")
+    add("--name", "--served-model-name", metavar="NAME",
+        help="what clients call the model (default: MODEL's last part)")
+    add("--deployment", "--deployment-name", metavar="NAME", help="for thalweg.client(NAME), /mii/NAME")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     add_engine_arguments(parser)
     add = parser.add_argument_group("replicas and limits").add_argument
-    add("--replicas", "--replica-num", type=int, default=1, metavar="N", help="engines, each a process (default: 1)")
-    add("--threads", type=int, metavar="T", help="threads of each replica (default: its share of the cores)")
+    add("--replicas", "--replica-num", type=int, default=1, metavar="N",
+        help="engines, a process each (default: 1)")
+    add("--threads", type=int, metavar="T", help="threads of each (default: its share of the cores)")
     add("--max-queue", type=int, default=128, metavar="N",
         help="sequences that may wait beside those that run; beyond: 429 (default: 128)")
     add("--body-bytes", type=int, default=2**20, metavar="N", help="largest body (default: 1 MiB)")
-    add("--request-seconds", type=float, default=600.0, metavar="S", help="time a request may take (default: 600)")
+    add("--request-seconds", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
     add("--stall-seconds", type=float, default=60.0, metavar="S",
-        help="without a step, with work: /health fails, and after twice that the replica is replaced (default: 60)")
+        help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object when ready")
     # fmt: on
@@ -182,9 +184,7 @@ def _places(args: argparse.Namespace) -> tuple[Any, ...]:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if args.replicas < 1:
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
-    plan = plan_cores(
-        args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1
-    )
+    plan = plan_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.threads)
     environ = {"OMP_NUM_THREADS": threads}
     if sys.platform.startswith("linux"):

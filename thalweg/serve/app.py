@@ -93,7 +93,9 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def http_error(http: Request, error: HTTPException) -> Response:
         known = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
         text = f"{http.method} {http.url.path[:200]}: {error.detail.lower()}; {known}"
-        return JSONResponse(ApiError(error.status_code, text).body(), error.status_code, headers=error.headers)
+        return JSONResponse(
+            ApiError(error.status_code, text).body(), error.status_code, headers=error.headers
+        )
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:

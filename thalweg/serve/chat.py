@@ -86,7 +86,9 @@ class _Answer:
                 delta: dict[str, Any] = {"content": text} if text else {}
                 if calls:
                     delta["tool_calls"] = calls
-                reason = "tool_calls" if output.finished and parsers[index].num_calls else output.finish_reason
+                reason = (
+                    "tool_calls" if output.finished and parsers[index].num_calls else output.finish_reason
+                )
                 if delta or reason or output.logprobs:
                     yield self._chunk(index, delta, reason, self._logprobs(output.logprobs or ()))
         if self._wants_usage:

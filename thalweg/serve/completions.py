@@ -31,9 +31,7 @@ async def completions(service: Service, ask: CompletionRequest, http: HttpReques
     prompts = await lower.prompts(ask.prompt, service.text, service.facts, special=ask.add_special_tokens)
     for prompt in prompts:
         lower.room_for(prompt, params.max_tokens, service.facts, "max_tokens")
-    requests = [
-        lower.request(prompt, _seeded(params, i), ask, adapter) for i, prompt in enumerate(prompts)
-    ]
+    requests = [lower.request(prompt, _seeded(params, i), ask, adapter) for i, prompt in enumerate(prompts)]
     generation = Generation(service, requests)
     answer = _Answer(service, ask, prompts)
     if ask.stream:
@@ -80,7 +78,12 @@ class _Answer:
                 if not (text or output.logprobs or output.finished):
                     continue
                 choice = self._choice(
-                    index, output.index, text, output.logprobs or (), offset + len(text) - len(output.text), output
+                    index,
+                    output.index,
+                    text,
+                    output.logprobs or (),
+                    offset + len(text) - len(output.text),
+                    output,
                 )
                 usage = {"usage": None} if self._wants_usage else {}
                 yield {**self._head, "choices": [choice], **usage}

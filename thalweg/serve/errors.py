@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):

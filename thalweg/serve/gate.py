@@ -78,7 +78,9 @@ class Gate:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise ApiError(403, "this server answers to localhost alone: start it with --api-key for other names")
+            raise ApiError(
+                403, "this server answers to localhost alone: start it with --api-key for other names"
+            )
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._keys or path in OPEN_PATHS:
@@ -89,7 +91,9 @@ class Gate:
         if kind.lower() != b"bearer" or not any(right):
             raise ApiError(
                 401,
-                "send your API key as `Authorization: Bearer KEY`" if not given else "this API key is not valid",
+                "send your API key as `Authorization: Bearer KEY`"
+                if not given
+                else "this API key is not valid",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

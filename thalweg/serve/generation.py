@@ -49,7 +49,10 @@ class Service:
             return name
         known = ", ".join(self.models)
         raise ApiError(
-            404, f"there is no model {name[:200]!r} here: ask for {known}", code="model_not_found", param="model"
+            404,
+            f"there is no model {name[:200]!r} here: ask for {known}",
+            code="model_not_found",
+            param="model",
         )
 
 

@@ -38,7 +38,9 @@ async def _one_prompt(
     return tokens
 
 
-def sampling(ask: Sampling, facts: ModelFacts, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling(
+    ask: Sampling, facts: ModelFacts, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
     """Return the engine's parameters; raises 400 when they contradict each other."""
     stop = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
     return build(
@@ -111,7 +113,9 @@ def structure(ask: Sampling) -> Structure | None:
 def completion_params(ask: CompletionRequest, facts: ModelFacts) -> SamplingParams:
     """Return the parameters of a ``/v1/completions`` request."""
     if ask.suffix:
-        raise bad_request("suffix is not supported: this model continues a prompt, it does not fill in", "suffix")
+        raise bad_request(
+            "suffix is not supported: this model continues a prompt, it does not fill in", "suffix"
+        )
     if ask.best_of is not None and ask.best_of != (ask.n or 1):
         raise bad_request("best_of other than n is not supported: leave it out", "best_of")
     return sampling(ask, facts, max_tokens=ask.max_tokens, logprobs=ask.logprobs)
@@ -124,13 +128,17 @@ def chat_params(ask: ChatRequest, facts: ModelFacts, text: Text) -> SamplingPara
     if text.template is None and not ask.stop:
         ask = ask.model_copy(update={"stop": [DEFAULT_STOP]})
     max_tokens = ask.max_completion_tokens if ask.max_completion_tokens is not None else ask.max_tokens
-    return sampling(ask, facts, max_tokens=max_tokens, logprobs=(ask.top_logprobs or 0) if ask.logprobs else None)
+    return sampling(
+        ask, facts, max_tokens=max_tokens, logprobs=(ask.top_logprobs or 0) if ask.logprobs else None
+    )
 
 
 async def chat_prompt(ask: ChatRequest, text: Text, facts: ModelFacts) -> list[int]:
     """Return the tokens of a conversation."""
     if ask.tool_choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice may be none or auto: the model cannot be forced to call", "tool_choice")
+        raise bad_request(
+            "tool_choice may be none or auto: the model cannot be forced to call", "tool_choice"
+        )
     tools = None
     if ask.tools and ask.tool_choice != "none":
         if not text.knows_tools:
@@ -185,7 +193,9 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        fields["tool_calls"] = [_called(call.function.name, call.function.arguments) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            _called(call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
     return fields
 
 

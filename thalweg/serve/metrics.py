@@ -91,7 +91,9 @@ class _Engines:
 
     def collect(self) -> Iterator[Any]:
         pool = self._pool
-        yield GaugeMetricFamily("thalweg_outstanding", "Sequences admitted, not ended", value=pool.outstanding)
+        yield GaugeMetricFamily(
+            "thalweg_outstanding", "Sequences admitted, not ended", value=pool.outstanding
+        )
         yield GaugeMetricFamily(
             "thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding
         )
@@ -106,7 +108,12 @@ class _Engines:
             (GaugeMetricFamily, "kv_use_ratio", "Share of the KV blocks in use", "kv_use"),
             (CounterMetricFamily, "engine_steps", "Steps", "steps"),
             (CounterMetricFamily, "engine_prompt_tokens", "Prompt tokens admitted", "prompt_tokens"),
-            (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens from the prefix cache", "cached_tokens"),
+            (
+                CounterMetricFamily,
+                "prefix_hit_tokens",
+                "Prompt tokens from the prefix cache",
+                "cached_tokens",
+            ),
             (CounterMetricFamily, "preemptions", "Sequences preempted", "preemptions"),
         ]
         for family, name, text, field in families:

@@ -58,7 +58,9 @@ def serve(
     """
     name = deployment_name or f"{Path(model.rstrip('/')).name}-deployment"
     if _read_record(name) is not None:
-        raise ValueError(f"a deployment {name!r} is running: take another name, or client(name).terminate_server()")
+        raise ValueError(
+            f"a deployment {name!r} is running: take another name, or client(name).terminate_server()"
+        )
     command = [sys.executable, "-m", "thalweg", "serve", model, "--deployment", name, "--json"]
     command += ["--host", host, "--port", str(port), "--replicas", str(replica_num), *arguments]
     environ = {**os.environ, "THALWEG_API_KEY": os.environ.get("THALWEG_API_KEY") or secrets.token_hex(16)}
@@ -77,7 +79,9 @@ def serve(
         if not line:
             process.wait()
             said.seek(0)
-            raise RuntimeError(f"the server did not start: {said.read().decode(errors='replace').strip()[-2000:]}")
+            raise RuntimeError(
+                f"the server did not start: {said.read().decode(errors='replace').strip()[-2000:]}"
+            )
     for _ in range(100):  # the record follows the line
         if _read_record(name) is not None:
             break
@@ -141,7 +145,9 @@ class Client:
         fields = {"max_tokens": options.get("max_new_tokens", 1024), "top_p": options.get("top_p", 0.9)}
         if not options.get("do_sample", True):
             fields = {**fields, "temperature": 0.0, "top_p": 1.0}
-        fields |= {name: options[name] for name in ("temperature", "top_k", "stop", "seed") if name in options}
+        fields |= {
+            name: options[name] for name in ("temperature", "top_k", "stop", "seed") if name in options
+        }
         body = {"prompt": texts[0], "stream": True, "stream_options": {"include_usage": True}, **fields}
         whole, reason, usage = "", None, {}
         with self._open("/v1/completions", body) as lines:

@@ -30,6 +30,7 @@ from thalweg.utils.log import get_logger
 _LOG = get_logger(__name__)
 _PAUSES = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before a replica that keeps dying is started again
 _PROVEN = 60.0  # a replica that lived so long starts that list from its beginning
+_FAIR = 16  # outputs of one request that are passed on in one turn of the event loop
 _WAIT_FOR_ANOTHER = 30.0  # seconds that a retry waits for a replica to be ready
 
 
@@ -127,9 +128,10 @@ class Pool:
     ) -> AsyncGenerator[tuple[int, RequestOutput | None]]:
         """Yield (index of the request, output) until all have ended; closing it cancels what still runs.
 
-        ``seconds`` is the time allowed.  With ``restartable``, for callers that have passed nothing on, a request whose replica died midway
-        starts again: its output None says to forget what it gave so far.  Raises :class:`ApiError` when a
-        request is refused, or when a replica is lost and the request cannot be tried again.
+        ``seconds`` is the time allowed.  With ``restartable``, for callers that have passed nothing on, a
+        request whose replica died midway starts again: its output None says to forget what it gave so far.
+        Raises :class:`ApiError` when a request is refused, or when a replica is lost and the request cannot
+        be tried again.
         """
         inbox: asyncio.Queue[tuple[_Flight, object]] = asyncio.Queue()
         flights = [_Flight(index, request, inbox) for index, request in enumerate(requests)]
@@ -139,7 +141,11 @@ class Pool:
             for flight in flights:
                 await self._launch(flight)
             left = sum(request.params.n for request in requests)
+            turn = 0
             while left:
+                turn += 1
+                if turn % _FAIR == 0:  # a queue that is never empty must not keep the loop from others
+                    await asyncio.sleep(0)
                 flight, event = await _next(inbox, over, deadline)
                 if isinstance(event, RequestOutput):
                     flight.began = True
@@ -247,9 +253,7 @@ class _Flight:
         self._inbox.put_nowait((self, event))
 
 
-async def _next(
-    inbox: asyncio.Queue, over: asyncio.Task, deadline: float | None
-) -> tuple[_Flight, object]:
+async def _next(inbox: asyncio.Queue, over: asyncio.Task, deadline: float | None) -> tuple[_Flight, object]:
     """The next event; raises when the pool has given up waiting, or at the deadline."""
     left = None if deadline is None else deadline - time.monotonic()
     if left is not None and left <= 0:
@@ -269,7 +273,9 @@ async def _next(
 
 
 def _time_is_up() -> ApiError:
-    return ApiError(504, "the request took longer than this server allows: ask for fewer tokens", code="timeout")
+    return ApiError(
+        504, "the request took longer than this server allows: ask for fewer tokens", code="timeout"
+    )
 
 
 def _as_error(event: object) -> ApiError:

@@ -21,7 +21,12 @@ WRITE_SECONDS = 30.0
 """For which a client may leave 64 KiB of answer unread."""
 HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 1024
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    429: b"Too Many Requests",
+    431: b"Headers Too Large",
+}
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -74,8 +79,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not HTTP that the server understands: check the request line, the "
-                                   "headers and the length of the body", code="http"))  # fmt: skip
+        text = "this is not HTTP that the server understands: check request line, headers and body length"
+        self._refuse(ApiError(400, text, code="http"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -122,7 +127,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         body = json.dumps(error.body()).encode()
-        lines = [b"HTTP/1.1 %d %s" % (error.status, _REASONS[error.status]), b"content-type: application/json"]
+        lines = [
+            b"HTTP/1.1 %d %s" % (error.status, _REASONS[error.status]),
+            b"content-type: application/json",
+        ]
         lines += [b"content-length: %d" % len(body), b"connection: close"]
         lines += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
         self.transport.write(b"\r\n".join([*lines, b"", body]))

@@ -7,6 +7,7 @@ error must not pass as a default.  Fields that change nothing here are accepted 
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,11 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from thalweg.serve.errors import ApiError, bad_request
 
 IGNORED = frozenset(
-    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key "
-    "reasoning_effort verbosity modalities".split()
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "verbosity",
+        "modalities",
+    ]
 )
 """Fields of OpenAI's that are accepted and change nothing."""
 
+_MAX_EXPLAINED = 3  # problems that a message names
 _MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS = 128, 16, 256, 256
 Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -213,13 +225,11 @@ def parse(model: type[T], body: bytes) -> T:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
     problems = [p for p in problems if not (p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED)]
     if not problems:
-        return model.model_validate_json(_without_ignored(model, body))
+        return model.model_validate_json(_without_ignored(body))
     raise _explain(model, problems)
 
 
-def _without_ignored(model: type[BaseModel], body: bytes) -> bytes:
-    import json
-
+def _without_ignored(body: bytes) -> bytes:
     fields = json.loads(body)
     return json.dumps({name: value for name, value in fields.items() if name not in IGNORED}).encode()
 
@@ -227,23 +237,27 @@ def _without_ignored(model: type[BaseModel], body: bytes) -> bytes:
 def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
-    lines, seen = [], set()
+        return bad_request(
+            f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json"
+        )
+    lines: list[str] = []
+    seen: set[str] = set()
     for problem in problems:
+        if len(lines) == _MAX_EXPLAINED:
+            lines.append("and more")
+            break
         place = [str(part) for part in problem["loc"] if not _is_branch(part)]
-        name = ".".join(place) or "the body"
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(place[-1], model.model_fields, 1) if len(place) == 1 else []
-            text = f"{name[:80]}: there is no such field{f'; did you mean {near[0]}?' if near else ''}"
-        elif name in seen:  # the other branches of a union
+        name = ".".join(place)[:80] or "the body"
+        if name in seen:  # the other branches of a union
             continue
-        else:
-            text = f"{name[:80]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
         seen.add(name)
-        lines.append(text)
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(place[-1][:40], model.model_fields, 1) if len(place) == 1 else []
+            lines.append(f"{name}: there is no such field{f'; did you mean {near[0]}?' if near else ''}")
+        else:
+            lines.append(f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
     param = ".".join(str(part) for part in first["loc"][:1]) or None
-    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-    return bad_request("; ".join(lines[:3]) + more, param and param[:80])
+    return bad_request("; ".join(lines), param and param[:80])
 
 
 def _is_branch(part: object) -> bool:

@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,16 +54,16 @@ class ServeOptions:
     drain_seconds: float = 30.0
     request_seconds: float | None = 600.0
     """Time that a request may take from its admission; None: any."""
-    pool: PoolLimits = PoolLimits()
-    gate: GateLimits = GateLimits()
+    pool: PoolLimits = field(default_factory=PoolLimits)
+    gate: GateLimits = field(default_factory=GateLimits)
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise ValueError("an API key must have at least 8 characters, all ASCII, and no blanks around it")
         if not self.api_keys and not _is_loopback(self.host):
             raise ValueError(
-                f"{self.host} can be reached from other machines: give a key with --api-key or --api-key-file, "
-                "or serve on 127.0.0.1"
+                f"{self.host} can be reached from other machines: give a key with --api-key or "
+                "--api-key-file, or serve on 127.0.0.1"
             )
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
@@ -127,7 +127,9 @@ async def serve(
 
 
 def _config(options: ServeOptions, service: Service) -> uvicorn.Config:
-    app = Gate(build_app(service, options.deployment), options.api_keys, options.gate, service.metrics.response)
+    app = Gate(
+        build_app(service, options.deployment), options.api_keys, options.gate, service.metrics.response
+    )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return uvicorn.Config(
@@ -203,7 +205,9 @@ def _bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise OSError(f"{host} is no address of this machine ({error}): use 127.0.0.1, or one it has") from None
+        raise OSError(
+            f"{host} is no address of this machine ({error}): use 127.0.0.1, or one it has"
+        ) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

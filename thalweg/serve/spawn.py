@@ -32,7 +32,7 @@ class EngineTask:
     """Which engine to make: ``loader`` is ``module:function``, called with the model and the options."""
 
     model: str
-    options: EngineOptions = EngineOptions()
+    options: EngineOptions = field(default_factory=EngineOptions)
     loader: str = LOADER
 
     def load(self) -> EngineCore:

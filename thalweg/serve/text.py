@@ -121,7 +121,7 @@ class Text:
 def too_long(length: int | str, at_most: int, param: str) -> Exception:
     """Return the 400 of a prompt that leaves no room."""
     return bad_request(
-        f"the prompt has {length} tokens; this model takes {at_most} with at least one to generate: shorten it",
+        f"the prompt has {length} tokens, and there is room for {at_most} beside the answer: shorten it",
         param,
         "context_length_exceeded",
     )

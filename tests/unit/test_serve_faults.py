@@ -1,0 +1,282 @@
+"""What goes wrong, and how the server takes it: overload, clients that leave, engines that break (row 42)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.serve_support import Served, served
+from tests.toy_engine import expected
+from thalweg.serve.pool import PoolLimits
+from thalweg.serve.server import ServeOptions
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def metrics(server: Served) -> str:
+    return server.raw("GET", "/metrics", None)[2]
+
+
+def health(server: Served) -> int:
+    return server.request("GET", "/health")[0]
+
+
+def begin(server: Served, **body: object) -> socket.socket:
+    """Send a request and read nothing."""
+    data = json.dumps({"max_tokens": 1000, **body}).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    sock.sendall(post(data))
+    return sock
+
+
+def post(data: bytes) -> bytes:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def test_row42_overload_is_refused_at_once_and_what_was_admitted_completes() -> None:
+    """60 requests at once for 20 places: 429 with Retry-After for the others, in no time; nothing stalls."""
+    with served("toy:delay=0.005,batch=4,blocks=40", pool=PoolLimits(max_outstanding=20)) as server:
+
+        def one(i: int) -> tuple[int, object, float, str]:
+            start = time.monotonic()
+            body = json.dumps({"prompt": f"load {i}", "max_tokens": 40}).encode()
+            status, headers, answer = server.raw("POST", "/v1/completions", body)
+            return status, headers, time.monotonic() - start, answer
+
+        with ThreadPoolExecutor(60) as clients:
+            answers = list(clients.map(one, range(60)))
+        served_well = [i for i, (status, *_) in enumerate(answers) if status == 200]
+        refused = [answer for answer in answers if answer[0] == 429]
+        assert len(served_well) + len(refused) == 60 and len(served_well) >= 20 and refused
+        for i in served_well:
+            assert answers[i][3]["choices"][0]["text"] == expected(f"load {i}", 40)
+        for _, headers, _, answer in refused:
+            assert 1 <= int(headers["retry-after"]) <= 60 and answer["error"]["code"] == "overloaded"
+        assert min(seconds for status, _, seconds, _ in answers if status == 429) < 0.5
+        server.wait_idle()
+        assert health(server) == 200 and server.complete("after", max_tokens=3)
+
+
+def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
+    with served("toy:blocks=4", pool=PoolLimits(max_outstanding=8)) as server:
+        status, answer = server.post("/v1/completions", prompt="x", n=9)
+        assert status == 400 and "split the request" in answer["error"]["message"]
+        status, answer = server.post("/v1/completions", prompt="x", max_tokens=100)
+        assert status == 400 and "KV blocks" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
+    with served("toy:delay=0.005") as server:
+        sock = begin(server, prompt="gone", n=3, stream=stream)
+        until(lambda: server.engines[0].used > 0)
+        if stream:
+            assert b"200" in sock.recv(64)
+        left = time.monotonic()
+        sock.close()
+        server.wait_idle(2.0)
+        assert time.monotonic() - left < 2.0 and server.engines[0].generated < 3000
+        until(lambda: "thalweg_cancelled_total 1.0" in metrics(server))
+        assert "thalweg_outstanding 0.0" in metrics(server)
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from thalweg.serve.protocol import GuardedProtocol
+
+    monkeypatch.setattr(GuardedProtocol, "write_seconds", 0.3)
+    with served("toy:length=100000,blocks=100000") as server:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        data = json.dumps({"prompt": "deaf", "max_tokens": 90000, "stream": True, "n": 8}).encode()
+        sock.sendall(post(data))
+        until(lambda: server.engines[0].used > 0)
+        server.wait_idle(20.0)
+        assert server.engines[0].generated < 8 * 90000, "cancelled, not finished"
+        sock.close()
+
+
+def test_row42_a_dead_engine_thread_fails_health() -> None:
+    """The engine raises in its thread: the stream ends with an error, /health is 503 until a new one runs."""
+    with served("toy:delay=0.002") as server:
+        assert health(server) == 200
+        events = server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
+        assert events[-1]["error"]["code"] == "lost" and "try again" in events[-1]["error"]["message"]
+        assert len(events) > 1
+        until(lambda: health(server) == 200)
+        assert len(server.engines) == 2 and server.engines[0].closed
+        assert server.complete("again", max_tokens=4)["choices"][0]["text"] == expected("again", 4)
+        assert "thalweg_replica_restarts_total 1.0" in metrics(server)
+
+
+def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thalweg.serve.pool._PAUSES", (1.0,))
+    with served("toy:delay=0.002") as server:
+        server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
+        status, answer = server.request("GET", "/health")
+        assert status == 503 and "RuntimeError: the toy engine broke" in answer["error"]["message"]
+        status, headers, _ = server.raw("POST", "/v1/completions", b'{"prompt": "x"}')
+        assert status == 503 and headers["retry-after"]
+        until(lambda: health(server) == 200)
+
+
+def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
+    """An engine that hangs in a step answers no heartbeat's question "progress?": 503, then a new process."""
+    limits = PoolLimits(stall_seconds=0.6)
+    with served("toy:delay=0.002", processes=True, pool=limits) as server:
+        assert health(server) == 200
+        events: list[object] = []
+        client = threading.Thread(
+            target=lambda: events.extend(server.stream("/v1/completions", prompt="HANG", max_tokens=50))
+        )
+        client.start()
+        until(lambda: health(server) == 503)
+        assert "no progress" in server.request("GET", "/health")[1]["error"]["message"]
+        until(lambda: health(server) == 200, 20)
+        client.join(10)
+        assert events[-1]["error"]["code"] == "lost"  # type: ignore[index]
+        assert server.complete("again", max_tokens=4)["choices"][0]["text"] == expected("again", 4)
+
+
+def children() -> list[int]:
+    """The replicas that this process started."""
+    found = {
+        int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
+    }
+    return sorted(pid for pid in found if "thalweg.serve.spawn" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def test_replicas_share_the_load_and_a_killed_one_is_replaced() -> None:
+    """8 whole answers are worked on by 2 processes; one is killed: all 8 come, as if nothing had happened."""
+    with served("toy:delay=0.01", processes=True, replicas=2) as server:
+        pids = children()
+        assert len(pids) == 2
+        with ThreadPoolExecutor(8) as clients:
+            answers = [clients.submit(server.complete, f"k{i}", max_tokens=60) for i in range(8)]
+            until(lambda: all(f'thalweg_running{{replica="{i}"}} 4.0' in metrics(server) for i in (0, 1)))
+            os.kill(pids[0], signal.SIGKILL)
+            texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
+        assert texts == [expected(f"k{i}", 60) for i in range(8)]
+        assert health(server) == 200
+        until(lambda: "thalweg_replicas_ready 2.0" in metrics(server), 30)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_request_that_kills_engines_is_tried_twice_and_no_more() -> None:
+    with served("toy", processes=True) as server:
+        status, answer = server.post("/v1/completions", prompt="EXIT!", max_tokens=5)
+        assert status == 503 and answer["error"]["code"] == "lost" and "code 9" in answer["error"]["message"]
+        until(lambda: health(server) == 200, 30)
+        assert "thalweg_replica_restarts_total 2.0" in metrics(server)
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    with served("toy:delay=0.01", drain_seconds=20.0) as server, ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(server.complete, f"d{i}", max_tokens=60) for i in range(4)]
+        kept = http.client.HTTPConnection("127.0.0.1", server.port)
+        until(lambda: len(server.engines[0].running) == 4)
+        server.stop(wait=False)
+        until(lambda: refused(server.port))
+        texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
+        assert texts == [expected(f"d{i}", 60) for i in range(4)]
+        server.stop()
+        kept.close()
+        assert server.engines[0].closed
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_the_time_for_draining_is_limited() -> None:
+    with served("toy:delay=0.01", drain_seconds=0.3) as server:
+        events: list[object] = []
+        client = threading.Thread(
+            target=lambda: events.extend(server.stream("/v1/completions", prompt="long", max_tokens=2000))
+        )
+        client.start()
+        until(lambda: bool(server.engines[0].running))
+        start = time.monotonic()
+        server.stop()
+        client.join(10)
+        assert time.monotonic() - start < 5
+        assert events[-1]["error"]["code"] == "shutting_down"  # type: ignore[index]
+
+
+def test_a_request_may_not_take_for_ever() -> None:
+    with served("toy:delay=0.01", request_seconds=0.3) as server:
+        status, answer = server.post("/v1/completions", prompt="slow", max_tokens=2000)
+        assert status == 504 and answer["error"]["code"] == "timeout"
+        server.wait_idle(2.0)
+
+
+def test_an_engine_that_cannot_start_ends_the_server() -> None:
+    for processes in (False, True):
+        with pytest.raises(RuntimeError, match="is not there"), served("missing", processes=processes):
+            pass
+
+
+def test_keys() -> None:
+    with served(api_keys=("first-secret", "second-secret")) as server:
+        for path in ("/v1/models", "/metrics"):
+            assert server.request("GET", path)[0] == 401
+            for wrong in (
+                "Bearer first-secre",
+                "Bearer first-secrett",
+                "Basic first-secret",
+                "Bearer",
+                "first-secret",
+            ):
+                assert server.request("GET", path, Authorization=wrong)[0] == 401, wrong
+            for key in ("first-secret", "second-secret"):
+                assert server.request("GET", path, Authorization=f"Bearer {key}")[0] == 200
+        assert server.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
+        assert health(server) == 200 and server.raw("GET", "/", None)[0] == 200
+
+
+def test_names_of_other_hosts_are_refused_without_a_key() -> None:
+    with served() as server:
+        assert server.request("GET", "/v1/models", Host="evil.example")[0] == 403
+        assert server.request("GET", "/v1/models", Host="evil.example:8000")[0] == 403
+        for name in ("localhost", "127.0.0.1:1234", "[::1]:80", "LOCALHOST:1"):
+            assert server.request("GET", "/v1/models", Host=name)[0] == 200
+    with served(api_keys=("first-secret",)) as server:
+        assert (
+            server.request("GET", "/v1/models", Host="proxy", Authorization="Bearer first-secret")[0] == 200
+        )
+
+
+def test_options_that_cannot_be() -> None:
+    for fields, said in [
+        ({"host": "0.0.0.0"}, "api-key"),
+        ({"host": "::"}, "api-key"),
+        ({"host": "example.com"}, "api-key"),
+        ({"api_keys": ("short",)}, "8 characters"),
+        ({"replicas": 0}, "at least 1"),
+        ({"port": 70000}, "port"),
+        ({"tls_cert": "x.pem"}, "both"),
+        ({"drain_seconds": float("nan")}, "seconds"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            ServeOptions("m", **fields)
+    ServeOptions("m", host="0.0.0.0", api_keys=("long-enough",))
+    ServeOptions("m", host="127.0.0.2")
