@@ -130,9 +130,20 @@ def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatc
         server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
         status, answer = server.request("GET", "/health")
         assert status == 503 and "RuntimeError: the toy engine broke" in answer["error"]["message"]
-        status, headers, _ = server.raw("POST", "/v1/completions", b'{"prompt": "x"}')
-        assert status == 503 and headers["retry-after"]
-        until(lambda: health(server) == 200)
+        assert server.complete("waits for the next", max_tokens=3)
+        assert health(server) == 200
+
+
+def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thalweg.serve.pool._PAUSES", (0.0, 0.0, 30.0))
+    with served("toy") as server:
+        for _ in range(2):
+            assert server.post("/v1/completions", prompt="CRASH!", max_tokens=5)[0] == 503
+            time.sleep(0.1)
+        start = time.monotonic()
+        status, headers, answer = server.raw("POST", "/v1/completions", b'{"prompt": "x"}')
+        assert status == 503 and headers["retry-after"] and time.monotonic() - start < 5
+        assert "the toy engine broke" in answer["error"]["message"]
 
 
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:

@@ -30,6 +30,7 @@ from thalweg.utils.log import get_logger
 _LOG = get_logger(__name__)
 _PAUSES = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before a replica that keeps dying is started again
 _PROVEN = 60.0  # a replica that lived so long starts that list from its beginning
+_HOPELESS = 3  # deaths in a row after which a request does not wait for the next life
 _FAIR = 16  # outputs of one request that are passed on in one turn of the event loop
 _WAIT_FOR_ANOTHER = 30.0  # seconds that a retry waits for a replica to be ready
 
@@ -55,6 +56,7 @@ class Pool:
         self._keepers: list[asyncio.Task[None]] = []
         self._names = itertools.count()
         self._ends: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
+        self._deaths = [0] * num_replicas  # of each replica, one soon after the other
         self._gave_up = asyncio.Event()
         self._changed = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
 
@@ -99,7 +101,7 @@ class Pool:
         return True, ""
 
     def check(self, num_sequences: int) -> None:
-        """Raise 429 when there is no room for so many sequences, 503 while draining or without a replica."""
+        """Raise 429 without room for so many sequences, 503 while draining or when replicas keep dying."""
         if self.draining:
             raise unavailable("the server is shutting down: use another one", "shutting_down")
         if num_sequences > self.limits.max_outstanding:
@@ -110,8 +112,7 @@ class Pool:
             )
         if self.outstanding + num_sequences > self.limits.max_outstanding:
             raise overloaded(self._retry_after(num_sequences))
-        if not self.ready() and not any(replica.state == "starting" for replica in self.replicas):
-            raise unavailable("no replica of the model is running; one is being started")
+        self._check_hope()
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
@@ -189,17 +190,20 @@ class Pool:
         """The ready replica with the least to do; waits a while for one where none is ready."""
         deadline = time.monotonic() + _WAIT_FOR_ANOTHER
         while not (ready := self.ready()):
-            changed = self._changed
-            try:
-                await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
-            except TimeoutError:
-                raise unavailable("no replica of the model is running; one is being started") from None
+            self._check_hope()
+            if time.monotonic() > deadline:
+                raise unavailable("no replica of the model is running; one is being started")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 0.2)
         lively = [replica for replica in ready if replica.stuck <= self.limits.stall_seconds]
         return min(lively or ready, key=lambda replica: replica.outstanding)
 
+    def _check_hope(self) -> None:
+        if not self.ready() and min(self._deaths) >= _HOPELESS:
+            raise unavailable(f"no replica of the model stays alive: {self.health()[1]}")
+
     async def _keep(self, index: int) -> None:
         """Watch one replica; replace it when it dies."""
-        deaths = 0
         while True:
             replica, born = self.replicas[index], time.monotonic()
             while not replica.ended.is_set():
@@ -208,11 +212,12 @@ class Pool:
                 if replica.stuck > 2 * self.limits.stall_seconds and not replica.ended.is_set():
                     _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stuck)
                     await replica.stop(grace=0.0)
-            deaths = 0 if time.monotonic() - born > _PROVEN else deaths
+            deaths = 0 if time.monotonic() - born > _PROVEN else self._deaths[index]
+            self._deaths[index] = deaths + 1
             _LOG.error("replica %d is lost (%s); starting another", index, replica.reason)
             await replica.stop(grace=2.0)
             await asyncio.sleep(_PAUSES[min(deaths, len(_PAUSES) - 1)])
-            deaths, self.restarts = deaths + 1, self.restarts + 1
+            self.restarts += 1
             self.replicas[index] = successor = Replica(index, self._start)
             try:
                 await successor.start()

@@ -1,0 +1,78 @@
+"""The chat page in a real browser: it streams, stops, and asks nobody but its own server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.chromium import PROGRAM, browser
+from tests.serve_support import served
+from tests.toy_engine import expected
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
+
+LAST = "[...document.querySelectorAll('.assistant')].at(-1)?.textContent ?? ''"
+
+
+def say(text: str) -> str:
+    return f"document.getElementById('text').value = {text!r}; document.getElementById('send').click(); true"
+
+
+def test_it_streams_stops_and_goes_on(tmp_path: Path) -> None:
+    with served("toy:delay=0.02") as server, browser(tmp_path) as page:
+        page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait("document.getElementById('model')?.textContent === '· toy'")
+        page.run(
+            "document.getElementById('tokens').value = 60; "
+            "document.getElementById('temperature').value = 0; true"
+        )
+
+        page.run(say("<img src=x onerror=alert(1)> hi"))
+        first = page.wait(LAST)
+        want = expected("User: <img src=x onerror=alert(1)> hi\nAssistant:", 60).removeprefix(" ")
+        assert want.startswith(first) and len(first) < len(want), "text is there before all of it is"
+        page.wait("document.getElementById('stop').disabled")
+        assert page.run(LAST) == want
+        assert "60 tokens" in page.run("document.querySelector('.note').textContent")
+        assert page.run("document.querySelectorAll('img').length") == 0, "text is not read as HTML"
+
+        page.run("document.getElementById('tokens').value = 1500; true")
+        page.run(say("long"))
+        page.wait("document.querySelectorAll('.assistant').length === 2 && "
+                  "document.querySelectorAll('.assistant')[1].textContent.length > 5")  # fmt: skip
+        page.run("document.getElementById('stop').click(); true")
+        server.wait_idle(3.0)
+        page.wait("document.body.innerText.includes('stopped')")
+        assert server.engines[0].used == 0 and server.engines[0].generated < 800
+
+        page.run("document.getElementById('tokens').value = 5; true")
+        page.run(say("again"))
+        page.wait(
+            "document.querySelectorAll('.assistant').length === 3 && document.getElementById('stop').disabled"
+        )
+        urls = [
+            e["params"]["request"]["url"]
+            for e in page.events
+            if e.get("method") == "Network.requestWillBeSent"
+        ]
+        own = (f"http://127.0.0.1:{server.port}/", "data:,", "about:blank")
+        assert len(urls) > 3 and all(url.startswith(own) for url in urls), urls
+        faults = [e for e in page.events if e.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        assert not faults, faults
+
+
+def test_it_asks_for_a_key_and_shows_errors(tmp_path: Path) -> None:
+    with served("toy", api_keys=("a-secret-key",)) as server, browser(tmp_path) as page:
+        page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait("document.querySelector('.error')?.textContent.includes('API key')")
+        page.wait("!document.getElementById('keybox').hidden")
+        page.run("document.getElementById('key').value = 'a-secret-key'; "
+                 "document.getElementById('key').dispatchEvent(new Event('change')); true")  # fmt: skip
+        page.wait("document.getElementById('model').textContent === '· toy'")
+        page.run("document.getElementById('tokens').value = 10 ** 6; true")
+        page.run(say("too much"))
+        page.wait(
+            "[...document.querySelectorAll('.error')].some(e => e.textContent.includes('ask for at most'))"
+        )
+        assert page.run("document.querySelectorAll('.assistant').length") == 0

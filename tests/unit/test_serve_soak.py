@@ -1,0 +1,57 @@
+"""R24: many requests, a third of them cancelled at any moment.  The quick tier; ``bench/serve.py --soak N``.
+
+Afterwards the engine holds exactly 0 KV blocks, the server admits exactly 0 sequences, and every survivor
+got what it would have got alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from tests.serve_client import Outcome, one_request
+from tests.serve_support import served
+from tests.toy_engine import expected
+from thalweg.serve.pool import PoolLimits
+
+NUM_REQUESTS, CANCELLED = 600, 0.3
+
+
+async def soak(port: int, num_requests: int, seed: int, at_once: int = 48) -> list[Outcome]:
+    """Send requests of many kinds, ``at_once`` at a time; cancel some before, some amid the answer."""
+    rng, gate = random.Random(seed), asyncio.Semaphore(at_once)
+
+    async def one(i: int) -> Outcome:
+        body = {"prompt": f"soak {i} " + "x" * rng.randrange(60), "max_tokens": rng.randrange(1, 60)}
+        body |= {"seed": i, "n": rng.choice((1, 1, 1, 2)), "stream": rng.random() < 0.6}
+        leave = rng.uniform(0, 0.2) if rng.random() < CANCELLED else None
+        async with gate:
+            return await one_request(port, body, leave)
+
+    return await asyncio.gather(*(one(i) for i in range(num_requests)))
+
+
+def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
+    with served("toy:delay=0.001,batch=24,blocks=100", pool=PoolLimits(max_outstanding=60)) as server:
+        outcomes = asyncio.run(soak(server.port, NUM_REQUESTS, seed=11))
+        server.wait_idle()
+        (engine,) = server.engines
+        assert engine.used == 0 and not engine.has_work()
+        metrics = server.raw("GET", "/metrics", None)[2]
+        assert "thalweg_outstanding 0.0" in metrics
+        done = [outcome for outcome in outcomes if outcome.status == 200]
+        left = sum(outcome.left for outcome in outcomes)
+        assert len(done) > NUM_REQUESTS // 4 and left > NUM_REQUESTS // 10
+        assert {outcome.status for outcome in outcomes} <= {200, 429, 0}
+        for outcome in done:
+            body = outcome.body
+            want = [expected(body["prompt"], body["max_tokens"], body["seed"], k) for k in range(body["n"])]
+            assert outcome.texts == want
+
+
+def test_the_comparison_can_fail() -> None:
+    """Negative control: another seed gives another text."""
+    with served() as server:
+        body = {"prompt": "soak", "max_tokens": 40, "seed": 1, "n": 1, "stream": True}
+        outcome = asyncio.run(one_request(server.port, body, None))
+        assert outcome.texts == [expected("soak", 40, 1, 0)] != [expected("soak", 40, 2, 0)]
