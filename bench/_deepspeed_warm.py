@@ -11,6 +11,18 @@ import time
 from _peers import deepspeed_environment, deepspeed_residue
 
 
+def _async_io() -> str:
+    """Compile the operator for files, which needs the headers of libaio."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    start = time.perf_counter()
+    try:
+        AsyncIOBuilder().load()
+    except Exception as error:  # it names the missing headers in several ways
+        return f"left out ({type(error).__name__}: install libaio-dev)"
+    return f"{time.perf_counter() - start:.1f} s"
+
+
 def main() -> int:
     port = str(os.getpid())
     os.environ.update(
@@ -40,6 +52,7 @@ def main() -> int:
     kind = f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__qualname__}"
     print(f"deepspeed {deepspeed.__version__}, {kind}")
     print(f"import {import_seconds:.1f} s, first initialize {seconds:.1f} s")
+    print(f"async_io (for bench/nvme.py): {_async_io()}")
     return 0
 
 

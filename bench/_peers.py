@@ -23,6 +23,15 @@ def deepspeed_missing() -> str | None:
     return None
 
 
+def aio_missing() -> str | None:
+    """Return why DeepSpeed's asynchronous-I/O operator cannot take part, or None when it can."""
+    if missing := deepspeed_missing():
+        return missing
+    if not (PEERS / "torch_extensions" / "async_io" / "async_io.so").exists():
+        return "its async_io operator is not compiled: install libaio-dev and run `make bench-peers`"
+    return None
+
+
 def deepspeed_environment(local_ranks: int = 1) -> dict[str, str]:
     """Return the variables under which DeepSpeed starts on CPU ranks.
 
