@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -246,6 +250,59 @@ def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> No
         swap.region(MIB - PAGE)
         with pytest.raises(ValueError, match="make it larger"):
             swap.region(2 * PAGE)
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own of a few MiB, where this user may mount one."""
+    folder, image = tmp_path / "disk", tmp_path / "image"
+    folder.mkdir()
+    if request.param == "tmpfs":
+        commands = [["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]]
+    else:
+        image.write_bytes(bytes(16 * MIB))
+        commands = [["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(folder)]]
+    for command in commands:
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip(f"this user cannot run {' '.join(command[:3])}")
+    try:
+        yield folder
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_row24_a_really_full_disk(small_disk: Path) -> None:
+    """Refused when the file is made; what was taken on the way there is given back."""
+    free = Disk().free_bytes(small_disk)
+    with pytest.raises(ValueError, match=r"needs .* has .* free"):
+        SwapFile(small_disk, free + MIB)
+
+    class Hopeful(Disk):
+        """Believes that there is room, so that the system call finds out."""
+
+        def free_bytes(self, folder: Path) -> int:
+            return 1 << 40
+
+    with pytest.raises(ValueError, match="No space left on device"):
+        SwapFile(small_disk, free + MIB, disk=Hopeful())
+    assert Disk().free_bytes(small_disk) == free
+    with SwapFile(small_disk, free // 2) as swap:
+        # Somebody fills the disk: what was taken stays ours.
+        with contextlib.suppress(OSError), (small_disk / "theirs").open("wb", buffering=0) as theirs:
+            while theirs.write(bytes(PAGE)):
+                pass
+        assert Disk().free_bytes(small_disk) < PAGE
+        source, count = aligned_empty((free // 2 // PAGE * PAGE,), torch.uint8), free // 2 // PAGE * PAGE
+        source.copy_(_bytes(count, 5))
+        swap.write(0, source).wait()
+        swap.view(0, (PAGE,), torch.uint8).fill_(9)
+        back = aligned_empty((count,), torch.uint8)
+        swap.read(0, back).wait()
+        assert torch.equal(back[PAGE:], source[PAGE:]) and int(back[0]) == 9
+    (small_disk / "theirs").unlink()
+    gc.collect()
+    assert Disk().free_bytes(small_disk) == free
 
 
 def test_row24_a_tensor_larger_than_every_buffer(tmp_path: Path) -> None:

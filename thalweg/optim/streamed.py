@@ -54,7 +54,7 @@ class StreamPolicy:
     widened or copies written."""
 
     chunk_elements: int = 1 << 24
-    batch_elements: int = 1 << 18
+    batch_elements: int = 1 << 19
 
 
 class StreamedUpdate:

@@ -133,7 +133,7 @@ class SwapFile:
         """
         start = offset // PAGE * PAGE
         stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
-        if stop > start:
+        if stop > start and not self._closed:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
             self._disk.forget_cached(self._handle, start, stop - start)
 
@@ -158,6 +158,7 @@ class SwapFile:
             return
         self._closed = True
         self._threads.close()
+        del self._memory  # views hold it on their own
         for handle in (self._handle, self._direct):
             if handle is not None:
                 self._disk.close(handle)
