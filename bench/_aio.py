@@ -28,7 +28,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the operator's loader talks on standard output
     import torch
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportMissingImports]
 
     handle = AsyncIOBuilder().load().aio_handle(args.block, args.depth, False, True, args.threads)
     buffer = handle.new_cpu_locked_tensor(args.bytes, torch.empty(0, dtype=torch.uint8))

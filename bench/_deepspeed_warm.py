@@ -13,7 +13,7 @@ from _peers import deepspeed_environment, deepspeed_residue
 
 def _async_io() -> str:
     """Compile the operator for files, which needs the headers of libaio."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportMissingImports]
 
     start = time.perf_counter()
     try:
@@ -30,12 +30,12 @@ def main() -> int:
     )
     os.environ["MASTER_PORT"] = port
     start = time.perf_counter()
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
     import torch
 
     import_seconds = time.perf_counter() - start
     start = time.perf_counter()
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = torch.nn.Linear(8, 8)
     config = {

@@ -1,0 +1,106 @@
+"""The streamed update behind the optimizer that users hold: clipping, skipped steps, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thalweg.checkpoint import collect, load, restore, save
+from thalweg.optim.elementwise import AdamW
+from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
+from thalweg.optim.scaler import LossScaler
+from thalweg.optim.streamed import StreamedUpdate
+from thalweg.optim.window import Window
+from thalweg.store import Ring, SwapFile
+
+torch.set_num_threads(1)
+MIB = 1 << 20
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 90), nn.LayerNorm(90))
+
+
+def _managed(model: nn.Module, swap: SwapFile | None, max_norm: float = 0.0) -> ManagedOptimizer:
+    inner = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    hooks = UpdateHooks(lambda: None, lambda scale: None, lambda: None)
+    update = StreamedUpdate(inner, swap, Ring(2, MIB // 4)) if swap is not None else None
+    return ManagedOptimizer(inner, hooks, Window(1), LossScaler(), max_norm=max_norm, update=update)
+
+
+def _train(model: nn.Module, optimizer: ManagedOptimizer, steps: range, poison: int = -1) -> None:
+    for step in steps:
+        x = torch.randn(16, 70, generator=torch.Generator().manual_seed(step))
+        (model(x).pow(3).sum() * 10).backward()
+        if step == poison:
+            next(model.parameters()).grad[0, 0] = math.inf
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def _swapped(swap: SwapFile, optimizer: ManagedOptimizer) -> bool:
+    moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim]
+    return bool(moments) and all(swap.locate(v) is not None for v in moments)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_clipping_and_skipped_steps(tmp_path: Path, max_norm: float) -> None:
+    plain, streamed = _model(), _model()
+    with SwapFile(tmp_path, 4 * MIB) as swap:
+        first, second = _managed(plain, None, max_norm), _managed(streamed, swap, max_norm)
+        for model, optimizer in ((plain, first), (streamed, second)):
+            _train(model, optimizer, range(6), poison=3)
+        assert _equal(plain, streamed) and _swapped(swap, second)
+        assert second.skipped_steps == first.skipped_steps == 1
+        assert second.num_updates == 5 and second.grad_norm == first.grad_norm
+        _train(plain, first, range(6, 7))
+        assert not _equal(plain, streamed)
+
+
+def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
+    plain, streamed = _model(), _model()
+    with SwapFile(tmp_path, 8 * MIB) as swap:
+        first, second = _managed(plain, None), _managed(streamed, swap)
+        _train(plain, first, range(3))
+        streamed.load_state_dict(plain.state_dict())
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert _swapped(swap, second)
+        _train(plain, first, range(3, 5))
+        _train(streamed, second, range(3, 5))
+        assert _equal(plain, streamed)
+        plain.load_state_dict(streamed.state_dict())
+        first.load_state_dict(copy.deepcopy(second.state_dict()))
+        _train(plain, first, range(5, 7))
+        _train(streamed, second, range(5, 7))
+        assert _equal(plain, streamed)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
+def test_a_checkpoint_of_one_kind_loads_into_the_other(tmp_path: Path, saved: bool, loaded: bool) -> None:
+    """State that is loaded is made in the swap file at once, without a copy in memory."""
+    folder = tmp_path / "checkpoint"
+    with SwapFile(tmp_path, 4 * MIB) as one, SwapFile(tmp_path, 4 * MIB) as two:
+        model = _model()
+        optimizer = _managed(model, one if saved else None)
+        _train(model, optimizer, range(3))
+        save(folder, "t", collect(model, optimizer), step=3)
+        again = _model(1)
+        fresh = _managed(again, two if loaded else None)
+        checkpoint = load(folder, resume="must")
+        assert checkpoint is not None
+        with checkpoint:
+            restore(checkpoint, again, fresh)
+        assert not loaded or _swapped(two, fresh)
+        _train(model, optimizer, range(3, 6))
+        _train(again, fresh, range(3, 6))
+        assert _equal(model, again)
