@@ -1,0 +1,78 @@
+"""Tiny random models of every family, in shapes that exercise their variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+_WIDE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256}
+_LLAMA = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MOE = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _LLAMA),
+    "llama_bias_tied": ("Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama3_rope": (
+        "Llama",
+        _LLAMA
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral_window": ("Mistral", _LLAMA | {"sliding_window": 9}),
+    "qwen2": ("Qwen2", _LLAMA),
+    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 32}),
+    "gemma": ("Gemma", _LLAMA | {"head_dim": 32}),
+    "gemma2": ("Gemma2", _LLAMA | {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3Text", _LLAMA | {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "phi": ("Phi", _LLAMA | {"num_key_value_heads": 4}),
+    "phi3": ("Phi3", _LLAMA | {"pad_token_id": 0}),
+    "gpt2": ("GPT2", {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "opt": (
+        "OPT",
+        _WIDE | {"ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 64},
+    ),
+    "bloom": ("Bloom", {"vocab_size": 131, "hidden_size": 96, "n_layer": 3, "n_head": 6}),
+    "gpt_neox": ("GPTNeoX", _WIDE | {"intermediate_size": 96, "num_attention_heads": 2}),
+    "gpt_neox_serial": (
+        "GPTNeoX", _WIDE | {"intermediate_size": 96, "num_attention_heads": 2, "use_parallel_residual": False}
+    ),
+    "falcon7": ("Falcon", _WIDE | {"num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon40": (
+        "Falcon", _WIDE | {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}
+    ),
+    "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3Moe", _MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "odd_sizes": ("Llama", _LLAMA | {"hidden_size": 40, "intermediate_size": 37, "num_attention_heads": 4}),
+    # No file of ours describes these: they run through their own modelling code.
+    "gptj": ("GPTJ", {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
+    "falcon_alibi": ("Falcon", _WIDE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}),
+    "stablelm": ("StableLm", _LLAMA),
+}  # fmt: skip
+
+
+def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Build one, fp32, weights large enough that its outputs vary."""
+    kind, fields = TINY[name]
+    config = getattr(transformers, f"{kind}Config")(**(fields | changes))
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model_class = getattr(transformers, f"{kind.removesuffix('Text')}{suffix}")
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = 0.3 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
+            if parameter.dim() == 1:
+                parameter.add_(noise, alpha=scale)
+            else:
+                parameter.copy_(noise * scale)
+    return model

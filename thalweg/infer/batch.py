@@ -1,0 +1,56 @@
+"""What one step computes, and who computes it.
+
+A step is a flat row of tokens, cut into spans: each span is a piece of one sequence, a whole prompt, a part
+of one or the latest token.  A sequence owns a slot, a row of ``tables`` that names its KV blocks in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """``count`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass
+class Batch:
+    """The tokens of all spans one after the other, and the rows whose logits are wanted."""
+
+    tokens: list[int]
+    spans: list[Span]
+    rows: Sequence[int]
+
+
+class Runner(Protocol):
+    """A model with its KV cache."""
+
+    num_blocks: int
+    """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
+    block_size: int
+    tables: Any
+    """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forget what the slot's sequence has left outside of the blocks."""
+        ...
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights and the cache."""
+        ...

@@ -1,0 +1,194 @@
+"""What a decoder is made of, as data: one description serves every runner.
+
+A family's file in ``models/`` turns a live Hugging Face model into a :class:`Decoder`.  The tensors are the
+model's own wherever that is possible (views, no copies); runners pack or cast them as they like.  All linear
+weights are (outputs, inputs); queries, keys and values are stacked in one, gate and up projection too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Unsupported(ValueError):
+    """The family's file does not know this variant: the model runs through its own modelling code."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x @ weight.T + bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``rms``: x / rms(x) * weight; ``layer``: (x - mean) / std * weight + bias."""
+
+    style: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables (length, pairs) of cosines and sines for the leading ``2 * pairs`` dims of each head."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention; ``qkv`` has heads * dim, then twice kv_heads * dim outputs."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    qkv: Linear
+    out: Linear
+    scale: float
+    rotary: Rotary | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    window: int = 0
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    """ALiBi's (heads,) slopes (Press et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(up(x))), or down(act(gate) * value) where ``up`` yields gate and value one after the other."""
+
+    up: Linear
+    down: Linear
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture: the router's softmax picks ``top_k`` of the stacked experts for each token."""
+
+    router: Tensor
+    up: Tensor
+    """(experts, 2 * inner, width): gate and value."""
+    down: Tensor
+    """(experts, width, inner)."""
+    top_k: int
+    normalise: bool
+    activation: str
+    shared: MLP | None = None
+    shared_gate: Tensor | None = None
+    """(1, width): its sigmoid scales the shared expert."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x += post1(attention(norm1(x))); x += post2(mlp(norm2(x))).  ``parallel``: both read the same x."""
+
+    norm1: Norm
+    attention: Attention
+    mlp: MLP | Experts
+    norm2: Norm
+    parallel: bool = False
+    post1: Norm | None = None
+    post2: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A causal language model."""
+
+    vocab: int
+    width: int
+    max_length: int
+    embed: Tensor
+    layers: Sequence[Layer]
+    norm: Norm | None
+    head: Linear
+    embed_scale: float = 1.0
+    embed_norm: Norm | None = None
+    positions: Tensor | None = None
+    """(length, width) learned positions, offset applied."""
+    logit_softcap: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+def activation(name: Any) -> str:
+    """Return our name of one of Hugging Face's activations, or raise Unsupported."""
+    if name not in _ACTIVATIONS:
+        raise Unsupported(f"activation {name!r}")
+    return _ACTIVATIONS[name]
+
+
+def linear(*modules: nn.Module) -> Linear:
+    """Stack the weights of several nn.Linear (or Hugging Face's Conv1D) along their outputs."""
+    weights, biases = [], []
+    for module in modules:
+        weight: Any = module.weight
+        transposed = type(module).__name__ == "Conv1D"
+        if not transposed and not isinstance(module, nn.Linear):
+            raise Unsupported(f"a linear layer of type {type(module).__name__}")
+        weights.append((weight.t() if transposed else weight).detach())
+        bias: Any = getattr(module, "bias", None)
+        biases.append(None if bias is None else bias.detach())
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if all(bias is None for bias in biases):
+        return Linear(weight)
+    filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    return Linear(weight, filled[0] if len(filled) == 1 else torch.cat(filled))
+
+
+def rows(layer: Linear, order: Tensor) -> Linear:
+    """Return the layer with its outputs in another order."""
+    return Linear(layer.weight[order], None if layer.bias is None else layer.bias[order])
+
+
+def interleaved_heads(layer: Linear, heads: int, dim: int) -> Linear:
+    """Sort outputs that come as (head, q/k/v, dim) into all queries, all keys, all values."""
+    order = torch.arange(heads * 3 * dim).view(heads, 3, dim).transpose(0, 1).reshape(-1)
+    return rows(layer, order)
+
+
+def layer_norm(module: Any) -> Norm:
+    """Describe an nn.LayerNorm."""
+    if module.weight is None:
+        raise Unsupported("a layer norm without weights")
+    bias = torch.zeros_like(module.weight) if module.bias is None else module.bias
+    return Norm("layer", module.weight.detach(), bias.detach(), module.eps)
+
+
+def rms_norm(module: Any, offset: float = 0.0) -> Norm:
+    """Describe an RMS norm; ``offset`` is added to its weight (Gemma stores weight - 1)."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    assert eps is not None
+    weight = module.weight.detach()
+    return Norm("rms", weight if offset == 0 else weight.float() + offset, None, eps)
+
+
+def rotary(module: Any, length: int, *args: Any) -> Rotary:
+    """Tabulate a Hugging Face rotary embedding (halves style) for positions below ``length``."""
+    kind = getattr(module, "rope_type", "default")
+    kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+    if kinds & {"dynamic", "longrope"}:
+        raise Unsupported(f"rotary embeddings of type {kind!r}, which change with the length")
+    with torch.no_grad():
+        cos, sin = module(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None], *args)
+    pairs = cos.shape[-1] // 2
+    return Rotary(cos[0, :, :pairs].contiguous(), sin[0, :, :pairs].contiguous())

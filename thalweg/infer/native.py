@@ -1,0 +1,314 @@
+"""The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
+
+At load the weights are packed (``ops/native/gemm.py``) and the model is laid down once as a list of kernel
+calls on preallocated buffers; a step fills in tokens, positions and block tables and runs the list.  Nothing
+in it depends on how many tokens there are or whose they are, so that prompts, pieces of prompts and decoding
+tokens mix freely, and a token's result is the same, bit for bit, in any company.
+
+Activations between layers are fp32.  What meets a packed weight is fp32, bf16 or int8 with a scale per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.infer.batch import Batch
+from thalweg.infer.describe import Attention, Decoder, Experts, Layer, Linear, Norm, Unsupported
+from thalweg.ops import native
+
+_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
+
+
+def check(decoder: Decoder, form: str) -> None:
+    """Raise Unsupported unless this processor and this model suit the kernels."""
+    why = native.missing(form)
+    if why:
+        raise Unsupported(why)
+    sizes = [decoder.width]
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, Experts):
+            raise Unsupported("a mixture of experts")
+        a = layer.attention
+        sizes += [a.dim, layer.mlp.down.weight.shape[1]]
+        if (a.q_norm is not None) != (a.k_norm is not None):
+            raise Unsupported("a norm on queries or keys alone")
+        if a.q_norm is not None and a.q_norm.style != "rms":
+            raise Unsupported("layer norms on queries and keys")
+    if any(size % 16 for size in sizes):
+        raise Unsupported("a width that is no multiple of 16")
+
+
+class NativeRunner:
+    """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8)."""
+
+    block_size = native.BLOCK
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        form: str,
+        num_blocks: int,
+        num_slots: int,
+        max_length: int,
+        max_tokens: int,
+        bf16_cache: bool,
+    ) -> None:
+        check(decoder, form)
+        self.vocab, self.width, self.num_blocks = decoder.vocab, decoder.width, num_blocks
+        self._softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
+        self.tables = np.zeros((num_slots, -(-max_length // self.block_size)), dtype=np.int32)
+        self._max_tokens = max_tokens
+        embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
+        self._embed = decoder.embed.to(embed_dtype)
+        self._positions_table = None if decoder.positions is None else decoder.positions.float()
+        laid = _Layout(self, decoder, form, max_tokens, max_length, bf16_cache)
+        self._x, self._logits = laid.x, laid.logits
+        self._tokens, self._positions, self._table_of, self._rows = laid.inputs
+        self._counts = laid.counts
+        # numpy views of the same memory: cheaper to fill, item by item
+        self._np = [t.numpy() for t in (*laid.inputs, laid.counts)]
+        self._tape, self._head = laid.finish()
+        self._final = laid.final
+        self.weight_bytes = laid.weight_bytes
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Tensor:
+        """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
+        self._fill(batch)
+        self._tape.run()
+        count = len(batch.rows)
+        if count == 0:
+            return self._logits[:0, : self.vocab]
+        self._head.run()
+        logits = self._logits[:count, : self.vocab]
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return logits
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return the final hidden states, fp32 (tokens, width)."""
+        whole = Batch(batch.tokens, batch.spans, range(len(batch.tokens)))
+        self._fill(whole)
+        self._tape.run()
+        self._head.run()
+        return self._final[: len(batch.tokens)].clone()
+
+    def _fill(self, batch: Batch) -> None:
+        tokens, positions, table_of, rows, counts = self._np
+        count = len(batch.tokens)
+        assert 0 < count <= self._max_tokens, "the scheduler keeps steps within the buffers"
+        tokens[:count] = batch.tokens
+        stride = self.tables.strides[0]
+        at = 0
+        for slot, start, length in batch.spans:
+            if length == 1:
+                positions[at] = start
+                table_of[at] = slot * stride
+            else:
+                positions[at : at + length] = np.arange(start, start + length)
+                table_of[at : at + length] = slot * stride
+            at += length
+        num_rows = len(batch.rows)
+        rows[:num_rows] = batch.rows
+        counts[0], counts[1] = count, num_rows
+        x = F.embedding(self._tokens[:count], self._embed)
+        if self._embed_scale != 1.0:
+            x = x.float() * self._embed_scale
+        if self._positions_table is not None:
+            x = x.float() + self._positions_table[self._positions[:count]]
+        self._x[:count] = x
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept outside of the blocks."""
+
+    def close(self) -> None:
+        """Drop the weights and the cache."""
+        self.__dict__.clear()
+
+
+class _Layout:
+    """Lays a decoder down as instructions: packs weights, allocates buffers, names kernels."""
+
+    def __init__(
+        self, owner: NativeRunner, d: Decoder, form: str, tokens: int, max_length: int, bf16_cache: bool
+    ) -> None:
+        self.form, self.kind, self.tokens, self.bf16_cache = form, _KINDS[form], tokens, bf16_cache
+        self.kernels = native.Kernels()
+        self.keep: list[Any] = [owner.tables]
+        self.weight_bytes = 0
+        self.inputs = [torch.zeros(tokens, dtype=torch.int64) for _ in range(4)]
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        self._tables = owner.tables.ctypes.data
+        self.x = torch.zeros(tokens, d.width)
+        self._ready: dict[tuple[int, str, str], native.Rows] = {}
+        self._tables_of_rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tape: list[native.Call] = []
+        self.scratch = torch.zeros(256, native.padded(max_length, 16))
+        if d.embed_norm is not None:
+            self._norm_into(d.embed_norm, self.x, self.x)
+        for layer in d.layers:
+            self._layer(layer, owner.num_blocks)
+        self.head_tape: list[native.Call] = []
+        self.logits = torch.empty(tokens, native.padded(d.vocab, 32))
+        self.final = self._finish(d, "int8" if form == "int4" else form)
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self.keep.append(tensor)
+        return tensor
+
+    def _vector(self, values: Tensor | None, size: int) -> Tensor:
+        """An fp32 vector, padded with zeros to whole panels."""
+        out = torch.zeros(native.padded(size, 32))
+        if values is not None:
+            out[: len(values)] = values
+        return self._hold(out)
+
+    def _rows_buffer(self, width: int, form: str, label: str) -> native.Rows:
+        key = (width, _KINDS[form], label)
+        if key not in self._ready:
+            y = self._hold(torch.zeros(self.tokens, width))
+            self._ready[key] = native.Rows(self.tokens, width, _KINDS[form], y)
+            self.keep.append(self._ready[key])
+        return self._ready[key]
+
+    def _prepare(
+        self, norm: Norm | None, x: Tensor, form: str, label: str = "", index: bool = False
+    ) -> native.Rows:
+        """Normalise rows of x (or pass them on) and make them ready for weights of a form."""
+        width = x.shape[1]
+        rows = self._rows_buffer(width, form, label)
+        target = self.head_tape if index else self.tape
+        target.append(self._norm_call(norm, x, rows, index))
+        return rows
+
+    def _norm_call(self, norm: Norm | None, x: Tensor, rows: native.Rows, index: bool) -> native.Call:
+        width = x.shape[1]
+        weight = self._vector(None if norm is None else norm.weight, width)
+        bias = self._vector(None if norm is None else norm.bias, width)
+        eps = self._hold(torch.tensor([0.0 if norm is None else norm.eps], dtype=torch.float32))
+        style = "none" if norm is None else norm.style
+        return native.Call(self.kernels.norm(style, rows.kind), [
+            x, x.stride(0) * 4, weight, bias, eps, self._count(index), width,
+            self.inputs[3] if index else 0, *rows.arguments(),
+        ])  # fmt: skip
+
+    def _count(self, index: bool = False) -> int:
+        return self.counts.data_ptr() + (8 if index else 0)
+
+    def _norm_into(self, norm: Norm, x: Tensor, out: Tensor) -> None:
+        rows = native.Rows(self.tokens, x.shape[1], "fp32", out)
+        self.keep.append(rows)
+        self.tape.append(self._norm_call(norm, x, rows, False))
+
+    def _product(
+        self, rows: native.Rows, layer: Linear, out: Tensor, form: str, add: bool = False, head: bool = False
+    ) -> None:
+        packed = native.pack(layer.weight, form)
+        self.weight_bytes += sum(t.numel() * t.element_size() for t in packed.values())
+        self.keep.append(packed)
+        bias = self._vector(layer.bias, layer.weight.shape[0])
+        panels = native.padded(layer.weight.shape[0], 32) // native.FORMATS[form].columns
+        call = native.Call(self.kernels.product(form), [
+            rows.ready, packed["weight"], out, self._count(head), native.padded(rows.width), panels,
+            rows.stride, out.stride(0) * 4, bias, out if add else 0, rows.scale, packed.get("scale", 0),
+            *rows.sums_for(form),
+        ])  # fmt: skip
+        (self.head_tape if head else self.tape).append(call)
+
+    def _buffer(self, label: str, columns: int) -> Tensor:
+        key = (columns, label, "fp32")
+        if key not in self._ready:
+            tensor = self._hold(torch.zeros(self.tokens, native.padded(columns, 32)))
+            self._ready[key] = tensor  # type: ignore[assignment]
+        return self._ready[key]  # type: ignore[return-value]
+
+    def _layer(self, layer: Layer, num_blocks: int) -> None:
+        a, m = layer.attention, layer.mlp
+        assert not isinstance(m, Experts)
+        form = self.form
+        qkv = self._buffer("qkv", a.qkv.weight.shape[0])
+        self._product(self._prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
+        attended = self._buffer("attended", a.heads * a.dim)
+        self._attention(a, qkv, attended, num_blocks)
+        inner = m.down.weight.shape[1]
+        up = self._buffer("up", m.up.weight.shape[0])
+        rows = self._prepare(None, attended[:, : a.heads * a.dim], form, "attended")
+        if layer.parallel:
+            self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
+        self._add(rows, a.out, layer.post1)
+        if not layer.parallel:
+            self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
+        rows = self._rows_buffer(inner, form, "inner")
+        self.tape.append(native.Call(self.kernels.activate(m.activation, m.gated, rows.kind), [
+            up, up.stride(0) * 4, self._count(), inner, *rows.arguments(),
+        ]))  # fmt: skip
+        self._add(rows, m.down, layer.post2)
+
+    def _add(self, rows: native.Rows, layer: Linear, post: Norm | None) -> None:
+        """x += layer(rows), through a norm where there is one."""
+        if post is None and self.width_fits():
+            self._product(rows, layer, self.x, self.form, add=True)
+            return
+        part = self._buffer("part", layer.weight.shape[0])
+        self._product(rows, layer, part, self.form)
+        if post is not None:
+            self._norm_into(post, part[:, : self.x.shape[1]], part)
+        self.tape.append(native.Call(self.kernels.add(), [self.x, part, self._count(), self.x.shape[1],
+                                                          part.stride(0) * 4]))  # fmt: skip
+
+    def width_fits(self) -> bool:
+        """Whether whole panels fit into the rows of x."""
+        return self.x.shape[1] % 32 == 0
+
+    def _attention(self, a: Attention, qkv: Tensor, out: Tensor, num_blocks: int) -> None:
+        pairs = 0 if a.rotary is None else a.rotary.cos.shape[1]
+        heads = native.Heads(
+            heads=a.heads, kv_heads=a.kv_heads, dim=a.dim, scale=a.scale, bf16_cache=self.bf16_cache,
+            rotary=2 * pairs, interleaved=a.rotary is not None and a.rotary.interleaved,
+            qk_norm=a.q_norm is not None, window=a.window, softcap=a.softcap, alibi=a.slopes is not None,
+        )  # fmt: skip
+        cos, sin = self._rotary_tables(a)
+        dtype = torch.bfloat16 if self.bf16_cache else torch.float32
+        shape = (num_blocks, a.kv_heads, a.dim * native.BLOCK)
+        keys, values = (self._hold(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+        q_norm = self._vector(None if a.q_norm is None else a.q_norm.weight, a.dim)
+        k_norm = self._vector(None if a.k_norm is None else a.k_norm.weight, a.dim)
+        eps = self._hold(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
+        _, positions, table_of, _ = self.inputs
+        stride = qkv.stride(0) * 4
+        self.tape.append(native.Call(self.kernels.rotate(heads), [
+            qkv, stride, self._count(), positions, self._tables, keys, values, cos, sin, q_norm, k_norm, eps,
+            table_of,
+        ]))  # fmt: skip
+        slopes = self._vector(a.slopes, a.heads)
+        self.tape.append(native.Call(self.kernels.attend(heads), [
+            qkv, stride, self._count(), positions, self._tables, keys, values, out, self.scratch,
+            self.scratch.stride(0) * 4, slopes, table_of,
+        ]))  # fmt: skip
+
+    def _rotary_tables(self, a: Attention) -> tuple[Tensor, Tensor]:
+        if a.rotary is None:
+            return self._vector(None, 1), self._vector(None, 1)
+        key = id(a.rotary)
+        if key not in self._tables_of_rotary:
+            made = a.rotary.cos.float().contiguous(), a.rotary.sin.float().contiguous()
+            self._tables_of_rotary[key] = (self._hold(made[0]), self._hold(made[1]))
+        return self._tables_of_rotary[key]
+
+    def _finish(self, d: Decoder, form: str) -> Tensor:
+        rows = self._prepare(d.norm, self.x, form, "head", index=True)
+        self._product(rows, d.head, self.logits, form, head=True)
+        return rows.y
+
+    def finish(self) -> tuple[native.Tape, native.Tape]:
+        """Compile the kernels and return the tapes of the body and of the head."""
+        library = self.kernels.compile()
+        keep = [*self.keep, self.inputs, self.counts, self.x, self.logits, self.scratch, library]
+        return tuple(native.lay(part, library, keep) for part in (self.tape, self.head_tape))  # type: ignore[return-value]

@@ -1,0 +1,280 @@
+"""A small language for CPU kernels, turned to machine code by llvmlite (the LLVM library as a wheel).
+
+A kernel is a Python function that receives a :class:`Code` and calls its methods; each call appends an
+instruction.  Addresses are plain 64-bit integers, vectors are LLVM vectors, mutable variables are stack slots
+that LLVM turns into registers, loops are context managers::
+
+    with code.range(0, n, 16) as i:
+        code.store(code.fma(a, code.load(code.vec(16), x + 4 * i), c), y + 4 * i)
+
+Every kernel has one signature, ``void kernel(int64 *args, int64 thread, int64 threads)``, so that one loop
+can run a list of them (``tape.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+VOID, PTR = ir.VoidType(), ir.PointerType()
+KERNEL = ir.FunctionType(VOID, [PTR, I64, I64])
+
+
+class BFloat(ir.types.Type):  # llvmlite has no name for it
+    """The type ``bfloat``."""
+
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+BF16 = BFloat()
+
+
+def vec(width: int, element: Any = F32) -> Any:
+    """Return a vector type, or the element's own for a width of 1."""
+    return element if width == 1 else ir.VectorType(element, width)
+
+
+class Var:
+    """A mutable variable."""
+
+    def __init__(self, code: Code, value: Any) -> None:
+        self._b = code.b
+        with code.b.goto_entry_block():
+            self._slot = code.b.alloca(value.type)
+        self._type = value.type
+        code.b.store(value, self._slot)
+
+    @property
+    def value(self) -> Any:
+        """The value now."""
+        return self._b.load(self._slot, typ=self._type)
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        self._b.store(new, self._slot)
+
+
+class Code:
+    """The body of one function under construction."""
+
+    def __init__(self, module: Any, name: str, signature: Any = KERNEL) -> None:
+        self.module = module
+        self.function = ir.Function(module, signature, name=name)
+        self.function.attributes.add("nounwind")
+        entry = self.function.append_basic_block("entry")
+        body = self.function.append_basic_block("body")
+        self.b = ir.IRBuilder(entry)
+        self.b.branch(body)
+        self.b.position_at_end(body)
+        if signature is KERNEL:
+            self.args, self.thread, self.threads = self.function.args
+
+    # numbers and types
+
+    @staticmethod
+    def i(value: int, typ: Any = I64) -> Any:
+        """Return an integer constant."""
+        return ir.Constant(typ, value)
+
+    def f(self, value: float, width: int = 1) -> Any:
+        """Return an fp32 constant, or a vector of it."""
+        return self.splat(ir.Constant(F32, float(_as_fp32(value))), width)
+
+    def splat(self, value: Any, width: int) -> Any:
+        """Return a vector with the same scalar everywhere."""
+        if width == 1:
+            return value
+        typ = ir.VectorType(value.type, width)
+        one = self.b.insert_element(ir.Constant(typ, ir.Undefined), value, ir.Constant(I32, 0))
+        zeros = ir.Constant(ir.VectorType(I32, width), [0] * width)
+        return self.b.shuffle_vector(one, ir.Constant(typ, ir.Undefined), zeros)
+
+    def _int(self, value: Any) -> Any:
+        return self.i(value) if isinstance(value, int) else value
+
+    def add(self, *terms: Any) -> Any:
+        """Add 64-bit integers; Python numbers among them are constants."""
+        total = self._int(terms[0])
+        for term in terms[1:]:
+            total = self.b.add(total, self._int(term))
+        return total
+
+    def sub(self, a: Any, b: Any) -> Any:
+        """Subtract 64-bit integers."""
+        return self.b.sub(self._int(a), self._int(b))
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """Multiply 64-bit integers."""
+        return self.b.mul(self._int(a), self._int(b))
+
+    def div(self, a: Any, b: Any) -> Any:
+        """Divide non-negative 64-bit integers."""
+        return self.b.udiv(self._int(a), self._int(b))
+
+    def rem(self, a: Any, b: Any) -> Any:
+        """Return the remainder of non-negative 64-bit integers."""
+        return self.b.urem(self._int(a), self._int(b))
+
+    def min(self, a: Any, b: Any) -> Any:
+        """Return the smaller 64-bit integer."""
+        a, b = self._int(a), self._int(b)
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    def max(self, a: Any, b: Any) -> Any:
+        """Return the larger 64-bit integer."""
+        a, b = self._int(a), self._int(b)
+        return self.b.select(self.b.icmp_signed(">", a, b), a, b)
+
+    # memory
+
+    def load(self, typ: Any, address: Any, align: int = 1) -> Any:
+        """Load a value from an integer address."""
+        loaded = self.b.load(self.b.inttoptr(address, PTR), typ=typ)
+        loaded.align = align
+        return loaded
+
+    def store(self, value: Any, address: Any, align: int = 1) -> None:
+        """Store a value at an integer address."""
+        self.b.store(value, self.b.inttoptr(address, PTR)).align = align
+
+    def arg(self, index: int) -> Any:
+        """Return the kernel's argument of that number, an integer."""
+        return self.load(I64, self.add(self.b.ptrtoint(self.args, I64), 8 * index), 8)
+
+    def var(self, value: Any) -> Var:
+        """Return a mutable variable."""
+        return Var(self, value)
+
+    # control
+
+    @contextmanager
+    def range(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+        """Loop over 64-bit integers."""
+        start, stop, step = self._int(start), self._int(stop), self._int(step)
+        before = self.b.block
+        head = self.function.append_basic_block("head")
+        body = self.function.append_basic_block("loop")
+        done = self.function.append_basic_block("done")
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        index = self.b.phi(I64)
+        index.add_incoming(start, before)
+        self.b.cbranch(self.b.icmp_signed("<", index, stop), body, done)
+        self.b.position_at_end(body)
+        yield index
+        index.add_incoming(self.b.add(index, step), self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def when(self, condition: Any) -> Iterator[None]:
+        """Run the body where the condition (one bit) holds."""
+        with self.b.if_then(condition):
+            yield
+
+    def share(self, count: Any) -> tuple[Any, Any]:
+        """Return the first and the last index but one of this thread's part of ``count`` items."""
+        first = self.div(self.mul(count, self.thread), self.threads)
+        return first, self.div(self.mul(count, self.add(self.thread, 1)), self.threads)
+
+    def call(self, name: str, typ: Any, values: Sequence[Any]) -> Any:
+        """Call a function or intrinsic by name."""
+        signature = ir.FunctionType(typ, [value.type for value in values])
+        known = self.module.globals.get(name)
+        return self.b.call(known or ir.Function(self.module, signature, name=name), values)
+
+    # floating point, scalar or vector
+
+    def _suffix(self, typ: Any) -> str:
+        return f"v{typ.count}f32" if isinstance(typ, ir.VectorType) else "f32"
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c, rounded once."""
+        return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, [a, b, c])
+
+    def unary(self, name: str, a: Any) -> Any:
+        """Apply an LLVM intrinsic such as ``fabs``, ``sqrt``, ``nearbyint``."""
+        return self.call(f"llvm.{name}.{self._suffix(a.type)}", a.type, [a])
+
+    def fmax(self, a: Any, b: Any) -> Any:
+        """Return the larger of two floats."""
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def fmin(self, a: Any, b: Any) -> Any:
+        """Return the smaller of two floats."""
+        return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
+
+    def total(self, a: Any) -> Any:
+        """Add up a vector's elements, pairwise."""
+        return self._fold(a, self.b.fadd)
+
+    def largest(self, a: Any) -> Any:
+        """Return a vector's largest element."""
+        return self._fold(a, self.fmax)
+
+    def _fold(self, a: Any, join: Callable[[Any, Any], Any]) -> Any:
+        while isinstance(a.type, ir.VectorType) and a.type.count > 1:
+            half = a.type.count // 2
+            parts = []
+            for start in (0, half):
+                mask = ir.Constant(ir.VectorType(I32, half), list(range(start, start + half)))
+                parts.append(self.b.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask))
+            a = join(*parts)
+        if isinstance(a.type, ir.VectorType):
+            return self.b.extract_element(a, ir.Constant(I32, 0))
+        return a
+
+    def lanes(self, values: Sequence[int], typ: Any = I32) -> Any:
+        """Return a constant vector of integers."""
+        return ir.Constant(ir.VectorType(typ, len(values)), list(values))
+
+    def ret(self) -> None:
+        """End the function."""
+        self.b.ret_void()
+
+
+def _as_fp32(value: float) -> float:
+    import struct
+
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+class Library:
+    """Compiled functions: addresses by name, alive as long as this object is."""
+
+    def __init__(self, module: Any, symbols: dict[str, int] | None = None) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple()
+        features = llvm.get_host_cpu_features().flatten()
+        machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3)
+        parsed = llvm.parse_assembly(str(module))
+        parsed.triple = llvm.get_default_triple()
+        parsed.verify()
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_unrolling = False  # what is to be unrolled is written out
+        tuning.slp_vectorization = False
+        passes = llvm.create_pass_builder(machine, tuning)
+        passes.getModulePassManager().run(parsed, passes)
+        for name, address in (symbols or {}).items():
+            llvm.add_symbol(name, address)
+        self._engine = llvm.create_mcjit_compiler(parsed, machine)
+        self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        """Return where a function lies."""
+        return self._engine.get_function_address(name)
+
+
+def host_features() -> frozenset[str]:
+    """Return the processor's features by LLVM's names (``avx512vnni``, ...)."""
+    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
