@@ -13,6 +13,7 @@ from thalweg.infer.api import (
     Structure,
     TokenLogprob,
 )
+from thalweg.infer.load import load_engine
 
 __all__ = [
     "EngineCore",
@@ -24,4 +25,5 @@ __all__ = [
     "SamplingParams",
     "Structure",
     "TokenLogprob",
+    "load_engine",
 ]

@@ -311,4 +311,4 @@ class _Layout:
         """Compile the kernels and return the tapes of the body and of the head."""
         library = self.kernels.compile()
         keep = [*self.keep, self.inputs, self.counts, self.x, self.logits, self.scratch, library]
-        return tuple(native.lay(part, library, keep) for part in (self.tape, self.head_tape))  # type: ignore[return-value]
+        return native.lay(self.tape, library, keep), native.lay(self.head_tape, library, keep)

@@ -2,8 +2,8 @@
 
 The cache of a layer is a pool of blocks of 16 positions.  Keys lie transposed, (block, head, dim, 16), so
 that one vector holds the scores of a whole block; values lie as they come, (block, head, 16, dim).  A token
-knows its position, the row of its sequence's block table, and nothing else: a step may mix decoding tokens and
-pieces of prompts freely, and each token attends to the positions up to its own.
+knows its position, the row of its sequence's block table, and nothing else: a step may mix decoding tokens
+and pieces of prompts freely, and each token attends to the positions up to its own.
 
 Softmax is the plain two-pass one, in fp32, over a scratch row for each thread.
 """

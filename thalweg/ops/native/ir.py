@@ -138,13 +138,11 @@ class Code:
 
     def load(self, typ: Any, address: Any, align: int = 1) -> Any:
         """Load a value from an integer address."""
-        loaded = self.b.load(self.b.inttoptr(address, PTR), typ=typ)
-        loaded.align = align
-        return loaded
+        return self.b.load(self.b.inttoptr(address, PTR), typ=typ, align=align)
 
     def store(self, value: Any, address: Any, align: int = 1) -> None:
         """Store a value at an integer address."""
-        self.b.store(value, self.b.inttoptr(address, PTR)).align = align
+        self.b.store(value, self.b.inttoptr(address, PTR), align=align)
 
     def arg(self, index: int) -> Any:
         """Return the kernel's argument of that number, an integer."""

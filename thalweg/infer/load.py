@@ -1,0 +1,212 @@
+"""From a model to an engine: describe it, check the description against the model's own logits, choose a
+runner.
+
+The runners in order of preference: ``native`` (CPUs with AVX-512, llvmlite installed), ``eager`` (plain torch
+operators), ``foreign`` (the model's own code).  A description whose logits differ from the model's is not
+used, so a family that has changed under us costs speed, never a wrong token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thalweg.infer.api import EngineOptions, ModelFacts
+from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.describe import Decoder, Unsupported
+from thalweg.infer.eager import EagerRunner
+from thalweg.infer.engine import Engine
+from thalweg.infer.foreign import ForeignRunner
+from thalweg.infer.models import describe
+from thalweg.infer.pack import packing
+from thalweg.ops import native
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
+
+_PROBE = 13  # tokens of the check at load
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_BLOCK = 16
+_SHARE = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
+
+
+def load_engine(
+    model: str | Path | nn.Module,
+    options: EngineOptions | None = None,
+    tokenizer: Any = None,
+    *,
+    runner: str | None = None,
+) -> Engine:
+    """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
+
+    A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
+    by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
+    ``foreign``.  Raises ValueError where the model has no causal form or the runner cannot run it.
+    """
+    options = options or EngineOptions()
+    form = _form(options)
+    name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    if not isinstance(model, nn.Module):
+        tokenizer = tokenizer or _tokenizer(model, options)
+        model = _from_pretrained(model, options)
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise ValueError(f"{name} is no Hugging Face causal model: it has no config or no generate()")
+    made, max_length = _runner(model, options, form, runner)
+    facts = ModelFacts(
+        name=name,
+        kind="causal",
+        max_length=max_length,
+        vocab_size=config.get_text_config().vocab_size,
+        dtype="fp32" if form == "fp32" else "fp16" if options.dtype == "fp16" else "bf16",
+        quantize=options.quantize,
+        eos_token_ids=_ends(model),
+        bos_token_id=getattr(config, "bos_token_id", None),
+        pad_token_id=getattr(config, "pad_token_id", None),
+    )
+    return Engine(
+        made,
+        facts,
+        tokenizer,
+        max_batch=options.max_batch,
+        max_step_tokens=options.max_step_tokens,
+        prefix_cache=options.prefix_cache and not isinstance(made, ForeignRunner),
+    )
+
+
+def _form(options: EngineOptions) -> str:
+    """Return what weights become: fp32, bf16, fp16, int8 or int4."""
+    if options.quantize:
+        return options.quantize
+    if options.dtype != "auto":
+        return options.dtype
+    if options.device != "cpu":
+        return "bf16"
+    return "fp32" if native.missing("bf16") else "bf16"
+
+
+def _ends(model: Any) -> tuple[int, ...]:
+    for holder in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(holder, "eos_token_id", None)
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    return ()
+
+
+def _tokenizer(model: str | Path, options: EngineOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=options.trust_remote_code)
+    return None
+
+
+def _from_pretrained(model: str | Path, options: EngineOptions) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, trust_remote_code=options.trust_remote_code
+    )
+    return loaded.to(options.device).eval()
+
+
+def _runner(model: Any, options: EngineOptions, form: str, wanted: str | None) -> tuple[Runner, int]:
+    reasons = []
+    if wanted in (None, "native", "eager"):
+        try:
+            decoder = describe(model)
+            _compare(model, decoder)
+            return _described(decoder, options, form, wanted)
+        except Unsupported as reason:
+            if wanted is not None:
+                raise
+            reasons.append(str(reason))
+    if options.quantize:
+        raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
+    log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
+    length = min(options.max_length or most, most)
+    return ForeignRunner(model, num_slots=options.max_batch, max_length=length), length
+
+
+def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str | None) -> tuple[Runner, int]:
+    length = min(options.max_length or decoder.max_length, decoder.max_length)
+    bf16_cache = form != "fp32"
+    blocks = _num_blocks(decoder, options, length, 2 if bf16_cache else 4)
+    on_cpu = torch.device(options.device).type == "cpu"
+    if wanted != "eager" and on_cpu and form != "fp16":
+        try:
+            from thalweg.infer.native import NativeRunner
+
+            made = NativeRunner(
+                decoder,
+                form=form,
+                num_blocks=blocks,
+                num_slots=options.max_batch,
+                max_length=length,
+                max_tokens=options.max_step_tokens,
+                bf16_cache=bf16_cache,
+            )
+            return made, length
+        except Unsupported as reason:
+            if wanted == "native":
+                raise
+            log.info("running on torch's operators: %s", reason)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
+    if form in ("int8", "int4") and on_cpu:
+        dtype = torch.float32
+    made = EagerRunner(
+        decoder,
+        dtype=dtype,
+        num_blocks=blocks,
+        num_slots=options.max_batch,
+        max_length=length,
+        block_size=_BLOCK,
+        device=options.device,
+        make_linear=packing(form) if on_cpu else None,
+    )
+    return made, length
+
+
+def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, itemsize: int) -> int:
+    """Return how many KV blocks the memory asked for, or a share of what is free, holds."""
+    per_token = sum(2 * x.attention.kv_heads * x.attention.dim * itemsize for x in decoder.layers)
+    per_block = per_token * _BLOCK
+    one = -(-length // _BLOCK)
+    if options.kv_memory is not None:
+        blocks = options.kv_memory // per_block
+        if blocks < 1:
+            raise ValueError(f"kv_memory of {options.kv_memory} bytes does not hold a block ({per_block})")
+        return blocks
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if torch.device(options.device).type == "cuda":
+        free = torch.cuda.mem_get_info(options.device)[0]
+    return max(one, min(one * options.max_batch, int(free * _SHARE) // per_block))
+
+
+@torch.inference_mode()
+def _compare(model: Any, decoder: Decoder) -> None:
+    """Raise Unsupported unless the description gives the model's own logits."""
+    parameter = next(model.parameters())
+    tokens = torch.randint(decoder.vocab, (_PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
+    training = model.training
+    model.eval()
+    try:
+        want = model(input_ids=torch.tensor([tokens], device=parameter.device)).logits[0].float()
+    finally:
+        model.train(training)
+    plain = EagerRunner(
+        decoder, dtype=parameter.dtype, num_blocks=1, num_slots=1, max_length=_BLOCK, device=parameter.device
+    )
+    got = plain.run(Batch(tokens, [Span(0, 0, _PROBE)], range(_PROBE)))
+    error = ((got - want).abs().max() / want.std().clamp(min=1e-6)).item()
+    if not error < _TOLERANCE.get(parameter.dtype, 1e-1):
+        raise Unsupported(f"our description's logits are off by {error:.2g} standard deviations")

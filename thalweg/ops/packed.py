@@ -1,0 +1,82 @@
+"""Linear layers with weights packed once, by the kernels that the torch wheel holds (CPU, not
+differentiable).
+
+fp32 and bf16 by oneDNN's own layout, int8 with a scale per output and rows quantised on the fly, int4 in
+groups of 32 with a scale and an offset in bf16.  Where a build of torch lacks an operator, or a shape does
+not suit it, the layer computes the same with plain operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Layer = Callable[[Tensor], Tensor]
+_GROUP = 32
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, form: str) -> Layer:
+    """Return ``x -> x @ weight.T + bias`` with the weight (N, K) kept as fp32, bf16, fp16, int8 or int4.
+
+    x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4.  Raises ValueError for
+    another form.
+    """
+    makers = {"fp32": _onednn, "bf16": _onednn, "fp16": _plain, "int8": _int8, "int4": _int4}
+    if form not in makers:
+        raise ValueError(f"weights cannot be packed as {form!r}; known: {', '.join(makers)}")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
+    weight = weight.detach().to(dtype)
+    bias = None if bias is None else bias.detach().to(dtype)
+    try:
+        return makers[form](weight, bias)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return _plain(weight, bias)
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Layer:
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _onednn(weight: Tensor, bias: Tensor | None) -> Layer:
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous().to_mkldnn())
+    product = torch.ops.mkldnn._linear_pointwise.default
+    layer = lambda x: product(x, packed, bias, "none", [], "")
+    layer(weight.new_zeros(1, weight.shape[1]))  # refuses here what it would refuse later
+    return layer
+
+
+def _int8(weight: Tensor, bias: Tensor | None) -> Layer:
+    scale = weight.abs().amax(1).div(127).clamp(min=1e-12).double()
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    quantised = torch.quantize_per_channel(weight.contiguous(), scale, zeros, 0, torch.qint8)
+    packed: Any = torch.ops.quantized.linear_prepack(quantised, bias)
+    # Without VNNI the products of two bytes are added in 16 bits, which 7 of 8 bits do not overflow.
+    narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    product = torch.ops.quantized.linear_dynamic
+    return lambda x: product(x, packed, narrow)
+
+
+def _int4(weight: Tensor, bias: Tensor | None) -> Layer:
+    outputs, inputs = weight.shape
+    if inputs % _GROUP or outputs % 32:
+        return _int8(weight, bias)
+    groups = weight.view(outputs, -1, _GROUP)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15).clamp(min=1e-7).bfloat16().float()
+    offset = (low + 8 * scale).bfloat16().float()  # the kernel computes (nibble - 8) * scale + offset
+    nibbles = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
+    flat = nibbles.view(outputs, inputs)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(flat, 1)
+    table = torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def layer(x: Tensor) -> Tensor:
+        y = product(x.bfloat16(), packed, _GROUP, table).to(x.dtype)
+        return y if bias is None else y + bias
+
+    layer(weight.new_zeros(1, inputs))
+    return layer
