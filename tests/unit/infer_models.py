@@ -13,7 +13,9 @@ _MOE = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
-    "llama_bias_tied": ("Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama_bias_tied": (
+        "Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
     "llama3_rope": (
         "Llama",
         _LLAMA
@@ -42,17 +44,27 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_serial": (
         "GPTNeoX", _WIDE | {"intermediate_size": 96, "num_attention_heads": 2, "use_parallel_residual": False}
     ),
-    "falcon7": ("Falcon", _WIDE | {"num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon7": (
+        "Falcon",
+        _WIDE | {"num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": False},
+    ),
     "falcon40": (
-        "Falcon", _WIDE | {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}
+        "Falcon",
+        _WIDE
+        | {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
     ),
     "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Qwen3Moe", _MOE | {"head_dim": 16, "norm_topk_prob": True}),
     "odd_sizes": ("Llama", _LLAMA | {"hidden_size": 40, "intermediate_size": 37, "num_attention_heads": 4}),
     # No file of ours describes these: they run through their own modelling code.
-    "gptj": ("GPTJ", {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
-    "falcon_alibi": ("Falcon", _WIDE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}),
+    "gptj": (
+        "GPTJ",
+        {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
+    ),
+    "falcon_alibi": (
+        "Falcon", _WIDE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}
+    ),
     "stablelm": ("StableLm", _LLAMA),
 }  # fmt: skip
 

@@ -173,7 +173,7 @@ class _Layout:
     def _rows_buffer(self, width: int, form: str, label: str) -> native.Rows:
         key = (width, _KINDS[form], label)
         if key not in self._ready:
-            y = self._hold(torch.zeros(self.tokens, width))
+            y = self._hold(native.row_buffer(self.tokens, width))
             self._ready[key] = native.Rows(self.tokens, width, _KINDS[form], y)
             self.keep.append(self._ready[key])
         return self._ready[key]

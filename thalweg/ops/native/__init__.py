@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
     from thalweg.ops.native.attend import BLOCK, Heads
     from thalweg.ops.native.gemm import FORMATS, pack, padded
-    from thalweg.ops.native.layout import Call, Kernels, Rows, lay
+    from thalweg.ops.native.layout import Call, Kernels, Rows, lay, row_buffer
     from thalweg.ops.native.tape import Tape, runnable
 
     _FOUND = True
 else:
     BLOCK, FORMATS, _FOUND = 16, {}, False
 
-__all__ = ["BLOCK", "FORMATS", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing", "pack", "padded"]
+__all__ = [
+    "BLOCK", "FORMATS", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing", "pack", "padded",
+    "row_buffer",
+]  # fmt: skip
 
 
 @cache

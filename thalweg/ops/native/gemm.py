@@ -241,11 +241,6 @@ def _plain_sums(
         w_at = code.add(w, code.mul(at, 128 // form.k_step))
         for u in range(unroll):
             weights = [_load_weight(code, form, code.add(w_at, 128 * u + 64 * c)) for c in range(vectors)]
-            if rows <= 2:
-                code.call("llvm.prefetch.p0", VOID, [
-                    code.b.inttoptr(code.add(w_at, 128 * u + 2048), ir.PointerType()),
-                    code.i(0, I32), code.i(3, I32), code.i(1, I32),
-                ])  # fmt: skip
             for r in range(rows):
                 x = _load_row(code, form, code.add(a_rows[r], a_at, 4 * u))
                 for c in range(vectors):

@@ -26,8 +26,8 @@ class Rows:
         self.width, self.kind, self.y = width, kind, y
         columns = gemm.padded(width)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
-        plain = kind == "fp32" and y.stride(0) == columns
-        self.ready = y if plain else torch.zeros(rows, columns, dtype=dtype)
+        plain = kind == "fp32" and y.stride(0) >= columns
+        self.ready = y if plain else row_buffer(rows, columns, dtype)
         self.stride = self.ready.stride(0) * self.ready.element_size()
         self.scale = torch.zeros(rows)
         self.sums = torch.zeros(rows, columns // gemm.GROUP)
@@ -42,6 +42,15 @@ class Rows:
     def sums_for(self, form: str) -> list[Any]:
         """Return the sums that a product with weights of a form asks for, and their stride."""
         return [self.sums, self.sums.stride(0) * 4] if form == "int4" else [self.total, 4]
+
+
+def row_buffer(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros (rows, columns) whose rows do not all start in the same set of the first cache."""
+    per_line = 64 // dtype.itemsize
+    stride = gemm.padded(columns)
+    if stride * dtype.itemsize % 1024 == 0:
+        stride += per_line
+    return torch.zeros(rows, stride, dtype=dtype)[:, :columns]
 
 
 @dataclass(frozen=True)

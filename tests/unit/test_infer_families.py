@@ -1,0 +1,123 @@
+"""Greedy tokens of every family equal Hugging Face's ``generate``, batched, in pieces, on every runner."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.infer_models import TINY, tiny
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer.engine import Engine
+from thalweg.ops import native
+
+LENGTHS = (5, 17, 40)
+OPTIONS = EngineOptions(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
+FOREIGN = {"gptj", "falcon_alibi", "stablelm"}
+NATIVE = pytest.mark.skipif(bool(native.missing("fp32")), reason=native.missing("fp32"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts(vocab: int = 131) -> list[list[int]]:
+    return [torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+
+
+def greedy(engine: Engine, texts: list[list[int]], count: int) -> list[list[int]]:
+    for number, text in enumerate(texts):
+        engine.add(Request(str(number), text, SamplingParams(temperature=0, max_tokens=count)))
+    got: dict[str, list[int]] = {str(n): [] for n in range(len(texts))}
+    while engine.has_work():
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+    assert engine.stats().kv_blocks_used == 0
+    return list(got.values())
+
+
+def expected(model: Any, count: int = 10) -> list[list[int]]:
+    return [
+        model.generate(torch.tensor([p]), max_new_tokens=count, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts()
+    ]
+
+
+@NATIVE
+@pytest.mark.parametrize("name", sorted(set(TINY) - MIXTURES - FOREIGN))
+def test_native_tokens_equal_hugging_face(name: str) -> None:
+    model = tiny(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "NativeRunner"
+    assert greedy(engine, prompts(), 10) == expected(model)
+
+
+@pytest.mark.parametrize("name", sorted(set(TINY) - FOREIGN))
+def test_eager_tokens_equal_hugging_face(name: str) -> None:
+    model = tiny(name)
+    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "eager")
+    assert type(engine.runner).__name__ == "EagerRunner"
+    assert greedy(engine, prompts(), 10) == expected(model)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_any_other_model_runs_through_its_own_code(name: str) -> None:
+    model = tiny(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert greedy(engine, prompts(), 10) == expected(model)
+
+
+def test_the_comparison_would_notice_another_model() -> None:
+    """Negative control: one weight of one layer, changed after the reference was taken."""
+    model = tiny("llama")
+    want = expected(model)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    assert greedy(load_engine(changed, OPTIONS), prompts(), 10) != want
+
+
+def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that has changed under us runs through its own code, and gives its own tokens."""
+    from thalweg.infer import load
+    from thalweg.infer.models import describe
+
+    def wrong(model: Any) -> Any:
+        import dataclasses
+
+        good = describe(model)
+        return dataclasses.replace(good, embed_scale=1.1)
+
+    model = tiny("llama")
+    want = expected(model)
+    monkeypatch.setattr(load, "describe", wrong)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert greedy(engine, prompts(), 10) == want
+    with pytest.raises(ValueError, match="off by"):
+        load_engine(model, OPTIONS, runner="eager")
+
+
+def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
+    model = tiny("qwen2")
+    first = expected(model)[0]
+    model.generation_config.eos_token_id = first[3]
+    model.save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, OPTIONS)
+    assert engine.facts.eos_token_ids == (first[3],) and engine.facts.max_length == 96
+    assert greedy(engine, prompts()[:1], 10) == [first[: first.index(first[3]) + 1]]
+
+
+def test_what_cannot_be_loaded_says_why() -> None:
+    with pytest.raises(ValueError, match="no Hugging Face causal model"):
+        load_engine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="need a described model"):
+        load_engine(tiny("gptj"), EngineOptions(quantize="int8"))
