@@ -31,7 +31,7 @@ from thalweg.observe.meter import Meter
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
 from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
 from thalweg.optim.window import Window
-from thalweg.remat import RematPolicy, apply_activation_checkpointing
+from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.logical import like
@@ -94,7 +94,7 @@ def assemble(
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
     units = find_units(model, options.units)
-    _recompute(model, list(units.values()), config)
+    _recompute(model, list(units.values()), config, device)
     _pick_kernels(model, mesh, config, device)
     loss_tiling = _tile(model, config)
     _compile(model, list(units.values()), config)
@@ -184,10 +184,19 @@ def _fp32_modules(model: nn.Module, config: Config, precision: Precision) -> tup
     )
 
 
-def _recompute(model: nn.Module, units: list[nn.Module], config: Config) -> None:
+def _recompute(model: nn.Module, units: list[nn.Module], config: Config, device: torch.device) -> None:
     section = config.activation_checkpointing
     policy = RematPolicy(policy=section.policy, every=section.every)
-    apply_activation_checkpointing(model, units, policy)
+    where = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
+    saver = make_saver(where, device, nvme_folder(config)) if section.policy != "none" else None
+    apply_activation_checkpointing(model, units, policy, saver)
+
+
+def nvme_folder(config: Config) -> str | None:
+    """The folder for what has no ``nvme_path`` of its own."""
+    zero = config.zero_optimization
+    paths = (config.memory.nvme_path, zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path)
+    return next((path for path in paths if path), None)
 
 
 def _pick_kernels(model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:

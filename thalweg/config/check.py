@@ -99,6 +99,21 @@ CONFLICTS = (
         '1, or activation_checkpointing.policy to be "selective"',
     ),
     Conflict(
+        ("activation_checkpointing.offload", "activation_checkpointing.policy"),
+        lambda where, policy: not_none(where) and policy == "none",
+        '"none", or activation_checkpointing.policy to be "full" or "selective": only their inputs are moved',
+    ),
+    Conflict(
+        ("activation_checkpointing.offload", "compile.enabled"),
+        lambda where, on: not_none(where) and on,
+        '"none", because compile.enabled is true and a compiled unit keeps its own inputs',
+    ),
+    Conflict(
+        ("activation_checkpointing.cpu_checkpointing", "activation_checkpointing.offload"),
+        lambda on, where: on and where == "nvme",
+        'false, because activation_checkpointing.offload is "nvme"',
+    ),
+    Conflict(
         ("tiling.mlp", "compile.enabled"),
         lambda tiles, on: tiles > 1 and on,
         "1, because compile.enabled is true and a compiled unit plans its own memory",

@@ -116,8 +116,6 @@ NOT_BUILT = (
     ),
     Switch("bf16.bf16_optimizer_states", bool, "set it to false; states follow the master's precision"),
     Switch("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
-    Switch("activation_checkpointing.offload", not_none, 'set it to "none"'),
-    Switch("activation_checkpointing.cpu_checkpointing", bool, "set it to false; activations are recomputed"),
     *(
         Switch(f"compile.{name}", bool, "set it to false; compile.enabled alone is built")
         for name in (
@@ -137,7 +135,6 @@ NOT_BUILT = (
     Switch("health.spike", more_than_skip, 'set it to "ignore"'),
     Switch("memory.device_limit", present, "remove it"),
     Switch("memory.host_limit", present, "remove it"),
-    Switch("memory.nvme_path", present, "remove it"),
 )
 
 _FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"

@@ -27,7 +27,7 @@ where to.
 
 from __future__ import annotations
 
-from thalweg.remat.offload import DiskSaver, HostSaver, InPlace, PartitionedSaver, Saver
+from thalweg.remat.offload import DiskSaver, HostSaver, InPlace, PartitionedSaver, Saver, make_saver
 from thalweg.remat.units import (
     POLICIES,
     SAVEABLE,
@@ -46,5 +46,6 @@ __all__ = [
     "RematPolicy",
     "Saver",
     "apply_activation_checkpointing",
+    "make_saver",
     "remove_activation_checkpointing",
 ]

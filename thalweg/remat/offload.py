@@ -18,16 +18,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.store import SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 
+_PAGE = 4096
 LEAST_BYTES = 64 * 1024
 """Smaller tensors stay where they are."""
 
@@ -107,33 +110,37 @@ class _Chain:
 
 
 class _OnDisk:
-    """Bytes in a region of a swap file: on their way out, out, or on their way back."""
+    """Bytes in a region of a swap file: on their way out, out, or on their way back.
+
+    They leave through a page-aligned buffer, so that the tensor itself is free at once.
+    """
 
     def __init__(self, disk: DiskSaver, tensor: Tensor) -> None:
         self._disk, self._device = disk, tensor.device
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._room = disk.take(tensor.numel() * tensor.element_size())
-        self._source: Tensor | None = tensor.contiguous().cpu() if tensor.is_cuda else tensor.contiguous()
-        self._write: Any = self._room.file.write(self._room.offset, self._source)
+        self._buffer: Tensor | None = disk.buffer(tensor.shape, tensor.dtype)
+        self._buffer.copy_(tensor)
+        self._write: Any = self._room.file.write(self._room.offset, self._buffer)
         self._read: Any = None
         self._into: Tensor | None = None
 
     def finish_write(self) -> None:
-        """Wait until the bytes are out and let go of the source."""
-        if self._write is not None:
-            write, self._write = self._write, None
+        """Wait until the bytes are out and give the buffer back."""
+        if self._buffer is not None:
+            buffer, write, self._buffer, self._write = self._buffer, self._write, None, None
             write.wait()
-            self._source = None
+            self._disk.reuse(buffer)
 
     def read_ahead(self) -> None:
-        if self._source is None and self._read is None and self._room is not None:
-            pinned = self._device.type == "cuda"
-            self._into = torch.empty(self._shape, dtype=self._dtype, pin_memory=pinned)
+        if self._buffer is None and self._read is None:
+            self._into = _aligned(self._shape, self._dtype, pinned=self._device.type == "cuda")
             self._read = self._room.file.read(self._room.offset, self._into)
 
     def fetch(self) -> Tensor:
-        if self._source is not None:  # not out yet: no need to read it
-            found = self._source
+        if self._buffer is not None:  # hardly out yet: no need to read it
+            self._write.wait()
+            found, self._buffer, self._write = self._buffer, None, None
         else:
             self.read_ahead()
             assert self._into is not None
@@ -146,13 +153,18 @@ class _OnDisk:
     def __del__(self) -> None:
         for ticket in (self.__dict__.get("_write"), self.__dict__.get("_read")):
             if ticket is not None:
-                try:
-                    ticket.wait()
-                except OSError:
-                    _log.debug("a put-away activation that nobody needs any more could not be moved")
+                ticket.settle()
         room = self.__dict__.get("_room")
         if room is not None:
             self._disk.give_back(room)
+
+
+def _aligned(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Tensor:
+    """An uninitialised CPU tensor at a page boundary, which direct I/O asks for."""
+    nbytes = shape.numel() * dtype.itemsize
+    memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+    skip = -memory.data_ptr() % _PAGE
+    return memory[skip : skip + nbytes].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,7 @@ class DiskSaver:
         self._files: list[Any] = []
         self._left = 0
         self._free: dict[int, list[_Room]] = {}
+        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._leaving: deque[weakref.ref[_OnDisk]] = deque()
         self._chain = _Chain(depth)
         self._lock = threading.Lock()
@@ -191,7 +204,8 @@ class DiskSaver:
         return kept
 
     def fetched(self, kept: _OnDisk) -> None:
-        """Start reading what the backward pass will want next."""
+        """Start reading what the backward pass will want next; buffers for writing have had their time."""
+        self._buffers.clear()
         for one in self._chain.predecessors(kept):
             one.read_ahead()
 
@@ -206,9 +220,17 @@ class DiskSaver:
                 self._files.append(self._open(size))
                 self._left = size
             file = self._files[-1]
-            before = file.region(num_bytes)
-            self._left -= -(-num_bytes // 4096) * 4096
-            return _Room(file, before, num_bytes)
+            self._left -= -(-num_bytes // _PAGE) * _PAGE
+            return _Room(file, file.region(num_bytes), num_bytes)
+
+    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A page-aligned tensor to write from."""
+        free = self._buffers.get((shape, dtype))
+        return free.pop() if free else _aligned(shape, dtype)
+
+    def reuse(self, buffer: Tensor) -> None:
+        """A buffer that is at rest."""
+        self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
     def give_back(self, room: _Room) -> None:
         """Room that nobody needs any more."""
@@ -226,6 +248,7 @@ class DiskSaver:
             file.close()
         self._files.clear()
         self._free.clear()
+        self._buffers.clear()
         self._left = 0
 
 
@@ -330,3 +353,25 @@ class PartitionedSaver:
         mine = tensor.reshape(-1)[rank * count : (rank + 1) * count]
         part[: mine.numel()].copy_(mine)
         return _Part(self.inner.save(part), tensor.shape, self.group)
+
+
+def make_saver(
+    where: Literal["none", "cpu", "nvme"], device: torch.device, folder: str | None = None
+) -> Saver | None:
+    """The saver for ``activation_checkpointing.offload``; None where inputs stay in place.
+
+    Raises:
+        ValueError: NVMe without a folder.
+    """
+    if where == "cpu" and device.type == "cuda":
+        return HostSaver(device)
+    if where == "cpu":
+        _log.info("activations of a rank that computes on the CPU are in host memory already: none is moved")
+    if where != "nvme":
+        return None
+    if not folder:
+        raise ValueError(
+            "activation_checkpointing.offload is 'nvme' and no folder is named: set memory.nvme_path, or "
+            "nvme_path in offload_param or offload_optimizer"
+        )
+    return DiskSaver(partial(SwapFile, folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from thalweg.remat.offload import LEAST_BYTES, Kept, Marker, Saver
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -44,6 +47,7 @@ class PutAway:
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         self._kept: dict[int, Kept] = {}
         self._given: list[Any] | None = list(self._leaves)
+        self._fetched: list[Any] | None = None
 
     def __enter__(self) -> PutAway:
         for index, leaf in enumerate(self._leaves):
@@ -59,18 +63,33 @@ class PutAway:
             self._check(index, given[index])
             self._leaves[index] = None
 
+    def contexts(self, choose: Callable[[], Contexts] | None = None) -> Contexts:
+        """``context_fn`` of torch's checkpoint: as ``choose`` says, and what is put away is fetched before
+        the second run's context begins, which would count the operators of fetching."""
+        first, second = (nullcontext(), nullcontext()) if choose is None else choose()
+        return first, _Fetching(self, second)
+
+    def fetch(self) -> None:
+        """Bring the arguments back for one more run."""
+        leaves = list(self._leaves)
+        for index, kept in self._kept.items():
+            leaves[index] = kept.fetch().detach().requires_grad_()
+        for index, leaf in enumerate(self._leaves):
+            self._check(index, leaf)
+        self._fetched = leaves
+
     def __call__(self) -> Any:
-        if self._given is not None:
-            leaves = self._given
-        else:
-            leaves = list(self._leaves)
-            for index, kept in self._kept.items():
-                leaves[index] = kept.fetch().detach().requires_grad_()
-            for index, leaf in enumerate(self._leaves):
-                self._check(index, leaf)
+        leaves = self._given
+        if leaves is None:
+            leaves, self._fetched = self._fetched, None
+        assert leaves is not None
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         with self._storage.marker.unit():
             return self._forward(*args, **kwargs)
+
+    def drop(self) -> None:
+        """Let go of fetched arguments that no run has taken."""
+        self._fetched = None
 
     def _check(self, index: int, leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf._version != self._versions[index]:
@@ -78,6 +97,21 @@ class PutAway:
                 "an input of a checkpointed unit was changed in place after the unit had begun, and its "
                 "gradient needs the old value: use an out-of-place operation"
             )
+
+
+class _Fetching:
+    """Fetches, then enters ``inner``; may be entered again."""
+
+    def __init__(self, away: PutAway, inner: AbstractContextManager[Any]) -> None:
+        self._away, self._inner = away, inner
+
+    def __enter__(self) -> Any:
+        self._away.fetch()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._away.drop()
+        return self._inner.__exit__(*error)
 
 
 def _leaves(value: Any) -> bool:

@@ -122,9 +122,9 @@ class _Checkpointed(Disguised):
         contexts: dict[str, Any] = {"context_fn": partial(_selective_contexts, groups)} if groups else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.marker.inside:
-            away = PutAway(storage, plain, args, kwargs)
-            with away:
-                return checkpoint(away, use_reentrant=False, preserve_rng_state=True, **contexts)
+            with PutAway(storage, plain, args, kwargs) as away:
+                both = partial(away.contexts, contexts.get("context_fn"))
+                return checkpoint(away, use_reentrant=False, preserve_rng_state=True, context_fn=both)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 

@@ -1,0 +1,66 @@
+"""Activation offload under the engine, and inputs in parts over a group of ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.models import tiny_gpt
+from tests.dist.parity import Case, equal_bits, run_engine
+from tests.harness import run_ranks
+from thalweg.remat import PartitionedSaver, RematPolicy, apply_activation_checkpointing, putaway
+
+
+def _stages(rank: int, world: int, folder: str, cases: list[Case]) -> list[bool]:
+    putaway.LEAST_BYTES = 1
+    found = []
+    for case in cases:
+        model = tiny_gpt(dropout=0.1)
+        runs = []
+        for section in ({"policy": "full"}, {"policy": "full", "offload": "nvme"}):
+            torch.manual_seed(5)
+            extra = {"activation_checkpointing": section, "memory": {"nvme_path": folder}, "seed": 3}
+            runs.append(run_engine(model, case.with_(extra=extra), rank, world))
+        found.append(equal_bits(runs[0].parameters, runs[1].parameters) and runs[0].losses == runs[1].losses)
+    return found
+
+
+def test_on_disk_at_every_stage() -> None:
+    short = Case(windows=(2,) * 3, accumulation=2)
+    cases = [short.with_(stage=stage) for stage in range(4)] + [short.with_(stage=3, dtype="bf16")]
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(_stages, 2, folder, cases) == [[True] * len(cases)] * 2
+        assert not list(Path(folder).iterdir())
+
+
+def _parts(rank: int, world: int) -> tuple[bool, int, int]:
+    putaway.LEAST_BYTES = 1
+    tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
+    grads: list[list[torch.Tensor]] = []
+    held = []
+
+    class Counting(PartitionedSaver):
+        def save(self, tensor: torch.Tensor) -> Any:
+            kept: Any = super().save(tensor)
+            held.append((tensor.numel(), kept.kept.tensor.numel()))
+            return kept
+
+    for saver in (None, Counting(dist.group.WORLD)):  # type: ignore[arg-type]
+        model = tiny_gpt(dropout=0.1)
+        apply_activation_checkpointing(model, list(model.blocks), RematPolicy("full"), saver)
+        torch.manual_seed(1)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    return equal_bits(*grads), sum(whole for whole, _ in held), sum(part for _, part in held)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_parts_the_bits_are_the_same(world: int) -> None:
+    for same, whole, part in run_ranks(_parts, world):
+        assert same and whole > 0
+        assert part <= whole / world + 3
