@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,6 +317,22 @@ def test_row24_a_tensor_larger_than_every_buffer(tmp_path: Path) -> None:
         assert torch.equal(tier.get("b"), value[:5].to(torch.bfloat16))
         tier.release("b")
         assert swap.free_bytes == swap.num_bytes
+
+
+def test_a_dropped_file_returns_descriptors_threads_and_space(tmp_path: Path) -> None:
+    def use() -> None:
+        swap = SwapFile(tmp_path, 64 * MIB)
+        swap.write(0, torch.ones(1000)).wait()
+        assert len(os.listdir("/proc/self/fd")) > before
+        assert any(t.name.startswith("thalweg-io") for t in threading.enumerate())
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        use()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not any(t.name.startswith("thalweg-io") for t in threading.enumerate())
 
 
 _KILLED = """

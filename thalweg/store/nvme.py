@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -76,6 +77,8 @@ class SwapFile:
         self._regions = Regions(self.num_bytes)
         self._threads = IoThreads(num_threads)
         self._closed = False
+        # An engine that is dropped without being closed must not keep the disk's space.
+        self._end = weakref.finalize(self, _give_back, self._disk, self._threads, self._handle, self._direct)
 
     # Space
 
@@ -157,11 +160,8 @@ class SwapFile:
         if self._closed:
             return
         self._closed = True
-        self._threads.close()
+        self._end()
         del self._memory  # views hold it on their own
-        for handle in (self._handle, self._direct):
-            if handle is not None:
-                self._disk.close(handle)
 
     def __enter__(self) -> SwapFile:
         return self
@@ -271,6 +271,13 @@ class SwapFile:
             )
             return None
         return handle
+
+
+def _give_back(disk: Disk, threads: IoThreads, *handles: int | None) -> None:
+    threads.close()
+    for handle in handles:
+        if handle is not None:
+            disk.close(handle)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
