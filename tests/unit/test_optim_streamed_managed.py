@@ -104,3 +104,34 @@ def test_a_checkpoint_of_one_kind_loads_into_the_other(tmp_path: Path, saved: bo
         _train(model, optimizer, range(3, 6))
         _train(again, fresh, range(3, 6))
         assert _equal(model, again)
+
+
+def _mapped_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_saving_and_loading_keep_no_state_in_memory(
+    tmp_path: Path, released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 MiB of moments pass through the mapping; without the release (negative control) they stay."""
+    if not released:
+        monkeypatch.setattr(StreamedUpdate, "release", lambda self, tensor: None)
+    model = nn.Linear(3000, 1000)
+    with SwapFile(tmp_path, 80 * MIB) as swap:
+        optimizer = _managed(model, swap)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        swap.trim()
+        before = _mapped_kib()
+        save(tmp_path / "checkpoint", "t", collect(model, optimizer), step=1)
+        saved = _mapped_kib()
+        checkpoint = load(tmp_path / "checkpoint", resume="must")
+        assert checkpoint is not None
+        with checkpoint:
+            restore(checkpoint, model, optimizer)
+        grown = max(saved, _mapped_kib()) - before
+        assert (grown < 6 << 10) if released else (grown > 20 << 10), grown
+        assert _swapped(swap, optimizer)

@@ -224,6 +224,7 @@ class Checkpoint:
         strict: bool = True,
         group: Any = None,
         also: Iterable[str] = (),
+        release: Callable[[torch.Tensor], None] | None = None,
     ) -> list[str]:
         """Fill live tensors (DTensor or plain) from the checkpoint, each rank the parts it holds; collective.
 
@@ -232,6 +233,7 @@ class Checkpoint:
         request; ``also`` names further ones that count as requested.  Otherwise such names
         are skipped and returned.  Floating dtypes may differ (values are cast, with a
         warning).  No live tensor changes before every rank has checked all that it needs.
+        ``release`` is given each part of a live tensor once it is filled.
         """
         ranks = Ranks.of(group)
         what = f"loading checkpoint {self.path}"
@@ -252,7 +254,7 @@ class Checkpoint:
                 )
 
         ranks.together(what, check)
-        ranks.together(what, lambda: self._each(wants, self._copy))
+        ranks.together(what, lambda: self._each(wants, lambda w: self._copy(w, release)))
         return sorted(missing)
 
     def _match(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
@@ -318,11 +320,14 @@ class Checkpoint:
                         want.targets.append((overlap, Box(origin, tuple(local.shape)), local))
         return list(wants.values())
 
-    def _copy(self, want: _Want) -> None:
+    def _copy(self, want: _Want, release: Callable[[torch.Tensor], None] | None) -> None:
         values = self._reader(want.piece).read(want.name, want.piece, self._dtype(want.name))
         with torch.no_grad():
             for overlap, origin, local in want.targets:
-                local[overlap.slices(origin.offset)].copy_(values[overlap.slices(want.piece.offset)])
+                part = local[overlap.slices(origin.offset)]
+                part.copy_(values[overlap.slices(want.piece.offset)])
+                if release is not None:
+                    release(part)
 
     def _each(self, items: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
         """``action`` on each item, on several threads where there is enough to read for that to pay."""

@@ -16,7 +16,7 @@ nothing has a public name.  After it, tidying up may fail without failing the sa
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,10 @@ PIECE_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes 
 _log = get_logger(__name__)
 
 
+def keep_pages(tensor: torch.Tensor) -> None:
+    """Nothing: what the memory behind a tensor needs after it was read, unless somebody knows better."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What one rank contributes to a checkpoint; tensors are referred to, not copied.
@@ -50,7 +54,8 @@ class Snapshot:
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
     per_rank: this rank's own tree (``tree.py`` says what trees may hold).  unsynced: names of
-    plain tensors in which ranks may differ; the first holder's values are kept.
+    plain tensors in which ranks may differ; the first holder's values are kept.  release: is
+    given each tensor, or part of one, once it has been written (to let go of its pages, say).
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -58,6 +63,7 @@ class Snapshot:
     state: Mapping[str, Any] = field(default_factory=dict)
     per_rank: Mapping[str, Any] = field(default_factory=dict)
     unsynced: frozenset[str] = frozenset()
+    release: Callable[[torch.Tensor], None] = keep_pages
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,9 @@ def save(
         described = ranks.together(what, prepare)
         path = directory / described[0]["temporary"]
         plan, records = _plan(described)
-        written = ranks.together(what, lambda: _write(io, path, plan, local[0].tensors, ranks))
+        written = ranks.together(
+            what, lambda: _write(io, path, plan, local[0].tensors, ranks, snapshot.release)
+        )
 
         def commit() -> str:
             if ranks.rank != 0:
@@ -266,7 +274,12 @@ def _place(
 
 
 def _write(
-    io: FileSystem, path: Path, plan: list[_Planned], tensors: Mapping[str, torch.Tensor], ranks: Ranks
+    io: FileSystem,
+    path: Path,
+    plan: list[_Planned],
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Ranks,
+    release: Callable[[torch.Tensor], None],
 ) -> dict[str, Any]:
     """Write this rank's shards; returns their records and digests as JSON."""
     if ranks.rank != 0 and not io.exists(path):
@@ -283,7 +296,9 @@ def _write(
         slots = aligned(Slot(p.key, NAMES[tensors[p.name].dtype], p.box.size) for p in pieces.values())
         with closing(ShardWriter(io, path / file, slots)) as writer:
             for slot in slots:
-                writer.put(slot.key, _values(pieces[slot.key], tensors[pieces[slot.key].name]))
+                values = _values(pieces[slot.key], tensors[pieces[slot.key].name])
+                writer.put(slot.key, values)
+                release(values)
             written = writer.finish()
         outcome[file] = {"record": written.record.model_dump(), "digests": written.digests}
     return outcome

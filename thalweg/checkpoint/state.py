@@ -21,7 +21,7 @@ from thalweg.checkpoint.optimizer_state import OptimizerPlan, apply_plan, collec
 from thalweg.checkpoint.ranks import Ranks
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.checkpoint.rng import capture_rng, restore_rng
-from thalweg.checkpoint.save import Snapshot
+from thalweg.checkpoint.save import Snapshot, keep_pages
 
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -94,7 +94,8 @@ def collect(
     named = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
     buffers = {id(buffer) for buffer in module.buffers()}
     unsynced = frozenset(f"model/{name}" for name, tensor in tensors.items() if id(tensor) in buffers)
-    return Snapshot(stored, named, tree, ranked, unsynced)
+    release = getattr(optimizer, "release", keep_pages)
+    return Snapshot(stored, named, tree, ranked, unsynced, release)
 
 
 def hf_config(module: nn.Module) -> dict[str, Any] | None:
@@ -149,7 +150,9 @@ def restore(
 
     ranks.together(f"loading checkpoint {checkpoint.path}", prepare)
     tensors, also, trees, plan, generators = prepared[0]
-    checkpoint.read_into([*tensors.items(), *plan.targets], strict=strict, group=group, also=also)
+    wanted = [*tensors.items(), *plan.targets]
+    release = getattr(optimizer, "release", None)
+    checkpoint.read_into(wanted, strict=strict, group=group, also=also, release=release)
 
     def apply() -> None:
         extra = trees["own"].get("extra_state", {})

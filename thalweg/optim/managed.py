@@ -94,6 +94,10 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """Uninitialised state of ``param``'s layout, where this optimizer keeps ``key``."""
         return self._update.state_like(param, key, dtype)
 
+    def release(self, tensor: Tensor) -> None:
+        """Give back the memory of (a part of) a parameter or of state that rests on a disk, for now."""
+        self._update.release(tensor)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the sharded model's parameters."""
         self.inner.add_param_group(param_group)

@@ -128,6 +128,10 @@ class StreamedUpdate:
         """State of ``param``'s layout in the swap file, of undefined value."""
         return like_param(self._room(local(param), dtype), param)
 
+    def release(self, tensor: Tensor) -> None:
+        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
+        self._trim(tensor)
+
     def place_state(self) -> None:
         """Move state that lies in memory to the swap file."""
         if self.swap is None:

@@ -39,6 +39,10 @@ class Update(Protocol):
         """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
         ...
 
+    def release(self, tensor: Tensor) -> None:
+        """Nobody reads or writes ``tensor`` for a while: memory that only mirrors a disk may go."""
+        ...
+
 
 class PlainUpdate:
     """Everything is in memory: scale, then step."""
@@ -61,6 +65,9 @@ class PlainUpdate:
         return torch.empty_like(param.detach(), dtype=dtype)
 
     def place_state(self) -> None:
+        """Nothing to do."""
+
+    def release(self, tensor: Tensor) -> None:
         """Nothing to do."""
 
 
