@@ -322,9 +322,10 @@ def _optimizer(
         inner = adopt(made, replicate_group=replicate_group)
     elif config.optimizer is not None:
         section = config.optimizer
-        inner = build_optimizer(
-            section.type, groups, section.params, model=model, replicate_group=replicate_group
-        )
+        params = dict(section.params)
+        if config.bf16.bf16_optimizer_states:
+            params.setdefault("state_dtype", "bf16")
+        inner = build_optimizer(section.type, groups, params, model=model, replicate_group=replicate_group)
     else:
         return None
     hooks = UpdateHooks(sharded.finish_window, sharded.set_loss_scale, sharded.drop_gradients)

@@ -99,6 +99,21 @@ CONFLICTS = (
         '1, or activation_checkpointing.policy to be "selective"',
     ),
     Conflict(
+        ("bf16.bf16_optimizer_states", "bf16.enabled"),
+        lambda states, on: states and not on,
+        "false, or bf16.enabled to be true",
+    ),
+    Conflict(
+        ("bf16.bf16_optimizer_states", "optimizer.type"),
+        lambda states, name: states and name not in ("Adam", "AdamW", "Lion"),
+        "false, or optimizer.type to be Adam, AdamW or Lion",
+    ),
+    Conflict(
+        ("optimizer.params.state_dtype", "optimizer.params.amsgrad"),
+        lambda kind, on: kind != "fp32" and on,
+        '"fp32", because optimizer.params.amsgrad keeps a third moment',
+    ),
+    Conflict(
         ("activation_checkpointing.offload", "activation_checkpointing.policy"),
         lambda where, policy: not_none(where) and policy == "none",
         '"none", or activation_checkpointing.policy to be "full" or "selective": only their inputs are moved',

@@ -114,7 +114,6 @@ NOT_BUILT = (
         lambda name: name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
         "use Adam or Lamb; gradients are then sent uncompressed",
     ),
-    Switch("bf16.bf16_optimizer_states", bool, "set it to false; states follow the master's precision"),
     Switch("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
     *(
         Switch(f"compile.{name}", bool, "set it to false; compile.enabled alone is built")

@@ -25,6 +25,8 @@ from thalweg.config.schema_base import (
 )
 from thalweg.config.schema_schedules import SCHEDULES
 
+StateDtype = Literal["fp32", "bf16", "int8"]
+
 
 class Params(Section):
     """What every optimiser takes."""
@@ -57,6 +59,7 @@ class AdamParams(Params, TorchFlags):
     decoupled_weight_decay: bool = True
     fp32_optimizer_states: bool = True
     max_grad_norm: NonNegative = 0.0
+    state_dtype: StateDtype = "fp32"
 
 
 class AdagradParams(Params, TorchFlags):
@@ -91,6 +94,7 @@ class LionParams(Params):
     betas: Pair = (0.9, 0.999)
     set_grad_none: bool = True
     fp32_optimizer_states: bool = True
+    state_dtype: StateDtype = "fp32"
 
 
 class MuonParams(Params):

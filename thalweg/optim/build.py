@@ -16,10 +16,12 @@ from thalweg.optim.adafactor import Adafactor
 from thalweg.optim.elementwise import ELEMENTWISE, can_fuse
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
+from thalweg.optim.lowbit import LowBitAdam, LowBitLion
 from thalweg.optim.muon import Muon
 from thalweg.optim.muon_params import muon_groups, parameter_of
 from thalweg.optim.names import check_keys, parameters_of, pick
 from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thalweg.optim.states import check_state_dtype
 
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
@@ -41,6 +43,8 @@ _ONLY_OFF = {
     "capturable": "a step on local pieces is not captured into a CUDA graph",
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
+# The classes that keep their moments in fewer bits ("state_dtype").
+_LOW_BIT: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
 _COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
@@ -63,7 +67,8 @@ def build_optimizer(
     Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
     others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
     unless ``adam_w_mode`` is false; ``weight_decay`` defaults to 0 for both (``torch_adam: true`` brings
-    torch's own default, 0.01 for AdamW); ``bias_correction: false`` and ``amsgrad`` work for both. Where
+    torch's own default, 0.01 for AdamW); ``bias_correction: false`` and ``amsgrad`` work for both.
+    Adam, AdamW and Lion take ``state_dtype``: "fp32", "bf16" or "int8" (see ``states.py``). Where
     torch has a fused kernel it is used, unless ``fused`` or ``foreach`` says otherwise. Steps run on local
     pieces, ``state`` and ``state_dict()`` hold tensors of the parameters' layout; for 16-bit parameters see
     ``local.py``.
@@ -76,8 +81,8 @@ def build_optimizer(
     tensors = [p for group in groups for p in _tensors(group["params"])]
     if not tensors:
         raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
-    cls = _optimizer_class(name, tensors)
-    keywords = _keywords(name, cls, hyper or {})
+    cls, hyper = _with_state_dtype(name, _optimizer_class(name, tensors), hyper or {})
+    keywords = _keywords(name, cls, hyper)
     if "fused" in parameters_of(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
         keywords["fused"] = can_fuse(name, tensors) or None
     if cls is Muon:
@@ -150,6 +155,17 @@ def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:
     return _torch_classes()[name]
 
 
+def _with_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The class that keeps its state as ``state_dtype`` says, and the keywords for it."""
+    kind = hyper.get("state_dtype", "fp32")
+    check_state_dtype(f"optimizer {name}", kind)
+    if kind == "fp32":
+        return cls, {key: value for key, value in hyper.items() if key != "state_dtype"}
+    if name not in _LOW_BIT:
+        raise ValueError(f"optimizer {name}: state_dtype = {kind!r} is there for Adam, AdamW and Lion alone")
+    return _LOW_BIT[name], hyper
+
+
 def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for ``cls``: every key known, every value of the right kind."""
     where = f"optimizer {name}"
@@ -158,7 +174,8 @@ def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
         own.pop("decoupled_weight_decay", None)
     silent = {*_ONLY_OFF} | (_NO_EFFECT if name in _FROM_DEEPSPEED else set())
     silent |= {"decoupled_weight_decay"} if name in _ADAM else set()
-    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") else set()
+    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _LOW_BIT.values() else set()
+    silent |= {"foreach", "fused"} if cls in _LOW_BIT.values() else set()
     silent -= own.keys()
     for key in silent & hyper.keys() & (_ONLY_OFF.keys() | {"amsgrad"}):
         if hyper[key]:
@@ -168,7 +185,10 @@ def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     check_keys(where, keywords, own)
     if name in _ADAM and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    return {key: _checked(f"{where}: {key}", value, own[key].default) for key, value in keywords.items()}
+    found = {key: _checked(f"{where}: {key}", value, own[key].default) for key, value in keywords.items()}
+    if cls is LowBitAdam:
+        found["decoupled_weight_decay"] = name == "AdamW"
+    return found
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:

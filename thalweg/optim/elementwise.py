@@ -15,6 +15,7 @@ from torch.optim.sgd import sgd
 
 from thalweg.optim import foreach
 from thalweg.optim.local import Fp32State, LocalStep, like_param, local, working_copies
+from thalweg.optim.states import conform
 
 # A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
 _LATE = 1e9
@@ -30,6 +31,10 @@ class _AdamBase(LocalStep):
             group.setdefault("bias_correction", bias_correction)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
+        for param in group["params"]:
+            state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]
+            if state:
+                conform(param, state, "fp32")  # a checkpoint may have brought it in fewer bits
         found = super()._init_group(group, *lists, **named)
         if not group.get("bias_correction", True):
             steps = [*lists, *named.values()][-1]

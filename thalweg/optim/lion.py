@@ -9,6 +9,7 @@ import torch
 
 from thalweg.optim import foreach
 from thalweg.optim.local import Fp32State, local, new_state, working_copies
+from thalweg.optim.states import MOMENTS, conform
 
 
 class Lion(Fp32State, torch.optim.Optimizer):
@@ -41,6 +42,7 @@ class Lion(Fp32State, torch.optim.Optimizer):
             for param in params:
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = new_state(param)
+                conform(param, self.state[param], "fp32", MOMENTS[:1])  # a checkpoint may have less bits
             moments = [local(self.state[p]["exp_avg"]) for p in params]
             with working_copies(params) as (work, grads):
                 update = foreach.lerp(moments, grads, 1 - beta1)

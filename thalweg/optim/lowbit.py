@@ -1,0 +1,253 @@
+"""Adam, AdamW and Lion whose moments are kept in bf16 or 8 bits (see ``states.py``).
+
+A step goes through the parameters in chunks that fit the cache:
+
+    read the chunk's moments into fp32 -> the optimiser's own fp32 kernel -> round and store
+
+so that the moments are never wide in memory, and 16-bit weights and gradients are widened for a chunk alone.
+Chunks are whole rows where there are blocks, which do not cross rows; a result does not depend on chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from thalweg.optim import foreach
+from thalweg.optim.lion import check_common, loss_of
+from thalweg.optim.local import Fp32State, local, local_grad
+from thalweg.optim.states import (
+    MOMENTS,
+    SCALE,
+    Moment,
+    check_state_dtype,
+    conform,
+    decode,
+    encode,
+    new_moment,
+    noise_of,
+    round_into,
+    row_length,
+    storage_of,
+)
+from thalweg.utils.dtypes import HALF_DTYPES
+
+CHUNK = 1 << 18
+_LATE = 1e9  # a step count at which nothing is left of the bias correction
+
+
+@dataclass
+class _Chunk:
+    """Flat fp32 tensors of one chunk, and what must be stored when they have changed."""
+
+    param: Tensor
+    grad: Tensor
+    moments: list[Tensor]
+    finish: Callable[[], None]
+
+
+class _LowBit(Fp32State, torch.optim.Optimizer):
+    """What the three have in common.  State: each moment, in int8 ``<moment>_scale`` too, and ``step``."""
+
+    moments: tuple[Moment, ...] = MOMENTS
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss if one is given."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_param(group, param)
+        return loss
+
+    def _step_param(self, group: dict[str, Any], param: Tensor) -> None:
+        state = self.state[param]
+        for moment in self.moments:
+            if moment.key not in state:
+                state |= new_moment(param, moment, group["state_dtype"])
+        conform(param, state, group["state_dtype"], self.moments)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+        count = int(state["step"])
+        for chunk in _chunks(param, state, self.moments, group["state_dtype"], count):
+            self._update(group, chunk, count)
+            chunk.finish()
+
+    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's, but the moments keep the dtype that they were saved in."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and key != "step":
+                    self.state[param][key] = value.to(device=param.device, copy=True)
+
+
+class LowBitAdam(_LowBit):
+    """Adam (decoupled decay: AdamW) with ``exp_avg`` and ``exp_avg_sq`` in ``state_dtype``.
+
+    Computes what torch's fused Adam computes, on fp32 read from the stored moments; ``state_dtype="fp32"``
+    gives its bits.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        state_dtype: str = "int8",
+    ) -> None:
+        check_common("Adam", lr, betas, weight_decay)
+        check_state_dtype("Adam", state_dtype)
+        if not eps >= 0:
+            raise ValueError(f"Adam: eps must not be negative, got {eps!r}")
+        hyper = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, hyper)
+
+    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
+        before = float(count - 1) if group["bias_correction"] else _LATE
+        fused = chunk.param.device.type in ("cpu", "cuda")
+        adam(
+            [chunk.param],
+            [chunk.grad],
+            [chunk.moments[0]],
+            [chunk.moments[1]],
+            [],
+            [torch.tensor(before, dtype=torch.float32, device=chunk.param.device if fused else "cpu")],
+            fused=fused,
+            foreach=not fused,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class LowBitLion(_LowBit):
+    """Lion (see ``lion.py``) with ``exp_avg`` in ``state_dtype``."""
+
+    moments = MOMENTS[:1]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        *,
+        state_dtype: str = "int8",
+    ) -> None:
+        check_common("Lion", lr, betas, weight_decay)
+        check_state_dtype("Lion", state_dtype)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "state_dtype": state_dtype}
+        )
+
+    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        update = foreach.lerp(chunk.moments, [chunk.grad], 1 - beta1)
+        foreach.sign_(update)
+        if group["weight_decay"]:
+            chunk.param.mul_(1 - lr * group["weight_decay"])
+        chunk.param.add_(update[0], alpha=-lr)
+        foreach.lerp_(chunk.moments, [chunk.grad], 1 - beta2)
+
+
+def _chunks(
+    param: Tensor, state: dict[str, Any], moments: tuple[Moment, ...], kind: str, count: int
+) -> Iterator[_Chunk]:
+    """The chunks of this rank's piece, in order; each must be finished before the next is taken."""
+    piece, grad = local(param), local_grad(param)
+    if piece.numel() == 0:
+        return
+    kept = storage_of(param, kind)
+    whole = piece.contiguous()
+    flat, flat_grad = whole.view(-1), grad.reshape(-1)
+    row = row_length(param) if kept == "int8" else 1
+    size = max(row, CHUNK // row * row)
+    stored = [local(state[m.key]) for m in moments]
+    stored = [t.view(-1) if t.is_contiguous() else t.contiguous().view(-1) for t in stored]
+    scales = [local(state[m.key + SCALE]) if kept == "int8" else None for m in moments]
+    for start in range(0, flat.numel(), size):
+        part = slice(start, start + size)
+        rows = slice(start // row, (start + size) // row)
+        yield _chunk(
+            flat[part],
+            flat_grad[part],
+            [t[part] for t in stored],
+            [None if s is None else s[rows] for s in scales],
+            moments,
+            count,
+        )
+    if whole is not piece:
+        piece.copy_(whole)
+    for moment, t in zip(moments, stored, strict=True):
+        if t.data_ptr() != local(state[moment.key]).data_ptr():
+            local(state[moment.key]).copy_(t.view(piece.shape))
+
+
+def _chunk(
+    param: Tensor,
+    grad: Tensor,
+    stored: list[Tensor],
+    scales: list[Tensor | None],
+    moments: tuple[Moment, ...],
+    count: int,
+) -> _Chunk:
+    work = param.float() if param.dtype in HALF_DTYPES else param
+    wide_grad = grad.to(work.dtype)
+    bf16 = stored[0].dtype == torch.bfloat16
+    noise = noise_of(wide_grad, work, count) if bf16 else None
+    wide: list[Tensor] = []
+    for kept, scale, moment in zip(stored, scales, moments, strict=True):
+        if scale is not None:
+            into = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
+            rows = scale.shape[0]
+            decode(kept.view(rows, -1), scale, moment.signed, into.view(rows, -1))
+            wide.append(into)
+        else:
+            wide.append(kept.float() if bf16 else kept)
+
+    def finish() -> None:
+        bits = noise
+        for kept, scale, moment, now in zip(stored, scales, moments, wide, strict=True):
+            if scale is not None:
+                rows = scale.shape[0]
+                encode(now.view(rows, -1), kept.view(rows, -1), scale, moment.signed)
+            elif bits is not None:
+                round_into(now, kept, bits)
+                bits = bits.bitwise_left_shift(16)  # the lower half serves the second moment
+        if work is not param:
+            param.copy_(work)
+
+    return _Chunk(work, wide_grad, wide, finish)
