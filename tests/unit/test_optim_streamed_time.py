@@ -77,10 +77,13 @@ def _step(folder: Path) -> tuple[float, float, float]:
 
 def test_row23_a_step_takes_what_its_bytes_take(tmp_path: Path) -> None:
     """Arithmetic that takes nearly as long as the disk is hidden behind it."""
-    seconds, model, arithmetic = _step(tmp_path)
-    assert model == pytest.approx(sum(SIZES) * 12 * (1 / READ + 1 / WRITE), rel=0.02)  # no byte more
-    assert arithmetic > 0.5 * model
-    assert seconds < 1.25 * max(model, arithmetic)
+    for _ in range(6):  # a busy machine can only make it slower
+        seconds, model, arithmetic = _step(tmp_path)
+        assert model == pytest.approx(sum(SIZES) * 12 * (1 / READ + 1 / WRITE), rel=0.02)  # no byte more
+        assert arithmetic > 0.5 * model
+        if seconds < 1.25 * max(model, arithmetic):
+            return
+    raise AssertionError(f"{seconds:.2f} s; the disk needs {model:.2f}, the arithmetic {arithmetic:.2f}")
 
 
 def test_blocking_transfers_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

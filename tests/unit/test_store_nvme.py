@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -333,6 +333,23 @@ def test_a_dropped_file_returns_descriptors_threads_and_space(tmp_path: Path) ->
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
     assert not any(t.name.startswith("thalweg-io") for t in threading.enumerate())
+
+
+def test_a_file_may_be_dropped_while_it_is_written(tmp_path: Path) -> None:
+    """The last to hold it is then a transfer, on a thread of its own."""
+
+    class Slow(Disk):
+        def pwritev(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+            time.sleep(0.1)
+            return super().pwritev(handle, buffers, offset)
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    SwapFile(tmp_path, MIB, disk=Slow()).write(0, torch.ones(1000))
+    deadline = time.monotonic() + 20
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 _KILLED = """

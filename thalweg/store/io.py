@@ -79,7 +79,8 @@ class IoThreads:
         """Finish what was begun and end the threads."""
         pool, self._pool = self._pool, None
         if pool is not None and self._pid == os.getpid():
-            pool.shutdown(wait=True)
+            # The last one to hold a swap file may be its own transfer; a thread cannot wait for itself.
+            pool.shutdown(wait=not threading.current_thread().name.startswith(self._name))
 
 
 class Meter:
