@@ -35,7 +35,7 @@ from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_save
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.logical import like
-from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.shard import Sharded, ShardOptions, shard
 from thalweg.zero.units import UnitPolicy, find_units, num_parameters
 
@@ -163,6 +163,22 @@ def shard_options(model: nn.Module, config: Config) -> ShardOptions:
         units=units,
         sum_gradients=config.gradient_allreduce_op == "sum",
         fp32_modules=_fp32_modules(model, config, precision),
+        traffic=traffic_of(config),
+    )
+
+
+def traffic_of(config: Config) -> TrafficPolicy:
+    """What of ZeRO++ and MiCS the config asks for."""
+    zero = config.zero_optimization
+    loco = zero.zeropp_loco_param
+    return TrafficPolicy(
+        quantised_weights=zero.zero_quantized_weights,
+        quantised_frozen=zero.zero_quantized_nontrainable_weights,
+        quantised_gradients=zero.zero_quantized_gradients,
+        feedback=None if loco is None else (loco.err_beta, loco.reset_T),
+        secondary_size=zero.zero_hpz_partition_size,
+        group_size=max(0, zero.mics_shard_size),
+        two_level_gather=zero.mics_hierarchical_params_gather,
     )
 
 

@@ -1,7 +1,8 @@
 """Ranks and the mesh they form; the names of its axes live here.
 
 Axes, outermost first: ``pp`` pipeline, ``dp_outer`` and ``dp`` data (replicated, sharded),
-``cp`` context, ``tp`` tensor, ``ep`` expert.  Today ``dp`` alone may exceed one.
+``cp`` context, ``tp`` tensor, ``ep`` expert.  Today ``dp`` alone may exceed one,
+unless MiCS cuts it into ``dp_outer`` x ``dp``.
 """
 
 from __future__ import annotations
@@ -101,3 +102,20 @@ def build_mesh(device: torch.device, mesh: DeviceMesh | None = None) -> DeviceMe
             f"{DATA_AXIS!r} can be used"
         )
     return mesh[DATA_AXIS]
+
+
+def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``size`` consecutive ranks.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of ranks.
+    """
+    world = mesh.size()
+    if world % size:
+        fitting = [number for number in range(1, world + 1) if world % number == 0]
+        raise ValueError(
+            f"zero_optimization.mics_shard_size = {size} does not divide the {world} data-parallel ranks: "
+            f"use one of {fitting}, or -1 to shard over all of them"
+        )
+    grid = mesh.mesh.flatten().view(-1, size)
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("dp_outer", DATA_AXIS))

@@ -9,6 +9,8 @@ FSDP2 takes its collectives as objects with two verbs, ``allocate`` and ``__call
 * :mod:`.ring`    reductions through slots of that arena: FSDP2's copy-in writes the
   gradients in place and each rank sums the rows it owns, a single pass;
 * :mod:`.hierarchical`  both: the arena inside a host, the wire between hosts;
+* :mod:`.codec`, :mod:`.quantised`  numbers in 8 and 4 bits, and the collectives that send them;
+* :mod:`.route`   which ranks of a group share a host;
 * :mod:`.ledger`  what was moved, for which module, in how many bytes and seconds.
 
 Invariants.  Sums run over ranks in rank order and in fp32, so each rank and each form
@@ -18,31 +20,54 @@ objects know nothing of ZeRO.
 """
 
 from thalweg.comm.arena import Arena, CommError
+from thalweg.comm.codec import Codec, Packing
 from thalweg.comm.hierarchical import (
     HierarchicalAllGather,
     HierarchicalAllReduce,
     HierarchicalReduceScatter,
     Hosts,
     local_arena,
+    subgroup,
 )
 from thalweg.comm.ledger import Ledger
-from thalweg.comm.plain import AllToAllReduceScatter, PlainAllGather, PlainAllReduce
+from thalweg.comm.plain import AllToAllReduceScatter, Everywhere, PlainAllGather, PlainAllReduce, Swap
+from thalweg.comm.quantised import (
+    Feedback,
+    QuantisedAllGather,
+    QuantisedEverywhere,
+    QuantisedSwap,
+    TwoLevelAllGather,
+    TwoLevelReduceScatter,
+)
 from thalweg.comm.ring import Ring, SharedAllGather, SharedAllReduce, SharedReduceScatter
+from thalweg.comm.route import Route
 
 __all__ = [
     "AllToAllReduceScatter",
     "Arena",
+    "Codec",
     "CommError",
+    "Everywhere",
+    "Feedback",
     "HierarchicalAllGather",
     "HierarchicalAllReduce",
     "HierarchicalReduceScatter",
     "Hosts",
     "Ledger",
+    "Packing",
     "PlainAllGather",
     "PlainAllReduce",
+    "QuantisedAllGather",
+    "QuantisedEverywhere",
+    "QuantisedSwap",
     "Ring",
+    "Route",
     "SharedAllGather",
     "SharedAllReduce",
     "SharedReduceScatter",
+    "Swap",
+    "TwoLevelAllGather",
+    "TwoLevelReduceScatter",
     "local_arena",
+    "subgroup",
 ]

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.arena import Arena, host_key
-from thalweg.comm.ledger import Ledger
-from thalweg.comm.plain import gather_flat
+from thalweg.comm.arena import Arena
+from thalweg.comm.ledger import Call, Ledger
+from thalweg.comm.plain import Swap, gather_flat, swap_rows
+from thalweg.comm.quantised import PackingOf, gather_payloads
 from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.ring import Ring
+from thalweg.comm.route import Route
 from thalweg.comm.sums import sum_rows
 
 
@@ -37,6 +39,8 @@ class Hosts:
     ranks: tuple[tuple[int, ...], ...]
     local: dist.ProcessGroup
     peers: dist.ProcessGroup
+    local_route: Route
+    peers_route: Route
 
     @property
     def num_hosts(self) -> int:
@@ -48,45 +52,44 @@ class Hosts:
         """L, the same on every host."""
         return len(self.ranks[0])
 
-    @classmethod
-    def find(cls, group: dist.ProcessGroup) -> Hosts | None:
-        """Ask every rank where it runs; None unless several hosts have equally many ranks, two or more.
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks by place: ``places[l][h]`` is the ``l``-th of host ``h``."""
+        return tuple(zip(*self.ranks, strict=True))
 
-        Collective over ``group``, which must hold every rank of the job.
+    @classmethod
+    def find(cls, group: dist.ProcessGroup, route: Route) -> Hosts | None:
+        """The groups of both levels; None unless several hosts have equally many ranks, two or more.
+
+        Collective over ``group``, of which ``route`` tells where its ranks are.
         """
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        keys = torch.zeros(size, dtype=torch.int64)
-        keys[rank] = host_key()
-        dist.all_reduce(keys, group=group)
-        hosts: dict[int, list[int]] = {}
-        for index, value in enumerate(keys.tolist()):
-            hosts.setdefault(value, []).append(index)
-        sizes = {len(ranks) for ranks in hosts.values()}
-        if len(hosts) < 2 or len(sizes) != 1 or sizes == {1}:
+        ranks = route.by_host()
+        sizes = {len(found) for found in ranks}
+        if len(ranks) < 2 or len(sizes) != 1 or sizes == {1}:
             return None
-        ranks = tuple(tuple(found) for found in hosts.values())
-        local = _own_group(ranks, rank, group)
-        peers = _own_group(tuple(zip(*ranks, strict=True)), rank, group)
-        return cls(ranks, local, peers)
+        local = next(found for found in ranks if route.rank in found)
+        peers = next(found for found in zip(*ranks, strict=True) if route.rank in found)
+        return cls(
+            ranks, subgroup(local, group), subgroup(peers, group), route.narrow(local), route.narrow(peers)
+        )
 
     def shards_of_peers(self, rank: int) -> list[int]:
         """The ranks with this rank's place on each host, in host order."""
-        place = next(host.index(rank) for host in self.ranks if rank in host)
-        return [host[place] for host in self.ranks]
+        return list(next(place for place in self.places if rank in place))
 
 
-def _own_group(parts: Sequence[Sequence[int]], rank: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group of each part (every rank must make all of them); returns the one with ``rank``."""
-    own = None
-    for part in parts:
-        made = dist.new_group([dist.get_global_rank(group, index) for index in part], backend="gloo")
-        own = made if rank in part else own
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+def subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of ``ranks`` (those of ``group``); only they take part in making it."""
+    everyone = [dist.get_global_rank(group, rank) for rank in ranks]
+    made = dist.new_group(everyone, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 class HierarchicalReduceScatter(Reducer):
     """Reduce-scatter of one module's gradients over both levels, in the form that FSDP2 takes."""
+
+    carrier = "both"
 
     def __init__(
         self,
@@ -96,46 +99,50 @@ class HierarchicalReduceScatter(Reducer):
         name: str,
         ledger: Ledger | None = None,
         output_dtype: torch.dtype | None = None,
+        swap: Swap | None = None,
     ) -> None:
+        """``swap``: how partial sums go between hosts; as they are, if not given."""
         super().__init__(name, ledger, output_dtype)
-        self._hosts, self._ring = hosts, ring
+        self._ring = ring
         self._rows = hosts.shards_of_peers(rank)
+        self.swap = swap or Swap(hosts.peers, hosts.peers_route)
 
     def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        world_size = group.size()
-        scale = 1.0 / world_size if op == dist.ReduceOp.AVG else 1.0
-        with self._ledger.timed(
-            "reduce_scatter", self._name, "both", full_bytes=input_tensor.nbytes, world_size=world_size
-        ):
-            shape = (world_size, input_tensor.numel() // world_size)
-            slots = self._ring.exchange(self._name, shape, input_tensor.dtype)
-            partial = torch.empty(len(self._rows), shape[1], dtype=output_tensor.dtype)
-            for out, row in zip(partial.unbind(0), self._rows, strict=True):
-                sum_rows([slot[row] for slot in slots], out)
-            self._ring.done()
-            # The wire carries the dtype that was asked for; sums are kept in the output's.
-            received = _swap(partial.to(input_tensor.dtype), self._hosts.peers)
-            sum_rows(received.unbind(0), output_tensor, scale / self.divisor)
-        return None
+    def sum_shards(
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+    ) -> None:
+        """Add up in the arena for this rank and its peers, then over the peers.
+
+        The wire carries the dtype that was asked for (or codes of it); sums are kept in the output's.
+        """
+        slots = self._ring.exchange(self._name, rows.shape, rows.dtype)
+        partial = torch.empty(len(self._rows), rows.shape[1], dtype=output.dtype)
+        for out, row in zip(partial.unbind(0), self._rows, strict=True):
+            sum_rows([slot[row] for slot in slots], out)
+        self._ring.done()
+        call.moved((len(slots) - 1) * len(self._rows) * rows[0].nbytes)
+        self.swap.sum(partial, output, scale, call, rows.dtype)
 
 
 class HierarchicalAllGather:
     """All-gather of one module's parameters over both levels; one output buffer a host."""
 
-    def __init__(self, hosts: Hosts, ring: Ring, rank: int, name: str, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        ring: Ring,
+        rank: int,
+        name: str,
+        ledger: Ledger | None = None,
+        packing_of: PackingOf | None = None,
+    ) -> None:
+        """``packing_of``: the codes in which shards go between hosts; as they are, if not given."""
         self._hosts, self._name, self._ledger = hosts, name, ledger or Ledger()
         self._rows = hosts.shards_of_peers(rank)
         self._slots = ring
+        self._packing_of = packing_of or (lambda numel, dtype: None)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook; the output lies in the arena and belongs to the whole host."""
@@ -147,15 +154,29 @@ class HierarchicalAllGather:
         world_size = group.size()
         with self._ledger.timed(
             "all_gather", self._name, "both", full_bytes=output_tensor.nbytes, world_size=world_size
-        ):
-            numel = input_tensor.numel()
-            received = torch.empty(len(self._rows) * numel, dtype=input_tensor.dtype)
-            gather_flat(received, input_tensor.contiguous(), self._hosts.peers)
+        ) as call:
             rows = output_tensor.view(world_size, -1)
-            for row, values in zip(self._rows, received.view(-1, numel), strict=True):
-                rows[row].copy_(values)
+            self._between_hosts(input_tensor.contiguous(), [rows[rank] for rank in self._rows], call)
             self._slots.publish_common(self._name)
+            call.moved((self._hosts.num_local - 1) * len(self._rows) * input_tensor.nbytes)
         return None
+
+    def _between_hosts(self, own: Tensor, rows: list[Tensor], call: Call) -> None:
+        """Fill ``rows``, one a host, with the peers' shards."""
+        group, size = self._hosts.peers, self._hosts.num_hosts
+        packing = self._packing_of(own.numel(), own.dtype)
+        if packing is None:
+            received = torch.empty(size * own.numel(), dtype=own.dtype)
+            gather_flat(received, own, group)
+            for row, values in zip(rows, received.view(size, -1), strict=True):
+                row.copy_(values)
+            call.moved(*self._hosts.peers_route.ring(own.nbytes))
+            return
+        payload = torch.empty(packing.num_bytes, dtype=torch.uint8)
+        packing.pack(own, payload)
+        for row, part in zip(rows, gather_payloads(payload, group, size), strict=True):
+            packing.unpack(part, row)
+        call.moved(*self._hosts.peers_route.ring(packing.num_bytes))
 
 
 class HierarchicalAllReduce(MeshOfOneReducer):
@@ -178,7 +199,7 @@ class HierarchicalAllReduce(MeshOfOneReducer):
         world_size, num_local = hosts.num_hosts * hosts.num_local, hosts.num_local
         with self._ledger.timed(
             "all_reduce", self._name, "both", full_bytes=output.nbytes, world_size=world_size
-        ):
+        ) as call:
             numel = output.numel()
             length = -(-numel // (num_local * hosts.num_hosts)) * hosts.num_hosts
             slot = ring.slot((num_local, length), output.dtype, f"the reduction of {self._name!r}")
@@ -188,23 +209,19 @@ class HierarchicalAllReduce(MeshOfOneReducer):
             own = torch.empty(length, dtype=output.dtype)
             sum_rows([row[ring.arena.rank] for row in slots], own)
             ring.done()
-            received = _swap(own.view(hosts.num_hosts, -1), hosts.peers)
+            received = swap_rows(own.view(hosts.num_hosts, -1), hosts.peers)
             piece = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
-            sum_rows(received.unbind(0), piece, 1.0 / (world_size * self.divisor))
+            sum_rows(received.unbind(0), piece, self.mean_scale(world_size))
             gather_flat(own, piece, hosts.peers)
+            for sent in (hosts.peers_route.all_to_all, hosts.peers_route.ring):
+                call.moved(*sent(piece.nbytes))
+            call.moved(2 * (num_local - 1) * length * output.itemsize)
             ring.slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(own)
             parts = ring.exchange(f"{self._name}/parts", (length,), output.dtype)
             for index, part in enumerate(parts):
                 piece = output[index * length : (index + 1) * length]
                 piece.copy_(part[: piece.numel()])
             ring.done()
-
-
-def _swap(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row ``i`` to rank ``i`` of the group; returns the rows received."""
-    received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows.contiguous(), group=group)
-    return received
 
 
 def local_arena(hosts: Hosts, num_bytes: int, timeout: float) -> Arena | None:

@@ -2,8 +2,10 @@
 
 ``sent`` is what leaves this rank in the textbook's ring form of the collective
 (all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that),
-whatever carries it, so that a configuration's traffic can be compared with theory;
-``seconds`` is the time spent inside the call, waiting for peers included.
+whatever carries it, so that a configuration's traffic can be compared with theory.
+``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
+host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
+time spent inside the call, waiting for peers included.
 """
 
 from __future__ import annotations
@@ -29,6 +31,21 @@ class Entry:
     full_bytes: int = 0
     sent_bytes: int = 0
     seconds: float = 0.0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+
+
+@dataclass
+class Call:
+    """One collective while it runs: what it has moved so far."""
+
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+
+    def moved(self, intra_bytes: int, inter_bytes: int = 0) -> None:
+        """Add bytes that left this rank for its own host, and for others."""
+        self.intra_bytes += intra_bytes
+        self.inter_bytes += inter_bytes
 
 
 class Ledger:
@@ -38,7 +55,15 @@ class Ledger:
         self._entries: dict[tuple[str, str, str], Entry] = {}
 
     def record(
-        self, kind: str, module: str, carrier: str, *, full_bytes: int, world_size: int, seconds: float = 0.0
+        self,
+        kind: str,
+        module: str,
+        carrier: str,
+        *,
+        full_bytes: int,
+        world_size: int,
+        seconds: float = 0.0,
+        moved: Call | None = None,
     ) -> None:
         """Add one call that moved a buffer of ``full_bytes`` (unsharded size) among ``world_size`` ranks."""
         key = (kind, module, carrier)
@@ -49,16 +74,21 @@ class Ledger:
         entry.full_bytes += full_bytes
         entry.sent_bytes += RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
         entry.seconds += seconds
+        if moved is not None:
+            entry.intra_bytes += moved.intra_bytes
+            entry.inter_bytes += moved.inter_bytes
 
     @contextmanager
     def timed(
         self, kind: str, module: str, carrier: str, *, full_bytes: int, world_size: int
-    ) -> Iterator[None]:
-        """Time the body and record it as one call."""
-        start = time.perf_counter()
-        yield
+    ) -> Iterator[Call]:
+        """Time the body and record it as one call; the body says what it moved."""
+        start, call = time.perf_counter(), Call()
+        yield call
         seconds = time.perf_counter() - start
-        self.record(kind, module, carrier, full_bytes=full_bytes, world_size=world_size, seconds=seconds)
+        self.record(
+            kind, module, carrier, full_bytes=full_bytes, world_size=world_size, seconds=seconds, moved=call
+        )
 
     def entries(self) -> list[Entry]:
         """All entries, the slowest first."""
@@ -73,6 +103,8 @@ class Ledger:
                 total.full_bytes += entry.full_bytes
                 total.sent_bytes += entry.sent_bytes
                 total.seconds += entry.seconds
+                total.intra_bytes += entry.intra_bytes
+                total.inter_bytes += entry.inter_bytes
         return total
 
     def table(self, by_module: bool = False) -> str:
@@ -80,12 +112,14 @@ class Ledger:
         rows: dict[tuple[str, ...], list[float]] = {}
         for entry in self.entries():
             key = (entry.kind, entry.carrier, entry.module) if by_module else (entry.kind, entry.carrier)
-            row = rows.setdefault(key, [0, 0.0, 0.0, 0.0])
+            row = rows.setdefault(key, [0, 0.0, 0.0, 0.0, 0.0, 0.0])
             row[0] += entry.num_calls
-            row[1] += entry.full_bytes / 2**20
-            row[2] += entry.sent_bytes / 2**20
-            row[3] += entry.seconds * 1e3
-        head = ["collective", "by", *(["module"] if by_module else []), "calls", "MiB", "MiB sent", "ms"]
+            sizes = (entry.full_bytes, entry.sent_bytes, entry.intra_bytes, entry.inter_bytes)
+            for column, num_bytes in enumerate(sizes, start=1):
+                row[column] += num_bytes / 2**20
+            row[5] += entry.seconds * 1e3
+        head = ["collective", "by", *(["module"] if by_module else []), "calls", "MiB", "MiB sent"]
+        head += ["in host", "to hosts", "ms"]
         return format_table(head, [[*key, *totals] for key, totals in rows.items()])
 
     def reset(self) -> None:

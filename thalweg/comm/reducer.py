@@ -1,15 +1,19 @@
-"""What all reductions of a module's gradients have in common: two allocations and a divisor."""
+"""What all reductions of a module's gradients have in common: FSDP2's form, the mean, two allocations."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.buffer import Lender
-from thalweg.comm.ledger import Ledger
+from thalweg.comm.ledger import Call, Ledger
+
+# Adds up a 1-D tensor over the ranks that hold the same shard, in place.
+Total = Callable[[Tensor, Call], None]
 
 
 class Reducer:
@@ -18,15 +22,59 @@ class Reducer:
     FSDP2 calls ``allocate`` twice a reduction: for the input, into which it writes the
     unsharded gradients, then for the output, which becomes the sharded gradient.  The output
     is in ``output_dtype`` if given: a low-precision sum is kept in the master's dtype, where
-    FSDP2 would cast it next.  Averages are divided by ``divisor`` besides the number of ranks:
-    the loss scale.
+    FSDP2 would cast it next.
+
+    A subclass adds up in :meth:`sum_shards` and multiplies by the scale it is given: one over
+    the ranks where FSDP2 asks for a mean, over ``divisor`` (the loss scale), and over
+    ``num_copies``, the ranks that hold the same shard.  ``total``, if set, adds up over those.
     """
+
+    carrier = "wire"
 
     def __init__(self, name: str, ledger: Ledger | None, output_dtype: torch.dtype | None) -> None:
         self._name, self._ledger, self._output_dtype = name, ledger or Ledger(), output_dtype
         self._lender = Lender()
         self._has_input = False
         self.divisor = 1.0
+        self.num_copies = 1
+        self.total: Total | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """FSDP2's hook: add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``."""
+        world_size = group.size()
+        scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
+        with self._ledger.timed(
+            "reduce_scatter",
+            self._name,
+            self.carrier,
+            full_bytes=input_tensor.nbytes,
+            world_size=world_size,
+        ) as call:
+            rows = input_tensor.view(world_size, -1)
+            if self.total is None:
+                self.sum_shards(rows, output_tensor, group, scale, call)
+            else:
+                self.sum_shards(rows, output_tensor, group, 1.0, call)
+                self.total(output_tensor, call)
+                output_tensor.mul_(scale)
+        return None
+
+    def sum_shards(
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+    ) -> None:
+        """Write ``scale`` times the sum over ranks of this rank's row into ``output``."""
+        raise NotImplementedError
+
+    def mean_scale(self, num_ranks: int) -> float:
+        """The factor of a sum over ``num_ranks``, and over the copies of the shard."""
+        return 1.0 / (num_ranks * self.num_copies * self.divisor)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook: the input of a reduction, then its output."""
@@ -48,9 +96,6 @@ class MeshOfOneReducer(Reducer, ABC):
     FSDP2 copies such gradients from input to output without a collective, then hands the
     output to the hook given to ``set_all_reduce_hook``: the subclass's ``reduce``.
     """
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise AssertionError("a mesh of one rank has no reduce-scatter")
 
     @abstractmethod
     def reduce(self, output: Tensor) -> None:

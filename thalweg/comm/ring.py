@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.arena import BANK, CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
-from thalweg.comm.ledger import Ledger
+from thalweg.comm.ledger import Call, Ledger
 from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.sums import sum_rows
 
@@ -114,24 +114,17 @@ class _SlotReducer(Reducer):
 class SharedReduceScatter(_SlotReducer):
     """Reduce-scatter of one module's gradients through ``ring``."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        ring, world_size = self._ring, self._ring.arena.world_size
-        scale = 1.0 / world_size if op == dist.ReduceOp.AVG else 1.0
-        with self._ledger.timed(
-            "reduce_scatter", self._name, "shared", full_bytes=input_tensor.nbytes, world_size=world_size
-        ):
-            shape = (world_size, input_tensor.numel() // world_size)
-            slots = ring.exchange(self._name, shape, input_tensor.dtype)
-            sum_rows([slot[ring.arena.rank] for slot in slots], output_tensor, scale / self.divisor)
-            ring.done()
-        return None
+    carrier = "shared"
+
+    def sum_shards(
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+    ) -> None:
+        """Add up the row that this rank owns straight out of the peers' slots."""
+        ring = self._ring
+        slots = ring.exchange(self._name, rows.shape, rows.dtype)
+        sum_rows([slot[ring.arena.rank] for slot in slots], output, scale)
+        ring.done()
+        call.moved((len(slots) - 1) * rows[0].nbytes)
 
 
 class SharedAllReduce(_SlotReducer, MeshOfOneReducer):
@@ -147,10 +140,11 @@ class SharedAllReduce(_SlotReducer, MeshOfOneReducer):
         full_bytes = output.numel() * self._dtype.itemsize
         with self._ledger.timed(
             "all_reduce", self._name, "shared", full_bytes=full_bytes, world_size=world_size
-        ):
+        ) as call:
             slots = ring.exchange(self._name, output.shape, self._dtype)
-            sum_rows(slots, output, 1.0 / (world_size * self.divisor))
+            sum_rows(slots, output, self.mean_scale(world_size))
             ring.done()
+            call.moved((world_size - 1) * full_bytes)
 
 
 class SharedAllGather:
@@ -167,6 +161,9 @@ class SharedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         nbytes, world_size = output_tensor.nbytes, self._ring.arena.world_size
-        with self._ledger.timed("all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size):
+        with self._ledger.timed(
+            "all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size
+        ) as call:
             self._ring.publish_common(self._name)
+            call.moved((world_size - 1) * input_tensor.nbytes)
         return None

@@ -18,9 +18,10 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
     in the order given, so equal inputs give equal bits wherever it runs.
     """
     numel = out.numel()
+    step = PIECE if out.device.type == "cpu" else max(1, numel)
     same = all(row.dtype == out.dtype for row in rows)
-    for start in range(0, numel, PIECE):
-        length = min(PIECE, numel - start)
+    for start in range(0, numel, step):
+        length = min(step, numel - start)
         piece = out.narrow(0, start, length)
         parts = [row.narrow(0, start, length) for row in rows]
         if same and len(parts) > 1:

@@ -93,6 +93,38 @@ CONFLICTS = (
         lambda device, stage: not_none(device) and stage == 0,
         '"none", or zero_optimization.stage to be 1, 2 or 3',
     ),
+    *(
+        Conflict(
+            (f"zero_optimization.{name}", "zero_optimization.stage"),
+            lambda on, stage: bool(on) and stage == 0,
+            "false, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+        )
+        for name in (
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+        )
+    ),
+    Conflict(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"),
+        lambda size, stage: size > 1 and stage == 0,
+        "1, or zero_optimization.stage to be 1, 2 or 3; nothing is gathered at stage 0",
+    ),
+    Conflict(
+        ("zero_optimization.mics_shard_size", "zero_optimization.stage"),
+        lambda size, stage: size > 0 and stage == 0,
+        "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+    ),
+    Conflict(
+        ("zero_optimization.mics_hierarchical_params_gather", "zero_optimization.mics_shard_size"),
+        lambda on, size: on and size <= 0,
+        "false, or zero_optimization.mics_shard_size to be the ranks of a group",
+    ),
+    Conflict(
+        ("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients"),
+        lambda loco, on: loco is not None and not on,
+        "null, or zero_optimization.zero_quantized_gradients to be true: it corrects their errors",
+    ),
     Conflict(
         ("activation_checkpointing.every", "activation_checkpointing.policy"),
         lambda every, policy: every != 1 and policy != "selective",

@@ -53,19 +53,6 @@ NOT_BUILT = (
         not_none,
         'set it to "none"; a higher stage saves memory',
     ),
-    Switch("zero_optimization.zero_hpz_partition_size", above_1, "set it to 1"),
-    Switch(
-        "zero_optimization.zero_quantized_weights", bool, "set it to false; weights are gathered unquantised"
-    ),
-    Switch("zero_optimization.zero_quantized_nontrainable_weights", bool, "set it to false"),
-    Switch(
-        "zero_optimization.zero_quantized_gradients",
-        bool,
-        "set it to false; communication_data_type is built",
-    ),
-    Switch("zero_optimization.zeropp_loco_param", present, "remove it"),
-    Switch("zero_optimization.mics_shard_size", lambda size: size > 0, "set it to -1"),
-    Switch("zero_optimization.mics_hierarchical_params_gather", bool, "set it to false"),
     Switch("zero_optimization.zenflow", present, "remove the block"),
     Switch(
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
@@ -215,7 +202,6 @@ LATER = (
     "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer",
     "zero_optimization.zenflow",
-    "zero_optimization.zeropp_loco_param",
     "expert_parallel",
     "data_efficiency",
     "curriculum_learning",

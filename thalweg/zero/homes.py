@@ -4,7 +4,8 @@ A *shard* is the master copy of this rank's rows of a parameter, padded to the s
 number of rows on every rank.  A *home* is a tensor of the full shape in the compute
 dtype that can stand for the unsharded parameter:
 
-* ``shared``: all ranks are on one host.  The home lies in the arena, one copy for all
+* ``shared``: the ranks of a host share it; where there are other hosts,
+  :mod:`.crossing` keeps their homes in step.  One host:  The home lies in the arena, one copy for all
   of them, and where master and compute dtype agree the shard is simply this rank's rows
   of it.  Gathering is then no copy at all: a fence says that everybody's rows are
   final.  Otherwise each rank casts its rows into the home first (``publish``);
@@ -40,6 +41,7 @@ class Slot:
     master: torch.dtype
     compute: torch.dtype
     num_shards: int
+    trains: bool = True
 
     @property
     def rows(self) -> int:
@@ -66,8 +68,15 @@ class Store:
     """Shard and home of one parameter on this rank."""
 
     def __init__(
-        self, slot: Slot, rank: int, placement: Placement, arena: Arena | None, device: torch.device
+        self,
+        slot: Slot,
+        rank: int,
+        placement: Placement,
+        arena: Arena | None,
+        device: torch.device,
+        apart: bool = False,
     ) -> None:
+        """``apart``: the shard is kept beside its rows of the home, which others see rounded."""
         self.slot = slot
         start = rank * slot.rows
         self._first = min(start, slot.shape[0])
@@ -79,9 +88,10 @@ class Store:
             assert arena is not None
             offset = arena.reserve(slot.home_bytes)
             self.home = arena.tensor(offset, slot.shape, slot.compute)
+            self._padded = arena.tensor(offset, (slot.num_shards * slot.rows, *slot.shape[1:]), slot.compute)
             row_bytes = prod(slot.padded_shape) * slot.compute.itemsize
             own_rows = arena.tensor(offset + rank * row_bytes, slot.padded_shape, slot.compute)
-            if slot.master == slot.compute:
+            if slot.master == slot.compute and not apart:
                 self.shard = own_rows
             else:
                 self.shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
@@ -100,6 +110,10 @@ class Store:
         """Set this rank's rows from the full value (any dtype)."""
         with torch.no_grad():
             self.shard[: self._last - self._first].copy_(full[self._first : self._last])
+
+    def rows_of(self, rank: int) -> Tensor:
+        """The padded rows of ``rank`` in a shared home."""
+        return self._padded.narrow(0, rank * self.slot.rows, self.slot.rows)
 
     @property
     def cast(self) -> tuple[Tensor, Tensor] | None:

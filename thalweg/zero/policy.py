@@ -34,6 +34,32 @@ class ZeroPolicy:
 
 
 @dataclass(frozen=True)
+class TrafficPolicy:
+    """What travels between ranks and how far: ZeRO++ (arXiv 2306.10209) and MiCS (arXiv 2205.00119).
+
+    ``quantised_weights``: gathered in 8 bits (qwZ); ``quantised_frozen``: only those that do not
+    train; ``quantised_gradients``: reduced in 4 bits between hosts (qgZ), with error feedback of
+    ``feedback = (decay, steps until it begins anew)`` (LoCo).  ``secondary_size``: ranks of a host
+    among which gathered parameters stay for the backward pass (hpZ), 1 for none.
+    ``group_size``: ranks among which states are sharded, groups being replicas of each other
+    (MiCS), 0 for all; ``two_level_gather``: gathers in such a group cross each link once.
+    """
+
+    quantised_weights: bool = False
+    quantised_frozen: bool = False
+    quantised_gradients: bool = False
+    feedback: tuple[float, int] | None = None
+    secondary_size: int = 1
+    group_size: int = 0
+    two_level_gather: bool = False
+
+    def encodes(self, ndim: int, trains: bool) -> bool:
+        """Whether a parameter is gathered in few bits; norms and biases never are: few bytes, sensitive."""
+        wanted = self.quantised_weights or (self.quantised_frozen and not trains)
+        return wanted and ndim >= 2
+
+
+@dataclass(frozen=True)
 class Precision:
     """The dtypes of a training run, the same at every stage.
 

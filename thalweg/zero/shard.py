@@ -13,7 +13,7 @@ backward they are sharded, except within an accumulation window below stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from thalweg.comm import Ledger
+from thalweg.mesh import split_data_axis
 from thalweg.zero import _fsdp2
 from thalweg.zero.gather import track
-from thalweg.zero.homes import Slot, Store, arena_bytes, publish
+from thalweg.zero.homes import Slot, Store, publish
 from thalweg.zero.init import has_pending, materialize
-from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
-from thalweg.zero.wiring import Wiring, plan_wiring
+from thalweg.zero.wiring import Copies, Situation, Wiring, plan_wiring
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ShardOptions:
     sum_gradients: bool = False
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
+    traffic: TrafficPolicy = field(default_factory=TrafficPolicy)
 
 
 class Sharded:
@@ -61,6 +64,7 @@ class Sharded:
         self.placement = wiring.placement
         self.ledger: Ledger = wiring.ledger
         self._mesh, self._arena = mesh, wiring.arena
+        self._crossing = wiring.crossing
         self._group = mesh.get_group()
         self._world_size = mesh.size()
         self.groups = _fsdp2.groups_of(module)
@@ -91,6 +95,8 @@ class Sharded:
                 self._flags = None
             group.to_sharded()
         self._reduce_loose()
+        if self._crossing is not None:
+            self._crossing.note_update()
         if self._arena is not None:
             self._arena.fence("the end of an accumulation window")
 
@@ -140,7 +146,7 @@ class Sharded:
         self._entered_sharded = all(group.is_sharded for group in self.groups)
         if not any(group.is_sharded for group in self.groups):
             return
-        publish(self._stores.values())
+        self._publish(self._stores.values())
         self._fence_homes("the start of a forward pass")
         for group in self.groups:
             group.to_unsharded()
@@ -150,11 +156,14 @@ class Sharded:
 
         def before(*_: object) -> None:
             if group.is_sharded:  # called by itself, not through the root
-                publish(stores)
+                self._publish(stores)
                 self._fence_homes(f"the forward pass of {group.name!r}")
                 group.to_unsharded()
 
         return before
+
+    def _publish(self, stores: Iterable[Store]) -> None:
+        (publish if self._crossing is None else self._crossing)(stores)
 
     def _close_evaluation(self, *_: object) -> None:
         if torch.is_grad_enabled() or not self._entered_sharded:
@@ -166,6 +175,9 @@ class Sharded:
 
     def _fence_homes(self, what: str) -> None:
         if self._arena is None:
+            return
+        if self._crossing is not None:  # which has counted what moved
+            self._arena.fence(what)
             return
         home_bytes = sum(store.slot.home_bytes for store in self._stores.values())
         with self.ledger.timed(
@@ -189,7 +201,7 @@ class Sharded:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: torch.device) -> Sharded:
-    """Shard ``model`` in place over the 1-D data-parallel ``mesh``; collective.
+    """Shard ``model`` in place over the 1-D data-parallel ``mesh`` (MiCS: over groups of it); collective.
 
     Values are those of rank 0; a model built on the meta device (``zero.Init``) is
     materialised here, one full tensor at a time.
@@ -200,33 +212,44 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     named = dict(model.named_parameters())
     if not named:
         raise ValueError("the model has no parameters: there is nothing to train")
-    replicate = not options.policy.shards_states or mesh.size() == 1
-    slots = _slots(named, options, 1 if replicate else mesh.size())
+    grid = _grid(mesh, options)
+    inner = mesh if grid is None else grid["dp"]
+    replicate = not options.policy.shards_states or 1 in (inner.size(), options.traffic.group_size)
+    slots = _slots(named, options, 1 if replicate else inner.size())
     blocks = find_units(model, options.units)
     units = with_stragglers(model, blocks)
     wiring = plan_wiring(
-        mesh,
-        device,
-        replicate=replicate,
-        home_bytes=0 if replicate else arena_bytes(slots.values()),
-        unit_bytes=_largest_unit(slots, units, options.precision.reduce),
-        root_bytes=_largest_unit(slots, blocks, options.precision.reduce),
-        output_dtype=options.precision.master,
-        timeout=options.timeout,
+        Situation(
+            inner,
+            device,
+            options.policy,
+            options.traffic,
+            slots,
+            replicate=replicate,
+            unit_bytes=_largest_unit(slots, units, options.precision.reduce),
+            root_bytes=_largest_unit(slots, blocks, options.precision.reduce),
+            output_dtype=options.precision.master,
+            timeout=options.timeout,
+            copies=None if grid is None else Copies.of(grid, device, options.traffic.quantised_gradients),
+        )
     )
     if wiring.placement == "wire":
         units = blocks
-    rank = 0 if replicate else mesh.get_local_rank()
-    stores = {name: Store(slot, rank, wiring.placement, wiring.arena, device) for name, slot in slots.items()}
+    rank = 0 if replicate else inner.get_local_rank()
+    stores = {
+        name: Store(slot, rank, wiring.placement, wiring.arena, device, name in wiring.apart)
+        for name, slot in slots.items()
+    }
     places = _places(model)
     del named
     _fill(model, places, stores, mesh, options.precision, device)
     # A home costs nothing to keep: only gathered copies are worth freeing between uses.
     frees = options.policy.frees_parameters and wiring.placement == "wire"
-    _wrap(model, units, mesh, options, replicate, frees)
+    keeps = wiring.secondary if frees and wiring.secondary > 1 else frees
+    _wrap(model, units, inner, options, replicate, keeps)
     sharded = Sharded(model, options, mesh, stores, wiring)
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
-    _plant(sharded, places, mesh if replicate else None)
+    _plant(sharded, places, _announced(mesh, grid, replicate))
     assert isinstance(model, FSDPModule)
     _fsdp2.lazy_init(model)
     sharded._reducers = wiring.connect(sharded.groups)
@@ -247,7 +270,7 @@ def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: in
         compute = precision.compute_of(master)
         if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
             compute = master
-        slots[name] = Slot(name, parameter.shape, master, compute, num_shards)
+        slots[name] = Slot(name, parameter.shape, master, compute, num_shards, trains=parameter.requires_grad)
     return slots
 
 
@@ -341,7 +364,7 @@ def _wrap(
     mesh: DeviceMesh,
     options: ShardOptions,
     replicate: bool,
-    frees: bool,
+    frees: bool | int,
 ) -> None:
     precision = options.precision
     low = precision.compute if precision.compute != torch.float32 else None
@@ -366,7 +389,26 @@ def _mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     return grid["alone"]
 
 
-def _plant(sharded: Sharded, places: Places, replicated_on: DeviceMesh | None) -> None:
+def _grid(mesh: DeviceMesh, options: ShardOptions) -> DeviceMesh | None:
+    """Copies x shards where groups of ranks shard by themselves (MiCS), else None."""
+    size = options.traffic.group_size
+    if not options.policy.shards_states or size in (0, 1, mesh.size()):
+        return None
+    return split_data_axis(mesh, size)
+
+
+def _announced(
+    mesh: DeviceMesh, grid: DeviceMesh | None, replicate: bool
+) -> tuple[DeviceMesh, Sequence[Placement]] | None:
+    """The layout that parameters show, where it is not the one that FSDP2 works with."""
+    if replicate:
+        return mesh, [Replicate()]
+    return None if grid is None else (grid, [Replicate(), Shard(0)])
+
+
+def _plant(
+    sharded: Sharded, places: Places, announced: tuple[DeviceMesh, Sequence[Placement]] | None
+) -> None:
     names = {(id(module), key): name for name, where in places.items() for module, key in where}
     for group in sharded.groups:
         stores = []
@@ -374,7 +416,7 @@ def _plant(sharded: Sharded, places: Places, replicated_on: DeviceMesh | None) -
             module, key = param.places[0]
             store = sharded._stores[names[id(module), key]]
             assert tuple(param.padded_shape) == tuple(store.shard.shape), store.slot.name
-            param.replant(store.shard, replicated_on)
+            param.replant(store.shard, announced)
             if store.home is not None:
                 param.set_home(store.home)
             stores.append(store)
