@@ -68,7 +68,7 @@ def _tolerance(mix, layout):
         return TOLERANCE["gradients"]
     if mix.get("mics_shard_size") and mix.get("zero_quantized_gradients"):
         return TOLERANCE["gradients"]  # copies exchange theirs, wherever they are
-    if "zero_quantized_weights" in mix and len(set(group)) > 1:
+    if ("zero_quantized_weights" in mix or mix == QN) and len(set(group)) > 1:
         return TOLERANCE["weights"]
     return TOLERANCE["exact"]
 
@@ -211,7 +211,8 @@ def _sizes(model):
 def _replicas(rank, world):
     """Homes on both hosts are the same and near the master, after steps, after a jump and after a load."""
     _place(LAYOUTS["2 + 2"], rank)
-    engine = _start(_wider(), {**QW, **HPZ})
+    slow = {"type": "AdamW", "params": {"lr": 1e-4}}
+    engine = _start(_wider(), {**QW, **HPZ}, optimizer=slow)
     sharded = engine._parts.sharded
     found = []
 
@@ -223,7 +224,7 @@ def _replicas(rank, world):
             engine(tokens, labels)
         engine.train()
         for name, store in sharded._stores.items():
-            home = store.home.float()
+            home = store.home.float().clone()
             everyone = home.clone()
             dist.broadcast(everyone, src=0)
             same = torch.equal(everyone, home)
@@ -232,6 +233,7 @@ def _replicas(rank, world):
             error = (store.rows_of(rank)[:rows].float() - master).abs().max() if rows else torch.zeros(())
             largest = master.abs().max() if rows else torch.ones(())
             found.append((when, name, same, float(error / largest.clamp(min=1e-12))))
+        dist.barrier()  # rows of a host are read by all its ranks
 
     look("first")
     _steps(engine, rank, world, 3)
@@ -294,13 +296,18 @@ def _checkpoint(rank, world, folder, mix):
     other.load_checkpoint(folder, "here")
     after = [full(p) for p in other.module.parameters()]
     a, b = _steps(engine, rank, world, 3, first=3), _steps(other, rank, world, 3, first=3)
-    return equal_bits(before, after), max(abs(x - y) for x, y in zip(a, b, strict=True)), before
+    return equal_bits(before, after), max(abs(x - y) for x, y in zip(a, b, strict=True)), _bits(before)
 
 
 def _load_alone(rank, world, folder):
     engine = _start(tiny_gpt(seed=7), {}, stage=0)
     engine.load_checkpoint(folder, "here")
-    return [full(p) for p in engine.module.parameters()]
+    return _bits([full(p) for p in engine.module.parameters()])
+
+
+def _bits(tensors):
+    """Tensors as bytes, which outlive the rank that made them."""
+    return [tensor.numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("name", ["hpZ", "all", "MiCS", "all MiCS"])
@@ -309,7 +316,7 @@ def test_checkpoints_hold_logical_tensors(name, tmp_path):
         assert same
         assert difference <= (2e-2 if "all" in name else 0.0)
     alone = run_ranks(_load_alone, 1, str(tmp_path))[0]
-    assert equal_bits(alone, ranks[0][2])
+    assert alone == ranks[0][2]
 
 
 def _mics_layout(rank, world):
@@ -323,7 +330,7 @@ def _mics_layout(rank, world):
         assert isinstance(parameter, DTensor)
         shapes.append((parameter.device_mesh.shape, parameter.to_local().numel(), parameter.numel()))
     gathered = engine.ledger.total("all_gather").inter_bytes
-    local = [p.to_local().clone() for p in engine.module.parameters()]
+    local = _bits([p.to_local().detach().clone() for p in engine.module.parameters()])
     return shapes, gathered, local
 
 
@@ -333,9 +340,9 @@ def test_mics_shards_within_groups_and_copies_stay_equal():
         assert mesh_shape == (2, 2)
         assert local >= whole // 2
     assert all(gathered == 0 for _, gathered, _ in ranks)
-    assert equal_bits(ranks[0][2], ranks[2][2])
-    assert equal_bits(ranks[1][2], ranks[3][2])
-    assert not equal_bits(ranks[0][2], ranks[1][2])
+    assert ranks[0][2] == ranks[2][2]
+    assert ranks[1][2] == ranks[3][2]
+    assert ranks[0][2] != ranks[1][2]
 
 
 def _links(rank, world, stage):

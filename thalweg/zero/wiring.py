@@ -144,6 +144,14 @@ class Situation:
         """The ranks among which states are sharded."""
         return self.mesh.get_group()
 
+    def agreed(self, possible: bool) -> bool:
+        """Whether something is possible in every group of copies; all of them must have the same units."""
+        if self.copies is None:
+            return possible
+        answer = torch.tensor(int(possible), device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.copies.total.group)
+        return bool(answer)
+
 
 def plan_wiring(here: Situation) -> Wiring:
     """Choose; collective over the mesh.
@@ -167,20 +175,23 @@ def _choose(here: Situation) -> Wiring:
         depth = _REPLICATED_DEPTH if here.replicate else _REDUCE_DEPTH
         total = here.home_bytes + Ring.num_bytes(size, here.unit_bytes, depth)
         arena = Arena.create(group, total, timeout=here.timeout)
-        if arena is not None:
-            _check_secondary(here.traffic.secondary_size, Route((0,) * size, 0))
+        if here.agreed(arena is not None):
+            assert arena is not None
+            _check_secondary(here, Route((0,) * size, 0))
             return _on_one_host(here, arena, Ring(arena, here.unit_bytes, depth))
     route = Route.find(group, here.device)
-    _check_secondary(here.traffic.secondary_size, route)
+    _check_secondary(here, route)
     hosts = Hosts.find(group, route)
-    if hosts is not None and here.device.type == "cpu":
+    if here.agreed(hosts is not None) and here.device.type == "cpu":
+        assert hosts is not None
         keeps = not here.replicate and (not here.policy.frees_parameters or here.traffic.secondary_size > 1)
         # Gathers may be wider than reductions (frozen parameters, fp32 under a 16-bit reduction).
         slot_bytes = here.unit_bytes if keeps else 2 * here.root_bytes
         room = Ring.num_bytes(hosts.num_local, slot_bytes)
         room += here.home_bytes if keeps else Ring.num_bytes(hosts.num_local, slot_bytes, _GATHER_DEPTH)
         arena = local_arena(hosts, room, here.timeout)
-        if arena is not None:
+        if here.agreed(arena is not None):
+            assert arena is not None
             return _on_both_levels(here, arena, hosts, slot_bytes, keeps)
     return _on_the_wire(here, route, hosts)
 
@@ -348,18 +359,19 @@ def _packing(pieces: list[tuple[int, bool]], numel: int, dtype: torch.dtype, cod
     return Packing(tuple(pieces), codec, dtype)
 
 
-def _check_secondary(size: int, route: Route) -> None:
-    """Refuse hpZ's groups of ``size`` consecutive ranks where one would lie on two hosts."""
+def _check_secondary(here: Situation, route: Route) -> None:
+    """Refuse hpZ's groups of consecutive ranks where one would lie on two hosts."""
+    size = here.traffic.secondary_size
     if size <= 1:
         return
-    world = len(route.hosts)
-    groups = [route.hosts[start : start + size] for start in range(0, world, size)]
-    if world % size == 0 and all(len(set(hosts)) == 1 for hosts in groups):
+    groups = [route.hosts[start : start + size] for start in range(0, len(route.hosts), size)]
+    fits = all(len(hosts) == size and len(set(hosts)) == 1 for hosts in groups)
+    if here.agreed(fits):
         return
     counts = [len(list(ranks)) for _, ranks in itertools.groupby(route.hosts)]
     fitting = [number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)]
     raise ValueError(
-        f"zero_optimization.zero_hpz_partition_size = {size}: a group of {size} consecutive ranks must lie "
+        f"zero_optimization.zero_hpz_partition_size = {size}: every group of {size} consecutive ranks must lie "
         f"on one host, and the hosts have {counts} ranks: use "
         + (f"one of {fitting}, or 1" if fitting else "1, or give each host equally many ranks")
         + " to switch hpZ off"
