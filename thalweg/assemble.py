@@ -99,6 +99,8 @@ def assemble(
     loss_tiling = _tile(model, config)
     _compile(model, list(units.values()), config)
     sharded = shard(model, mesh, options, device)
+    for name, text in sharded.notes.items():
+        config.note(f"zero_optimization.{name}", text)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
     managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)

@@ -239,7 +239,6 @@ def test_what_huggingface_hands_over() -> None:
 
 SWITCHED_ON_BY_PRESENCE = (
     "zero_optimization.zenflow.",
-    "zero_optimization.zeropp_loco_param.",
     "sparse_attention.",
     "weight_quantization.",
 )
@@ -314,6 +313,16 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
         "scheduler.params.cycle_max_lr",
     ),
     ({"autotuning": {"start_profile_step": 9}}, "autotuning.end_profile_step"),
+    *(
+        ({"zero_optimization": {"stage": 0, name: value}}, f"zero_optimization.{name}")
+        for name, value in (
+            ("zero_quantized_weights", True),
+            ("zero_quantized_nontrainable_weights", True),
+            ("zero_quantized_gradients", True),
+            ("zero_hpz_partition_size", 2),
+            ("mics_shard_size", 2),
+        )
+    ),
 )
 
 
@@ -343,6 +352,23 @@ def test_every_rule_has_a_case() -> None:
         {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
         {"checkpoint": {"keep": 3, "resume": "must", "tag_validation": "Ignore"}},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_hpz_partition_size": 2,
+                "zero_quantized_weights": True,
+                "zero_quantized_gradients": True,
+                "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+            }
+        },
+        {
+            "zero_optimization": {
+                "stage": 1,
+                "mics_shard_size": 4,
+                "mics_hierarchical_params_gather": True,
+                "zero_quantized_nontrainable_weights": True,
+            }
+        },
         {"compile": {"enabled": True, "backend": "eager", "dynamic": False, "kwargs": {"options": {"x": 1}}}},
         {"jsonl_monitor": {"enabled": True, "output_path": "x"}, "wandb": {"enabled": True}},
         {
@@ -371,9 +397,7 @@ def test_optimisers_at_every_stage(name: str, stage: int) -> None:
 ON: dict[str, Any] = {
     "zero_optimization.offload_param.device": ("cpu", {"zero_optimization": {"stage": 3}}),
     "zero_optimization.offload_optimizer.device": ("nvme", {"zero_optimization": {"stage": 3}}),
-    "zero_optimization.zeropp_loco_param": ({}, {}),
     "zero_optimization.zenflow": ({}, {}),
-    "zero_optimization.mics_shard_size": (2, {}),
     "sparse_attention.mode": ("fixed", {}),
     "optimizer.type": ("OneBitAdam", {}),
     "managed_gradient_accumulation": (False, {}),

@@ -116,16 +116,6 @@ CONFLICTS = (
         "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
     ),
     Conflict(
-        ("zero_optimization.mics_hierarchical_params_gather", "zero_optimization.mics_shard_size"),
-        lambda on, size: on and size <= 0,
-        "false, or zero_optimization.mics_shard_size to be the ranks of a group",
-    ),
-    Conflict(
-        ("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients"),
-        lambda loco, on: loco is not None and not on,
-        "null, or zero_optimization.zero_quantized_gradients to be true: it corrects their errors",
-    ),
-    Conflict(
         ("activation_checkpointing.every", "activation_checkpointing.policy"),
         lambda every, policy: every != 1 and policy != "selective",
         '1, or activation_checkpointing.policy to be "selective"',

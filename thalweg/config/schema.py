@@ -16,7 +16,7 @@ its type and default; a test compares it, so that each change is seen in review.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
@@ -130,6 +130,11 @@ class Config(Section):
     def provenance(self) -> Provenance:
         """Which paths the user gave, which values were filled in and how, what was read by another name."""
         return self._provenance
+
+    def note(self, path: str, text: str) -> None:
+        """Remember what an option comes to in this run, for :meth:`describe`; the values stay as they are."""
+        filled = (*self._provenance.filled, (path, text))
+        self._provenance = replace(self._provenance, filled=filled)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option as plain JSON values; ``load`` of it gives an equal config."""

@@ -64,7 +64,7 @@ class Sharded:
         self.placement = wiring.placement
         self.ledger: Ledger = wiring.ledger
         self._mesh, self._arena = mesh, wiring.arena
-        self._crossing = wiring.crossing
+        self._crossing, self.notes = wiring.crossing, wiring.notes
         self._group = mesh.get_group()
         self._world_size = mesh.size()
         self.groups = _fsdp2.groups_of(module)

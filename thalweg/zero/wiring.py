@@ -69,7 +69,7 @@ class Wiring:
 
     ``apart``: parameters whose shards lie beside the homes; ``crossing``: what brings homes of
     several hosts up to date; ``secondary``: ranks among which FSDP2 keeps gathered parameters
-    for the backward pass; ``notes``: what the reader of the config should know.
+    for the backward pass; ``notes``: what an option comes to here, by its name.
     """
 
     placement: Placement
@@ -82,7 +82,7 @@ class Wiring:
     apart: frozenset[str] = frozenset()
     secondary: int = 1
     copies: Copies | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def connect(self, groups: Iterable[Group]) -> list[Any]:
         """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's."""
@@ -164,6 +164,12 @@ def plan_wiring(here: Situation) -> Wiring:
     """
     wiring = _choose(here)
     wiring.copies = here.copies
+    if here.traffic.feedback is not None and not here.traffic.quantised_gradients:
+        wiring.notes["zeropp_loco_param.err_beta"] = (
+            "idle: zero_quantized_gradients, which it corrects, is off"
+        )
+    if here.traffic.two_level_gather and here.copies is None:
+        wiring.notes["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
     return wiring
 
 
@@ -214,14 +220,17 @@ def _on_one_host(here: Situation, arena: Arena, ring: Ring) -> Wiring:
     )
     traffic = here.traffic
     if traffic.secondary_size > 1:
-        wiring.notes.append(
-            f"zero_hpz_partition_size = {traffic.secondary_size}: free, as parameters lie once in memory "
-            "that the ranks of the host share; neither forward nor backward gathers anything"
+        wiring.notes["zero_hpz_partition_size"] = (
+            "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
-    if traffic.quantised_weights or traffic.quantised_frozen or traffic.quantised_gradients:
-        wiring.notes.append(
-            "zero_quantized_*: all ranks that shard together share one host's memory; nothing travels "
-            "between them, so nothing is rounded"
+    quantised = {
+        "zero_quantized_weights": traffic.quantised_weights,
+        "zero_quantized_nontrainable_weights": traffic.quantised_frozen,
+        "zero_quantized_gradients": traffic.quantised_gradients and here.copies is None,
+    }
+    for name in (name for name, on in quantised.items() if on):
+        wiring.notes[name] = (
+            "nothing travels between ranks that share one host's memory, so nothing is rounded"
         )
     return wiring
 
@@ -250,9 +259,9 @@ def _on_both_levels(here: Situation, arena: Arena, hosts: Hosts, slot_bytes: int
         wiring = Wiring("shared", ledger, arena, reducer=reducer, apart=lossy)
         wiring.crossing = Crossing(hosts, rank, here.group, ledger, lossy)
         if traffic.secondary_size > 1:
-            wiring.notes.append(
-                f"zero_hpz_partition_size = {traffic.secondary_size}: each host keeps one copy of the "
-                f"parameters for its {hosts.num_local} ranks; hosts exchange them once an update"
+            wiring.notes["zero_hpz_partition_size"] = (
+                f"the {hosts.num_local} ranks of a host share one copy of the parameters, "
+                "which crosses to other hosts once an update"
             )
         return wiring
     gathers = Ring(arena, slot_bytes, _GATHER_DEPTH, bank=1)
@@ -371,8 +380,8 @@ def _check_secondary(here: Situation, route: Route) -> None:
     counts = [len(list(ranks)) for _, ranks in itertools.groupby(route.hosts)]
     fitting = [number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)]
     raise ValueError(
-        f"zero_optimization.zero_hpz_partition_size = {size}: every group of {size} consecutive ranks must lie "
-        f"on one host, and the hosts have {counts} ranks: use "
+        f"zero_optimization.zero_hpz_partition_size = {size}: groups of {size} consecutive ranks must lie on "
+        f"one host, and the hosts have {counts} ranks: use "
         + (f"one of {fitting}, or 1" if fitting else "1, or give each host equally many ranks")
         + " to switch hpZ off"
     )
