@@ -9,10 +9,13 @@ the same seed with the same AdamW; each is written as its own documentation writ
     ddp_zero_redundancy     DDP with ZeroRedundancyOptimizer around fused AdamW
     fsdp2_2, fsdp2_3        fully_shard on each block and the root, fused AdamW; reshard_after_forward
                             off (the traffic of stage 2) or on (stage 3)
+    fsdp2_16_3              the same with gradients reduced in 16 bits too
     fsdp2_comm_2, _3        the same loop with Thalweg's collective objects and its setting of malloc: what
                             is left between it and Thalweg is the engine
     deepspeed_0 .. _3       DeepSpeed's engine with its own default AdamW on CPU
-    thalweg_0 .. _3         Thalweg's engine, `cpu_kernels` auto; thalweg_torch_0 .. _3 with "torch"
+    thalweg_0 .. _3         Thalweg's engine, `cpu_kernels` auto; thalweg_torch_0 .. _3 with "torch";
+                            "+16" reduces gradients in bf16, "+qwz", "+hpz", "+qgz", "+loco" and "+mics"
+                            are what ZeRO++ and MiCS add, for two ranks a host
 """
 
 from __future__ import annotations
@@ -145,7 +148,8 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
 
     mesh = init_device_mesh(job.device, (world,))
     low = torch.bfloat16 if job.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    wire = torch.bfloat16 if variant.startswith("16_") else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=wire)
     reshard = variant.endswith("3")
     units = [*model.get_submodule("blocks").children(), model]
     for unit in units:
@@ -205,6 +209,7 @@ def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Thalweg's engine: variant "0" to "3" is the stage, with "torch_" before it for torch's own kernels."""
     import thalweg
 
+    variant, *features = variant.split("+")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
@@ -216,20 +221,44 @@ def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
         config["bf16"] = {"enabled": True}
     if job.compiled:
         config["compile"] = {"enabled": True}
+    for feature in features:
+        if feature == "16":
+            config["communication_data_type"] = "bf16"
+        else:
+            config["zero_optimization"] |= _FEATURES[feature]
     engine, _, _, _ = thalweg.initialize(model=model, config=config)
     return _engine_step(engine)
 
 
-def _engine_step(engine: Any) -> Step:
-    def step(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        loss = engine(tokens_BT, labels_BT)
-        engine.backward(loss)
-        engine.step()
+class _EngineStep:
+    """A step of an engine; ``inter_bytes`` is what it counted between hosts so far, None if it does not."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        loss = self._engine(tokens_BT, labels_BT)
+        self._engine.backward(loss)
+        self._engine.step()
         return loss.detach()
 
-    return step
+    @property
+    def inter_bytes(self) -> int | None:
+        ledger = getattr(self._engine, "ledger", None)
+        return None if ledger is None else ledger.total().inter_bytes
 
 
+def _engine_step(engine: Any) -> Step:
+    return _EngineStep(engine)
+
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "qwz": {"zero_quantized_weights": True},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "qgz": {"zero_quantized_gradients": True},
+    "loco": {"zeropp_loco_param": {}},
+    "mics": {"mics_shard_size": 2},
+}
 _BUILDERS: tuple[tuple[str, Callable[[Job, nn.Module, int, str], Step]], ...] = (
     ("ddp", build_ddp),
     ("fsdp2", build_fsdp2),

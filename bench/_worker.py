@@ -7,7 +7,8 @@ not disturb the one whose turn it is.  When the driver goes away, `readline` end
 
     {"do": "run", "steps": k}  ->  {"seconds": [k], "cpu": [k], "losses": [k]}
     {"do": "report"}           ->  {"peak_mib", "now_mib", "import_mib", "model_mib", "setup_mib",
-                                    "setup_seconds", "setup_cpu_seconds", "imports"}
+                                    "setup_seconds", "setup_cpu_seconds", "imports", "inter_mib"
+                                    (sent to other hosts in the last step, where it is counted)}
     {"do": "stop"}
 """
 
@@ -59,6 +60,7 @@ class Rank:
         self.facts["setup_cpu_seconds"] = time.process_time() - cpu
         self.facts["setup_mib"] = memory_mib()["peak_mib"]
         self.done = 0
+        self.sent = 0
         self.dist = dist
 
     def run(self, steps: int) -> dict[str, list[float]]:
@@ -73,7 +75,15 @@ class Rank:
             answer["losses"].append(self.step(tokens_BT, labels_BT).item())
             answer["seconds"].append(time.perf_counter() - clock)
             answer["cpu"].append(time.process_time() - cpu)
+            self._count_sent()
         return answer
+
+    def _count_sent(self) -> None:
+        """Note what the contestant counted between hosts in this step, if it counts."""
+        sent = getattr(self.step, "inter_bytes", None)
+        if sent is not None:
+            self.facts["inter_mib"] = (sent - self.sent) / 2**20
+            self.sent = sent
 
     def _batches(self, steps: int) -> list[tuple[Any, Any]]:
         from _contestants import make_batch

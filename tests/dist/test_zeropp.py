@@ -447,3 +447,33 @@ def _pending(rank, world):
 def test_models_built_on_meta_cross_too():
     assert all(run_ranks(_pending, 4))
 
+
+def _edited(rank, world, mix):
+    """What GatheredParameters leaves is seen on both hosts, and counted."""
+    import thalweg
+
+    _place(LAYOUTS["2 + 2"], rank)
+    engine = _start(_wider(), mix)
+    _steps(engine, rank, world, 1)
+    engine.ledger.reset()
+    weight = next(p for p in engine.module.parameters() if p.ndim == 2)
+    with thalweg.zero.GatheredParameters([weight], modifier_rank=3):
+        if rank == 3:
+            with torch.no_grad():
+                weight.fill_(0.25)
+    counted = [e for e in engine.ledger.entries() if e.module == "GatheredParameters"]
+    moved = {e.kind: e.inter_bytes for e in counted}
+    engine.eval()
+    with torch.no_grad():
+        tokens, labels = batch(0, 2)
+        loss = engine(tokens, labels).item()
+    return moved, loss, weight.numel() * weight.element_size()
+
+
+@pytest.mark.parametrize("name", ["hpZ", "all", "MiCS"])
+def test_edited_parameters_cross_and_are_counted(name):
+    ranks = run_ranks(_edited, 4, MIXES[name])
+    plain = run_ranks(_edited, 4, {})
+    assert [loss for _, loss, _ in ranks] == pytest.approx([plain[0][1]] * 4, abs=5e-3)
+    assert sum(moved["broadcast"] for moved, _, _ in plain) == 2 * plain[0][2]
+    assert sum(moved["all_gather"] for moved, _, _ in plain) == 2 * plain[0][2] * 3 // 4

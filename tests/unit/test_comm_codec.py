@@ -37,7 +37,7 @@ def _values(numel: int, spread: float, seed: int, dtype: torch.dtype) -> torch.T
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_an_element_is_off_by_half_a_step_at_most(codec, numel, spread, power, seed, dtype):
-    values = _values(numel, spread, seed, dtype) * 10.0**power
+    values = (_values(numel, spread, seed, dtype) * 10.0**power).clamp(-1e38, 1e38)
     out, steps = _through(codec, values)
     worst = values.float().abs()
     # The step is max / top of the element's own block, but for the scale's 8 bits.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from thalweg.comm.route import Route
 from thalweg.observe.table import format_table
 
 RING_FACTOR = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
@@ -49,9 +50,13 @@ class Call:
 
 
 class Ledger:
-    """Counts collectives; cheap enough to be always on."""
+    """Counts collectives; cheap enough to be always on.
+
+    ``route``, where known, tells on which hosts the ranks are that the states are sharded over.
+    """
 
     def __init__(self) -> None:
+        self.route: Route | None = None
         self._entries: dict[tuple[str, str, str], Entry] = {}
 
     def record(

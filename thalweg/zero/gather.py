@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from thalweg.comm import Ledger
 from thalweg.utils.log import get_logger
 from thalweg.zero._fsdp2 import groups_of
 from thalweg.zero.exchange import FullParameter, exchange
@@ -60,17 +62,18 @@ class _Gathered:
 # another one finds here what the outer one has gathered.
 _open: dict[int, _Gathered] = {}
 
-# Roots of the sharded models of this process.
-_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Roots of the sharded models of this process, with the ledger of each.
+_roots: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
 
 
-def track(root: nn.Module) -> None:
+def track(root: nn.Module, ledger: Ledger | None = None) -> None:
     """Make known that ``root`` has been sharded with ``fully_shard`` (the core calls this once).
 
     Between a forward and the next reshard FSDP2 shows unsharded parameters in its modules;
     with this knowledge a context finds the shards behind them.
     """
-    _roots.add(root)
+    if ledger is not None or root not in _roots:
+        _roots[root] = ledger or Ledger()
 
 
 class GatheredParameters:
@@ -110,11 +113,13 @@ class GatheredParameters:
         self._full: list[Tensor] = []
         self._aliases: list[tuple[Tensor, Tensor]] = []
         self._owners: list[nn.Module] = []
+        self._ledger = Ledger()
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
         self._owners = _owners(self.params, self.fwd_module)
+        self._ledger = next((_roots[root] for root in self._owners), self._ledger)
         behind: dict[int, Tensor] = {}
         shown: dict[int, Tensor] = {}
         for root in self._owners:
@@ -136,7 +141,8 @@ class GatheredParameters:
         record = _open.get(id(param))
         _check_rank(self.modifier_rank, record.sharded if record else param)
         if isinstance(param, DTensor) or is_pending(param):
-            self._mine.append(_gather(param))
+            with self._counted("all_gather", param):
+                self._mine.append(_gather(param))
         elif is_meta(param):
             raise ValueError("this parameter is on meta and has no value yet: call thalweg.initialize first")
         elif param.numel() and not param.untyped_storage().size():
@@ -189,7 +195,8 @@ class GatheredParameters:
         for param in self._full:
             value = param.detach().contiguous()
             record = _open.get(id(param))
-            _broadcast(value, self.modifier_rank, record.sharded if record else None)
+            with self._counted("broadcast", record.sharded if record else param):
+                _broadcast(value, self.modifier_rank, record.sharded if record else None)
             if record in self._mine:
                 values.append((param, value))
                 continue
@@ -197,6 +204,22 @@ class GatheredParameters:
             if record is not None:  # an outer context keeps it open; its shard takes the value now
                 _write(record.sharded, value)
         return values
+
+    @contextmanager
+    def _counted(self, kind: str, param: Tensor) -> Iterator[None]:
+        """Count the body as one collective on ``param`` (sharded), whose full value it moves."""
+        size = param.device_mesh.size() if isinstance(param, DTensor) else 1
+        full_bytes, route = param.numel() * param.itemsize, self._ledger.route
+        with self._ledger.timed(
+            kind, "GatheredParameters", "wire", full_bytes=full_bytes, world_size=size
+        ) as call:
+            yield
+            if size == 1 or route is None:
+                return
+            if kind == "all_gather":
+                call.moved(*route.ring(full_bytes // len(route.hosts)))
+            elif dist.get_rank() == self.modifier_rank:
+                call.moved(*route.all_to_all(full_bytes))
 
     def _restore(self) -> None:
         for param, alias in reversed(self._aliases):

@@ -255,7 +255,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     sharded._reducers = wiring.connect(sharded.groups)
     if wiring.placement != "wire":
         sharded._install_homes()
-    track(model)
+    track(model, wiring.ledger)
     sharded.set_loss_scale(1.0)
     sharded.prepare_backward(last=True)
     return sharded

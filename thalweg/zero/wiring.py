@@ -183,9 +183,10 @@ def _choose(here: Situation) -> Wiring:
         arena = Arena.create(group, total, timeout=here.timeout)
         if here.agreed(arena is not None):
             assert arena is not None
-            _check_secondary(here, Route((0,) * size, 0))
+            here.ledger.route = Route((0,) * size, here.mesh.get_local_rank())
+            _check_secondary(here, here.ledger.route)
             return _on_one_host(here, arena, Ring(arena, here.unit_bytes, depth))
-    route = Route.find(group, here.device)
+    route = here.ledger.route = Route.find(group, here.device)
     _check_secondary(here, route)
     hosts = Hosts.find(group, route)
     if here.agreed(hosts is not None) and here.device.type == "cpu":
