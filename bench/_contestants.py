@@ -190,7 +190,7 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
 
 def build_deepspeed(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     """Real DeepSpeed at the stage that the variant names, clipping off, everything else its default."""
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
@@ -280,7 +280,7 @@ def preload(name: str) -> str:
     import torch.distributed
 
     if name.startswith("deepspeed"):
-        import deepspeed
+        import deepspeed  # pyright: ignore[reportMissingImports]
 
         return f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
     if name.startswith("thalweg"):
