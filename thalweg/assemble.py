@@ -1,11 +1,13 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    recompute activations -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
+    split layers -> recompute activations -> pick CPU kernels -> tile -> compile -> shard -> optimizer
+    -> schedule
 
-The order matters.  Recomputation and kernels change how a module computes, so compiling
-comes after them; sharding replaces parameters, so it comes last on the model, and the
-optimizer is built over what it leaves.  Each optional feature is an object made here;
-the engine does not know their names.
+The order matters.  Splitting comes first: what follows sees a plain, smaller model.
+Recomputation and kernels change how a module computes, so compiling comes after them;
+sharding replaces parameters, so it comes last on the model, and the optimizer is built over
+what it leaves.  Each optional feature is an object made here; the engine does not know
+their names.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.config import Config, ModelFacts
+from thalweg.mesh import Axes, Degrees
 from thalweg.nn.deferred import LossTiling
 from thalweg.nn.head import defer_logits
 from thalweg.nn.tiled_mlp import find_mlps, tiled
@@ -31,12 +34,16 @@ from thalweg.observe.meter import Meter
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
 from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
 from thalweg.optim.window import Window
+from thalweg.parallel.sequence import sequence_parallel
+from thalweg.parallel.team import Team
+from thalweg.parallel.tensor import parallelise, synchronise_generators
 from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.logical import like
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.shard import Sharded, ShardOptions, shard
+from thalweg.zero.states import States
 from thalweg.zero.units import UnitPolicy, find_units, num_parameters
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -55,8 +62,13 @@ class Parts:
     meter: Meter
     phases: PhaseTimer
     forward_context: ForwardContext
-    mesh: DeviceMesh
+    axes: Axes
     device: torch.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 1-D data-parallel mesh."""
+        return self.axes.data
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
@@ -74,9 +86,15 @@ def model_facts(model: nn.Module) -> ModelFacts:
     )
 
 
+def degrees_of(config: Config) -> Degrees:
+    """How many ranks each axis has by the config."""
+    split = config.tensor_parallel
+    return Degrees(sequence=config.sequence_parallel_size, tensor=max(1, split.autotp_size, split.tp.tp_size))
+
+
 def assemble(
     model: nn.Module,
-    mesh: DeviceMesh,
+    axes: Axes,
     config: Config,
     device: torch.device,
     *,
@@ -84,23 +102,27 @@ def assemble(
     model_parameters: Any = None,
     lr_scheduler: Any = None,
 ) -> Parts:
-    """Build the parts in order; the model is changed in place.  Collective over ``mesh``.
+    """Build the parts in order; the model is changed in place.  Collective over all ranks.
 
     Raises:
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
     """
-    facts = model_facts(model)
+    facts, mesh = model_facts(model), axes.data
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
+    teams, states = _split(model, axes, config)
     units = find_units(model, options.units)
+    teams += _split_sequence(model, axes, list(units.values()))
     _recompute(model, list(units.values()), config, device)
-    _pick_kernels(model, mesh, config, device)
+    _pick_kernels(model, axes, config, device)
     loss_tiling = _tile(model, config)
     _compile(model, list(units.values()), config)
-    sharded = shard(model, mesh, options, device)
+    sharded = shard(model, mesh, options, device, states)
     for name, text in sharded.notes.items():
         config.note(f"zero_optimization.{name}", text)
+    for team in teams:
+        team.ledger = sharded.ledger
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
     managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)
@@ -111,6 +133,8 @@ def assemble(
     schedule = _schedule(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())
+    if axes.tensor is not None:
+        synchronise_generators(teams[0])
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return Parts(
@@ -123,9 +147,26 @@ def assemble(
         meter=_meter(config, mesh, facts),
         phases=PhaseTimer(enabled=config.wall_clock_breakdown),
         forward_context=_forward_context(config, device),
-        mesh=mesh,
+        axes=axes,
         device=device,
     )
+
+
+def _split(model: nn.Module, axes: Axes, config: Config) -> tuple[list[Team], States | None]:
+    """Cut the layers over the tensor ranks, if there are any."""
+    if axes.tensor is None or axes.states is None:
+        return [], None
+    team = Team(axes.tensor.get_group())
+    return [team], parallelise(model, team, axes.states, axes.everyone, kernels=config.cpu_kernels)
+
+
+def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> list[Team]:
+    """Let the model work on parts of sequences, if there are ranks for it."""
+    if axes.sequence is None:
+        return []
+    team = Team(axes.sequence.get_group(), "sequence")
+    sequence_parallel(model, team, blocks)
+    return [team]
 
 
 def precision_of(config: Config) -> Precision:
@@ -217,16 +258,16 @@ def nvme_folder(config: Config) -> str | None:
     return next((path for path in paths if path), None)
 
 
-def _pick_kernels(model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
+def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> None:
     """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
     if device.type != "cpu" or config.compile.enabled:
         return
-    if ops.switch_linear_layers(model, config.cpu_kernels) == 0:
+    if ops.switch_linear_layers(model, config.cpu_kernels) == 0 and axes.tensor is None:
         return
-    if mesh.size() > 1:
-        table = [ops.export_table()] if mesh.get_local_rank() == 0 else [None]
-        root = dist.get_global_rank(mesh.get_group(), 0)
-        dist.broadcast_object_list(table, src=root, group=mesh.get_group())
+    if axes.size > 1:
+        root = dist.get_global_rank(axes.everyone, 0)
+        table = [ops.export_table()] if dist.get_rank() == root else [None]
+        dist.broadcast_object_list(table, src=root, group=axes.everyone)
         if table[0] is not None:
             ops.import_table(table[0])
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.assemble import Parts, assemble, model_facts
+from thalweg.assemble import Parts, assemble, degrees_of, model_facts
 from thalweg.checkpoint.training import TrainingState
 from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
@@ -79,15 +79,15 @@ def initialize(
         raise ValueError("the model has no parameters: there is nothing to train")
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = pick_device(info.local_rank)
-    world = build_mesh(device, mesh)
-    resolved = resolve(parsed, world_size=world.size(), model=model_facts(model))
+    axes = build_mesh(device, mesh, degrees_of(parsed))
+    resolved = resolve(parsed, world_size=axes.size, model=model_facts(model))
     if device.type == "cpu":
         keep_freed_memory()
-    loader = make_loader(training_data, resolved, world.get_local_rank(), world.size(), collate_fn)
+    loader = make_loader(training_data, resolved, axes.batch.get_local_rank(), axes.batch.size(), collate_fn)
     with paused():  # a caller may still be inside `with zero.Init():`
         parts = assemble(
             model,
-            world,
+            axes,
             resolved,
             device,
             optimizer=optimizer,

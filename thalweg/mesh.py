@@ -1,13 +1,14 @@
 """Ranks and the mesh they form; the names of its axes live here.
 
 Axes, outermost first: ``pp`` pipeline, ``dp_outer`` and ``dp`` data (replicated, sharded),
-``cp`` context, ``tp`` tensor, ``ep`` expert.  Today ``dp`` alone may exceed one,
-unless MiCS cuts it into ``dp_outer`` x ``dp``.
+``cp`` context, ``tp`` tensor, ``ep`` expert.  ``tp`` varies fastest, so that a tensor group is
+a run of neighbouring ranks, which are on one host.  MiCS cuts the data axis into ``dp_outer`` x ``dp``.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,45 @@ from thalweg.utils.env import RankInfo, read_ranks
 
 AXES = ("pp", "dp_outer", "dp", "cp", "tp", "ep")
 DATA_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis but the data axis, which takes the rest of the world."""
+
+    sequence: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The job's ranks by axis.
+
+    ``data``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
+    them.  ``batch``: 1-D, those that have other rows.  ``sequence``, ``tensor``: 1-D, the ranks
+    that split a sequence, or each layer, with this one; None for a degree of 1.  ``states``: 2-D
+    over ("tp", "dp"), where parameters lie, if there is a tensor axis.
+    """
+
+    data: DeviceMesh
+    batch: DeviceMesh
+    sequence: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    states: DeviceMesh | None = None
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks of the job."""
+        if self.tensor is None and self.sequence is None:
+            return self.data.get_group()
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return dist.get_world_size(self.everyone)
 
 
 def init_distributed(
@@ -84,24 +124,56 @@ def _in_memory_store() -> Any:
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def build_mesh(device: torch.device, mesh: DeviceMesh | None = None) -> DeviceMesh:
-    """The 1-D data-parallel mesh of the job, or the given one after a check of its shape.
+def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: Degrees | None = None) -> Axes:
+    """The job's axes: from the degrees, or those of the given mesh after a check; collective.
 
     Raises:
-        ValueError: a given mesh has other axes than ``dp``.
+        ValueError: the degrees do not divide the world, or contradict the given mesh.
     """
-    if mesh is None:
-        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
-    if mesh.ndim == 1:
-        return mesh
-    names = mesh.mesh_dim_names or ()
-    others = [name for name in names if name != DATA_AXIS and mesh[name].size() > 1]
-    if DATA_AXIS not in names or others:
+    degrees = degrees or Degrees()
+    if mesh is not None and mesh.ndim == 1 and degrees == Degrees():
+        return Axes(mesh, mesh)
+    if mesh is not None:
+        _check_given(mesh, degrees)
+    if degrees == Degrees():
+        data = mesh[DATA_AXIS] if mesh is not None else _line(device)
+        return Axes(data, data)
+    world, inner = dist.get_world_size(), degrees.sequence * degrees.tensor
+    if world % inner:
         raise ValueError(
-            f"the mesh has the axes {names}: today only a mesh whose single axis above one is "
-            f"{DATA_AXIS!r} can be used"
+            f"{world} ranks cannot be divided into groups of {inner}: sequence_parallel_size = "
+            f"{degrees.sequence} times tensor_parallel.autotp_size = {degrees.tensor}"
         )
-    return mesh[DATA_AXIS]
+    shape = (world // inner, degrees.sequence, degrees.tensor)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, "cp", "tp"))
+    batch = grid[DATA_AXIS]
+    data = batch if degrees.sequence == 1 else grid[DATA_AXIS, "cp"]._flatten("dp_cp")
+    tensor = grid["tp"] if degrees.tensor > 1 else None
+    states = None
+    if tensor is not None:
+        ranks = torch.arange(world).view(-1, degrees.tensor).T.contiguous()
+        groups = [tensor.get_group(), data.get_group()]
+        states = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
+    return Axes(data, batch, grid["cp"] if degrees.sequence > 1 else None, tensor, states)
+
+
+def _line(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
+
+
+def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
+    names = mesh.mesh_dim_names or ()
+    wanted = {DATA_AXIS: None, "cp": degrees.sequence, "tp": degrees.tensor}
+    for name in names:
+        size = mesh[name].size()
+        if name not in wanted and size > 1:
+            raise ValueError(f"the mesh has the axes {names}: {name!r} above one is not built yet")
+        if wanted.get(name) is not None and size != wanted[name]:
+            raise ValueError(
+                f"the mesh has {size} ranks on its axis {name!r}, but the config asks for {wanted[name]}"
+            )
+    if DATA_AXIS not in names:
+        raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
 
 
 def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:

@@ -37,6 +37,7 @@ ROWS = {
     33: "tests/unit/test_checkpoint_save.py::test_row33_no_pickle_on_disk",
     34: "tests/unit/test_checkpoint_hf.py::test_row34_an_export_loads_equal_with_ties_on_and_off",
     37: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    39: "tests/dist/test_sequence.py::test_row39_odd_lengths_masks_heads_and_documents",
     40: "tests/dist/test_rows.py::test_row40_compiled_equals_eager",
     42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
     44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",

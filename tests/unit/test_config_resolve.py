@@ -323,12 +323,17 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
             ("mics_shard_size", 2),
         )
     ),
+    ({"optimizer": {"type": "Adafactor"}, "tensor_parallel": {"autotp_size": 2}}, "optimizer.type"),
+    ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, "tensor_parallel.autotp_size"),
+    ({"compile": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}, "compile.enabled"),
+    ({"tiling": {"loss": True}, "tensor_parallel": {"autotp_size": 2}}, "tiling.loss"),
+    ({"tiling": {"mlp": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "tiling.mlp"),
 )
 
 
 @pytest.mark.parametrize(("source", "path"), BROKEN)
 def test_contradictions_are_refused(source: dict[str, Any], path: str) -> None:
-    assert only_problem(source).path == path
+    assert only_problem(source, world_size=8 if "tensor_parallel" in source else 1).path == path
     with pytest.raises(ConfigError):
         load(source)
 
@@ -399,6 +404,7 @@ ON: dict[str, Any] = {
     "zero_optimization.offload_optimizer.device": ("nvme", {"zero_optimization": {"stage": 3}}),
     "zero_optimization.zenflow": ({}, {}),
     "sparse_attention.mode": ("fixed", {}),
+    "tensor_parallel.partition_config.layer_specs": ([{"patterns": ["q"]}], {}),
     "optimizer.type": ("OneBitAdam", {}),
     "managed_gradient_accumulation": (False, {}),
     "activation_checkpointing.offload": ("cpu", {"activation_checkpointing": {"policy": "full"}}),
@@ -444,11 +450,11 @@ def test_blocks_that_are_switched_off_are_accepted() -> None:
 
 
 def test_parallel_axes_are_refused_before_the_batch_equation_is_blamed() -> None:
-    problem = only_problem({"sequence_parallel_size": 2, TOTAL: 8, MICRO: 4, STEPS: 1}, world_size=4)
+    problem = only_problem({"context_parallel_size": 2, TOTAL: 8, MICRO: 4, STEPS: 1}, world_size=4)
     assert isinstance(problem, NotBuiltYet)
     assert (
-        only_problem({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 3}, 3).path
-        == "sequence_parallel_size"
+        only_problem({"tensor_parallel": {"autotp_size": 1}, "context_parallel_size": 3}, 3).path
+        == "context_parallel_size"
     )
 
 

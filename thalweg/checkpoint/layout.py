@@ -119,6 +119,11 @@ def _intervals(name: str, tensor: DTensor) -> list[list[Interval]]:
                 f"{name}: placement {placement} holds unreduced values; redistribute it to Shard or Replicate"
             )
         dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
+        spans = getattr(placement, "spans", None)  # a cut that names its indices
+        if spans is not None:
+            own = [_cut(per_dim[dim], start, stop) for start, stop in spans[coordinate[axis]]]
+            per_dim[dim] = [span for cut in own for span in cut]
+            continue
         stride = int(getattr(placement, "split_factor", 1))
         parts = tensor.device_mesh.size(axis)
         total = sum(stop - start for start, stop in per_dim[dim])

@@ -54,7 +54,7 @@ class TrainingState:
             tag,
             collect(parts.module, parts.optimizer, state=state, frozen=frozen),
             step=self.global_steps,
-            group=parts.mesh.get_group(),
+            group=parts.axes.everyone,
             keep=None if keep == "all" else keep,
             latest=latest,
         )
@@ -70,7 +70,7 @@ class TrainingState:
         only_module: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see ``Engine.load_checkpoint``."""
-        parts, group = self.parts, self.parts.mesh.get_group()
+        parts, group = self.parts, self.parts.axes.everyone
         found = load(directory, tag, resume=self.config.checkpoint.resume, group=group)
         if found is None:
             return None, None
@@ -86,7 +86,7 @@ class TrainingState:
         """Write the weights in 16 bits in the Hugging Face layout."""
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
         self.parts.sharded.finish_window()
-        save_16bit(self.parts.module, directory, dtype=dtype, group=self.parts.mesh.get_group())
+        save_16bit(self.parts.module, directory, dtype=dtype, group=self.parts.axes.everyone)
 
     def _own(self) -> dict[str, Any]:
         return {
@@ -117,10 +117,10 @@ class TrainingState:
     def _check_tag(self, tag: str) -> None:
         """Rank 0's tag counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
         wanted = self.config.checkpoint.tag_validation
-        if wanted == "Ignore" or self.parts.mesh.size() == 1:
+        if wanted == "Ignore" or self.parts.axes.size == 1:
             return
         ends = torch.tensor([tag_of(tag), -tag_of(tag)])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.parts.mesh.get_group())
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.parts.axes.everyone)
         if int(ends[0]) == -int(ends[1]):
             return
         message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"

@@ -1,8 +1,9 @@
 """The ledger: every collective, by kind and module, with its bytes and seconds.
 
 ``sent`` is what leaves this rank in the textbook's ring form of the collective
-(all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that),
-whatever carries it, so that a configuration's traffic can be compared with theory.
+(all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that, all-to-all
+``(n-1)/n`` of what this rank sends), whatever carries it, so that a configuration's traffic can
+be compared with theory.
 ``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
 host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
 time spent inside the call, waiting for peers included.
@@ -18,7 +19,14 @@ from dataclasses import dataclass
 from thalweg.comm.route import Route
 from thalweg.observe.table import format_table
 
-RING_FACTOR = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
+RING_FACTOR = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "broadcast": 1,
+    "all_to_all": 1,
+    "barrier": 0,
+}
 
 
 @dataclass

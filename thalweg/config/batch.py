@@ -37,6 +37,8 @@ def data_parallel_ranks(config: Section, world_size: int) -> tuple[int, Problem 
     used = []
     for path in _DEGREES:
         size = value_at(config, path)
+        if path == _DEGREES[1] and f"{_DEGREES[0]} = {size}" in used:
+            continue  # the two names of one thing
         if isinstance(size, int) and size > 1:
             degree *= size
             used.append(f"{path} = {size}")

@@ -29,6 +29,7 @@ def _both(first: Any, second: Any) -> bool:
     return bool(first and second)
 
 
+_SPLIT = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "sequence_parallel_size")
 CONFLICTS = (
     Conflict(
         ("bf16.enabled", "fp16.enabled"), _both, "false, because fp16.enabled is true; keep one of the two"
@@ -185,6 +186,40 @@ CONFLICTS = (
         ("optimizer.type", "zero_optimization.stage"),
         lambda name, stage: name == "Adafactor" and stage > 0,
         "another optimiser, or zero_optimization.stage to be 0; Adafactor needs whole matrices",
+    ),
+    Conflict(
+        ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda name, size, inner: name == "Adafactor" and max(size, inner) > 1,
+        "another optimiser, or tensor_parallel.autotp_size to be 1; Adafactor needs whole matrices",
+    ),
+    Conflict(
+        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda size, inner: size > 1 and inner > 1 and size != inner,
+        "equal to tensor_parallel.tp.tp_size, which says the same, or one of the two left out",
+    ),
+    *(
+        Conflict(
+            (f"zero_optimization.{name}", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+            lambda groups, *sizes: groups > 1 and max(sizes) > 1,
+            "1 or left out, or tensor_parallel.autotp_size to be 1; groups of groups are not built yet",
+        )
+        for name in ("mics_shard_size", "zero_hpz_partition_size")
+    ),
+    Conflict(
+        ("tiling.loss", *_SPLIT),
+        lambda on, *sizes: on and max(sizes) > 1,
+        "false, or tensor_parallel.autotp_size and sequence_parallel_size to be 1; a loss over "
+        "their ranks is not tiled yet",
+    ),
+    Conflict(
+        ("tiling.mlp", *_SPLIT),
+        lambda tiles, *sizes: tiles > 1 and max(sizes) > 1,
+        "1, or tensor_parallel.autotp_size and sequence_parallel_size to be 1",
+    ),
+    Conflict(
+        ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda on, size, inner: on and max(size, inner) > 1,
+        "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
     ),
     Conflict(
         ("autotuning.end_profile_step", "autotuning.start_profile_step"),

@@ -57,10 +57,8 @@ NOT_BUILT = (
     Switch(
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
     ),
-    Switch("tensor_parallel.autotp_size", above_1, _ONE),
-    Switch("tensor_parallel.tp.tp_size", above_1, _ONE),
+    Switch("tensor_parallel.partition_config.layer_specs", bool, "remove it; layers are found by themselves"),
     Switch("tensor_parallel.sequence_parallel", bool, "set it to false"),
-    Switch("sequence_parallel_size", above_1, _ONE),
     Switch("context_parallel_size", above_1, _ONE),
     Switch("pipeline.stages", above_1, _ONE),
     Switch("expert_parallel.enabled", bool, _BLOCK),
@@ -194,7 +192,12 @@ NO_EFFECT = {
     "checkpoint.checkpoint_serialization": "one format: safetensors shards and a manifest",
     "checkpoint.parallel_write": "every rank writes its own shard",
     "checkpoint.writer": "there is one writer",
-    "tensor_parallel": _NO_TP,
+    "tensor_parallel.dtype": "the dtypes are those of bf16, fp16 and data_types",
+    "tensor_parallel.tp_overlap_comm": "layers wait for their sums; it cannot change a result",
+    "tensor_parallel.preset_model": "the family is read off the model's own config",
+    "tensor_parallel.keep_module_on_host": "the model is cut tensor by tensor where it is",
+    "tensor_parallel.replace_with_kernel_inject": "no kernel is injected",
+    "tensor_parallel.tp.tp_grain_size": "layers are cut by whole heads and even widths",
     "pipeline": "acts on pipeline stages, of which there is one",
 }
 
@@ -202,6 +205,7 @@ LATER = (
     "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer",
     "zero_optimization.zenflow",
+    "tensor_parallel.partition_config",
     "expert_parallel",
     "data_efficiency",
     "curriculum_learning",

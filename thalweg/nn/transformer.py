@@ -43,14 +43,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         q, k, v = (
-            part.view(B, T, self.n_head, D // self.n_head).transpose(1, 2)
-            for part in self.qkv(x_BTD).split(D, dim=2)
+            part.reshape(B, T, self.n_head, -1).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -84,9 +83,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model (Radford et al. 2019).
 
-    ``forward(tokens_BT, labels_BT=None)`` returns the logits (B, T, V), or the mean
+    ``forward(tokens_BT, labels_BT=None, position_ids=None)`` returns the logits (B, T, V), or the mean
     cross-entropy in nats (a 0-dim fp32 tensor) when labels are given; label -100 is
     ignored.  Labels are the *next* tokens already: nothing is shifted here.
+    ``position_ids`` (T,) or (B, T) count from 0 unless given.
     """
 
     _no_split_modules = ("Block",)
@@ -114,9 +114,12 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.drop(self.wte(tokens_BT) + self.wpe(position_ids))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits_BTV = self.head(self.norm(x_BTD))

@@ -14,14 +14,14 @@ and has no public form:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
+
+from thalweg.zero.states import Layout
 
 
 class Group:
@@ -96,23 +96,27 @@ class Param:
         """Shape of a shard with its padding: the same on every rank."""
         return self._inner.padded_sharded_param_size
 
-    def replant(self, padded_local: Tensor, announced: tuple[DeviceMesh, Sequence[Placement]] | None) -> None:
+    def replant(self, padded_local: Tensor, layout: Layout | None) -> None:
         """Make ``padded_local`` (padded shard shape) the storage of the sharded parameter.
 
-        With ``announced`` the parameter shows another layout than FSDP2's own: replicated at
-        stage 0, where FSDP2 knows a mesh of one rank; replicas of shards where groups of ranks
-        shard by themselves (MiCS).
+        With ``layout`` the parameter shows another one than FSDP2's own: replicated at stage 0,
+        where FSDP2 knows a mesh of one rank; replicas of shards where groups of ranks shard by
+        themselves (MiCS); a part of this tensor rank's piece.
         """
         inner = self._inner
         rows = inner.sharded_size[0]
         local = padded_local.narrow(0, 0, rows)
         requires_grad = inner.sharded_param.requires_grad
         spec = inner._sharding_spec
-        if announced is not None:
-            mesh, placements = announced
-            whole = spec.tensor_meta
+        if layout is not None:
+            whole = torch.empty(layout.shape, dtype=local.dtype, device="meta")
             spec = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride
+                local,
+                layout.mesh,
+                layout.placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
             )._spec
         elif spec.tensor_meta.dtype != local.dtype:
             meta = spec.tensor_meta._replace(dtype=local.dtype)

@@ -37,12 +37,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from thalweg.comm import Ledger
 from thalweg.utils.log import get_logger
 from thalweg.zero._fsdp2 import groups_of
 from thalweg.zero.exchange import FullParameter, exchange
+from thalweg.zero.logical import laid_out
 from thalweg.zero.pending import is_pending, value_of
 from thalweg.zero.record import is_meta
 
@@ -324,8 +325,7 @@ def _write(param: Tensor, value: Tensor) -> None:
         return
     local = param.to_local()
     value = value.to(param.device_mesh.device_type)
-    part = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    local.copy_(part.to_local())
+    local.copy_(laid_out(value, param, source=None).to_local())
 
 
 def _broadcast(value: Tensor, rank: int, sharded: Tensor | None) -> None:

@@ -13,7 +13,7 @@ backward they are sharded, except within an accumulation window below stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from thalweg.comm import Ledger
 from thalweg.mesh import split_data_axis
@@ -31,6 +31,7 @@ from thalweg.zero.gather import track
 from thalweg.zero.homes import Slot, Store, publish
 from thalweg.zero.init import has_pending, materialize
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
+from thalweg.zero.states import Layout, States
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
 from thalweg.zero.wiring import Copies, Situation, Wiring, plan_wiring
 
@@ -200,11 +201,18 @@ class Sharded:
                 parameter.grad.copy_(value)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: torch.device) -> Sharded:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: ShardOptions,
+    device: torch.device,
+    states: States | None = None,
+) -> Sharded:
     """Shard ``model`` in place over the 1-D data-parallel ``mesh`` (MiCS: over groups of it); collective.
 
-    Values are those of rank 0; a model built on the meta device (``zero.Init``) is
-    materialised here, one full tensor at a time.
+    ``states``: how tensor ranks have cut the parameters before, if they have.  Values are
+    those of rank 0; a model built on the meta device (``zero.Init``) is materialised here,
+    one full tensor at a time.
 
     Raises:
         ValueError: the model has no parameters.
@@ -246,10 +254,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, device: tor
     # A home costs nothing to keep: only gathered copies are worth freeing between uses.
     frees = options.policy.frees_parameters and wiring.placement == "wire"
     keeps = wiring.secondary if frees and wiring.secondary > 1 else frees
-    _wrap(model, units, inner, options, replicate, keeps)
+    alone = _mesh_of_one(mesh if states is None else states.mesh) if replicate else inner
+    _wrap(model, units, alone, options, keeps)
     sharded = Sharded(model, options, mesh, stores, wiring)
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
-    _plant(sharded, places, _announced(mesh, grid, replicate))
+    _plant(sharded, places, _layouts(mesh, grid, states, replicate))
     assert isinstance(model, FSDPModule)
     _fsdp2.lazy_init(model)
     sharded._reducers = wiring.connect(sharded.groups)
@@ -363,7 +372,6 @@ def _wrap(
     units: dict[str, nn.Module],
     mesh: DeviceMesh,
     options: ShardOptions,
-    replicate: bool,
     frees: bool | int,
 ) -> None:
     precision = options.precision
@@ -371,8 +379,7 @@ def _wrap(
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=precision.reduce)
     plain = MixedPrecisionPolicy(reduce_dtype=precision.reduce, cast_forward_inputs=False)
     ignored = {p for p in model.parameters() if p.ndim == 0} or None
-    fsdp_mesh = _mesh_of_one(mesh) if replicate else mesh
-    common: dict[str, Any] = {"mesh": fsdp_mesh, "ignored_params": ignored}
+    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     for name in options.fp32_modules:
         fully_shard(model.get_submodule(name), mp_policy=plain, reshard_after_forward=False, **common)
     for module in units.values():
@@ -382,7 +389,7 @@ def _wrap(
 
 def _mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of this rank alone: FSDP2's shape for parameters that are not sharded."""
-    if mesh.size() == 1:
+    if mesh.size() == 1 and mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
     grid = DeviceMesh(mesh.device_type, [[rank] for rank in ranks], mesh_dim_names=("replicate", "alone"))
@@ -397,18 +404,20 @@ def _grid(mesh: DeviceMesh, options: ShardOptions) -> DeviceMesh | None:
     return split_data_axis(mesh, size)
 
 
-def _announced(
-    mesh: DeviceMesh, grid: DeviceMesh | None, replicate: bool
-) -> tuple[DeviceMesh, Sequence[Placement]] | None:
-    """The layout that parameters show, where it is not the one that FSDP2 works with."""
+def _layouts(
+    mesh: DeviceMesh, grid: DeviceMesh | None, states: States | None, replicate: bool
+) -> Callable[[str, torch.Size], Layout | None]:
+    """By name and shape: the layout that a parameter shows, where FSDP2 works with another one."""
+    if states is not None:
+        return lambda name, shape: states.layout(name, shape, replicate)
     if replicate:
-        return mesh, [Replicate()]
-    return None if grid is None else (grid, [Replicate(), Shard(0)])
+        return lambda name, shape: Layout(mesh, (Replicate(),), shape)
+    if grid is not None:
+        return lambda name, shape: Layout(grid, (Replicate(), Shard(0)), shape)
+    return lambda name, shape: None
 
 
-def _plant(
-    sharded: Sharded, places: Places, announced: tuple[DeviceMesh, Sequence[Placement]] | None
-) -> None:
+def _plant(sharded: Sharded, places: Places, layout_of: Callable[[str, torch.Size], Layout | None]) -> None:
     names = {(id(module), key): name for name, where in places.items() for module, key in where}
     for group in sharded.groups:
         stores = []
@@ -416,7 +425,7 @@ def _plant(
             module, key = param.places[0]
             store = sharded._stores[names[id(module), key]]
             assert tuple(param.padded_shape) == tuple(store.shard.shape), store.slot.name
-            param.replant(store.shard, announced)
+            param.replant(store.shard, layout_of(store.slot.name, store.slot.shape))
             if store.home is not None:
                 param.set_home(store.home)
             stores.append(store)

@@ -1,0 +1,190 @@
+"""How one parameter is cut over tensor ranks: spans of indices along one dim.
+
+A *cut* says, for each tensor rank, which indices of one dim it holds, as half-open spans
+in rising order of use.  Equal chunks are one case; whole heads, three fused sections each
+split by heads, and a tail of shared rows are others.  The spans of all ranks cover the
+dim exactly once, so a cut parameter has one owner per element: nothing is stored,
+counted or saved twice.
+
+At rest a cut is a DTensor placement: ``Shard`` where it agrees with ``torch.chunk``, else
+:class:`Pieces`, a ``Shard`` that knows its spans and can be gathered, split and saved like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+Span = tuple[int, int]
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Spans of ``dim`` by rank; ``size`` is the logical length of that dim."""
+
+    dim: int
+    size: int
+    spans: tuple[Spans, ...]
+
+    def __post_init__(self) -> None:
+        covered = sorted(span for spans in self.spans for span in spans if span[0] < span[1])
+        ends = [0, *(stop for _, stop in covered)]
+        if [start for start, _ in covered] != ends[:-1] or ends[-1] != self.size:
+            raise AssertionError(f"the spans {self.spans} do not cover {self.size} indices once")
+
+    def local_size(self, rank: int) -> int:
+        """Indices that ``rank`` holds."""
+        return sum(stop - start for start, stop in self.spans[rank])
+
+    def indices(self, rank: int) -> list[int]:
+        """The logical indices that ``rank`` holds, in the order of its piece."""
+        return [index for start, stop in self.spans[rank] for index in range(start, stop)]
+
+    def take(self, full: Tensor, rank: int) -> Tensor:
+        """This rank's piece of the full tensor, contiguous and in memory of its own."""
+        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
+        if not parts:
+            return full.narrow(self.dim, 0, 0).clone()
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone().contiguous()
+
+    def placement(self) -> Shard:
+        """The DTensor placement on the tensor axis that says the same."""
+        world = len(self.spans)
+        rows = -(-self.size // world)
+        chunks = tuple(
+            ((min(rank * rows, self.size), min((rank + 1) * rows, self.size)),) for rank in range(world)
+        )
+        return Shard(self.dim) if self.spans == chunks else Pieces(self.dim, self.spans)
+
+
+class Pieces(Shard):
+    """A ``Shard`` whose pieces are given spans; ``spans[rank]`` as in :class:`Cut`."""
+
+    spans: tuple[Spans, ...]
+
+    def __init__(self, dim: int, spans: tuple[Spans, ...]) -> None:
+        super().__init__(dim)  # pyright: ignore[reportCallIssue]
+        self.spans = spans
+
+    def _cut(self, size: int) -> Cut:
+        return Cut(self.dim, int(size), self.spans)
+
+    def local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        """Length of a rank's piece and its first index (further spans begin elsewhere)."""
+        spans = self.spans[rank]
+        return sum(stop - start for start, stop in spans), spans[0][0] if spans else 0
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> Any:
+        return self.local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+
+    def _split_tensor(
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        cut = self._cut(tensor.size(self.dim))
+        pieces = [cut.take(tensor, rank) for rank in range(num_chunks)]
+        longest = max(piece.size(self.dim) for piece in pieces)
+        pads = [longest - piece.size(self.dim) if with_padding else 0 for piece in pieces]
+        return [_padded(piece, self.dim, pad) for piece, pad in zip(pieces, pads, strict=True)], pads
+
+    def _select_split_tensor(self, tensor: Tensor, num_chunks: Any, index: Any, **_: object) -> Tensor:
+        return self._cut(tensor.size(self.dim)).take(tensor, int(index))
+
+    def _to_replicate_tensor(
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> Tensor:
+        cut = self._cut(current_logical_shape[self.dim])
+        return gather_pieces(local_tensor, cut, mesh.get_group(mesh_dim))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Pieces):
+            return self.dim == other.dim and self.spans == other.spans
+        # DTensor asks whether this shards that dim (`placement != Shard(dim)`); the hashes differ,
+        # so that nothing is ever looked up under the other's key.
+        return isinstance(other, Shard) and self.dim == other.dim
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.spans))
+
+    def __repr__(self) -> str:
+        return f"Pieces(dim={self.dim}, spans={self.spans})"
+
+    def __str__(self) -> str:
+        return f"P({self.dim})"
+
+    def __reduce__(self) -> Any:
+        return Pieces, (self.dim, self.spans)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
+        return self
+
+
+def gather_pieces(local: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
+    """The full tensor from every rank's piece; collective over ``group``."""
+    world = dist.get_world_size(group)
+    sizes = [cut.local_size(rank) for rank in range(world)]
+    longest = max(sizes)
+    sent = _padded(local.detach(), cut.dim, longest - local.size(cut.dim)).contiguous()
+    received = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(received, sent, group=group)
+    shape = list(local.shape)
+    shape[cut.dim] = cut.size
+    full = local.new_empty(shape)
+    for rank, piece in enumerate(received):
+        position = 0
+        for start, stop in cut.spans[rank]:
+            full.narrow(cut.dim, start, stop - start).copy_(piece.narrow(cut.dim, position, stop - start))
+            position += stop - start
+    return full
+
+
+def _padded(piece: Tensor, dim: int, pad: int) -> Tensor:
+    if pad == 0:
+        return piece
+    shape = list(piece.shape)
+    shape[dim] = pad
+    return torch.cat([piece, piece.new_zeros(shape)], dim)
+
+
+def even(size: int, world: int, unit: int = 1) -> list[Span]:
+    """One span a rank, in whole units, lengths differing by at most one unit (the first are longer)."""
+    units, rest = divmod(size // unit, world)
+    spans, start = [], 0
+    for rank in range(world):
+        stop = start + (units + (rank < rest)) * unit
+        spans.append((start, stop))
+        start = stop
+    assert start == size, (size, unit)
+    return spans
+
+
+def by_units(dim: int, size: int, world: int, unit: int = 1) -> Cut:
+    """Contiguous pieces in whole units."""
+    return Cut(dim, size, tuple((span,) for span in even(size, world, unit)))
+
+
+def by_width(dim: int, size: int, world: int) -> Cut:
+    """Contiguous pieces of a layer's inner width, in multiples of 8 where that leaves nobody without:
+    kernels want aligned rows."""
+    unit = 8 if size % 8 == 0 and size // 8 >= world else 1
+    return by_units(dim, size, world, unit)
+
+
+def sections(dim: int, sizes: Sequence[int], per_rank: Sequence[Sequence[Span]]) -> Cut:
+    """Fused sections one behind the other; ``per_rank[rank][k]`` is a span within section k."""
+    offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+    spans = tuple(
+        tuple((start + offset, stop + offset) for (start, stop), offset in zip(own, offsets, strict=True))
+        for own in per_rank
+    )
+    return Cut(dim, sum(sizes), spans)

@@ -1,0 +1,256 @@
+"""The ranks that compute one layer together, and the collectives they do it with.
+
+Megatron's pairs (Shoeybi et al. 2019, "Megatron-LM", section 3), each an
+``autograd.Function`` whose backward is the other half:
+
+    function   forward           backward          where
+    enter      identity          all-reduce        the input of column-parallel layers
+    leave      all-reduce        identity          the output of row-parallel layers
+    whole      all-gather        own slice         logits that somebody wants whole
+    scatter    own slice         all-gather        into sequence shards
+    gather     all-gather        reduce-scatter    out of them
+    fold       reduce-scatter    all-gather        partial sums into sequence shards
+    summed     identity          all-reduce        a whole parameter that is used on a part
+
+Between ``enter`` and ``leave`` activations differ by rank; everywhere else they are equal,
+to the bit.  So random numbers come from two streams: the common one outside, and inside
+one that each rank derives from a common draw, which makes recomputation see it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm import Ledger
+
+
+class Team:
+    """One rank's view of its group; ``ledger`` counts what it communicates, as ``carrier``'s."""
+
+    def __init__(self, group: dist.ProcessGroup, carrier: str = "tensor") -> None:
+        self.group, self.carrier = group, carrier
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.ledger = Ledger()
+        self.draws = False  # whether the model draws random numbers inside its split layers
+        self.sequence_length = 0  # of the whole, where activations are cut along the sequence
+        self._entered: tuple[Tensor, bool, Tensor] | None = None
+        self._outside: Tensor | None = None
+
+    def enter(self, x: Tensor, name: str) -> Tensor:
+        """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
+        return self.remember(x, lambda: _Enter.apply(x, self, name) if x.requires_grad else x)  # type: ignore[arg-type, return-value]
+
+    def remember(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """``make()``, or what it gave the last time, if that was for the same ``x``."""
+        mode = torch.is_grad_enabled()
+        held = self._entered
+        if held is not None and held[0] is x and held[1] == mode:
+            return held[2]
+        entered = make()
+        self._entered = (x, mode, entered)
+        return entered
+
+    def leave(self, x: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' ``x``."""
+        self._entered = None
+        self.common_stream()
+        return _Leave.apply(x, self, name)  # type: ignore[return-value]
+
+    def forget(self) -> None:
+        """Let go of the last input, and of a stream that an exception left behind."""
+        self._entered = None
+        self.common_stream()
+
+    # Random numbers
+
+    def own_stream(self) -> None:
+        """Draw from this rank's own stream until :meth:`common_stream`."""
+        if not self.draws or self._outside is not None:
+            return
+        draw = int(torch.randint(1 << 62, ()))
+        self._outside = torch.get_rng_state()
+        torch.default_generator.manual_seed((draw + 0x9E3779B97F4A7C15 * (self.rank + 1)) % (1 << 63))
+
+    def common_stream(self) -> None:
+        """Draw from the stream that all ranks of the team share."""
+        if self._outside is not None:
+            torch.set_rng_state(self._outside)
+            self._outside = None
+
+    # Collectives, counted
+
+    def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce in place; returns the tensor."""
+        nbytes = tensor.nbytes
+        with self.ledger.timed("all_reduce", name, self.carrier, full_bytes=nbytes, world_size=self.size):
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """Concatenate every rank's ``tensor`` along ``dim``; ``sizes`` are their lengths there."""
+        longest = max(sizes)
+        sent = pad(tensor, dim, longest).contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        full = sent.nbytes * self.size
+        with self.ledger.timed("all_gather", name, self.carrier, full_bytes=full, world_size=self.size):
+            dist.all_gather(received, sent, group=self.group)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """This rank's part along ``dim`` of the sum; ``sizes`` are all ranks' lengths there."""
+        longest = max(sizes)
+        parts = [pad(part, dim, longest).contiguous() for part in tensor.split(sizes, dim)]
+        received = torch.empty(self.size, *parts[0].shape, dtype=tensor.dtype, device=tensor.device)
+        with self.ledger.timed(
+            "reduce_scatter", name, self.carrier, full_bytes=received.nbytes, world_size=self.size
+        ):
+            # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
+            dist.all_to_all_single(received, torch.stack(parts), group=self.group)
+            total = received.sum(0)
+        return total.narrow(dim, 0, sizes[self.rank])
+
+    def all_to_all(self, sent: Tensor, send_counts: list[int], counts: list[int], name: str) -> Tensor:
+        """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``counts`` come back."""
+        received = sent.new_empty(sum(counts))
+        with self.ledger.timed(
+            "all_to_all", name, self.carrier, full_bytes=sent.nbytes, world_size=self.size
+        ):
+            dist.all_to_all_single(received, sent, counts, send_counts, group=self.group)
+        return received
+
+
+def pad(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
+    missing = length - tensor.size(dim)
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team, name: str) -> Tensor:  # type: ignore[override]
+        ctx.team, ctx.name = team, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # a copy: the gradient may belong to another branch as well
+        return (
+            ctx.team.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
+            None,
+            None,
+        )
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team, name: str) -> Tensor:  # type: ignore[override]
+        return team.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team, name: str) -> Tensor:  # type: ignore[override]
+        ctx.team, ctx.name = team, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (
+            ctx.team.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
+            None,
+            None,
+        )
+
+
+def summed(parameter: Tensor, team: Team, name: str) -> Tensor:
+    """A whole parameter that each rank uses on its own part of the activations."""
+    return _Summed.apply(parameter, team, name)  # type: ignore[return-value]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
+    ) -> Tensor:
+        ctx.start, ctx.length, ctx.dim = sum(sizes[: team.rank]), sizes[team.rank], dim
+        return team.all_gather(x, dim, sizes, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].narrow(ctx.dim, ctx.start, ctx.length), None, None, None, None
+
+
+def whole(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
+    """Every rank's ``x`` along ``dim``, for a computation that all ranks then do alike."""
+    return _Whole.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
+    ) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, team, name
+        return x.narrow(dim, sum(sizes[: team.rank]), sizes[team.rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        full = ctx.team.all_gather(grads[0], ctx.dim, ctx.sizes, ctx.name)
+        return full, None, None, None, None
+
+
+def scatter(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
+    """This rank's part along ``dim`` of a tensor that all ranks hold."""
+    return _Scatter.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
+    ) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, team, name
+        return team.all_gather(x, dim, sizes, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.team.reduce_scatter(grads[0], ctx.dim, ctx.sizes, ctx.name)
+        return part, None, None, None, None
+
+
+def gather(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
+    """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
+    return _Gather.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
+    ) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, team, name
+        return team.reduce_scatter(x, dim, sizes, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        full = ctx.team.all_gather(grads[0], ctx.dim, ctx.sizes, ctx.name)
+        return full, None, None, None, None
+
+
+def fold(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
+    """This rank's part along ``dim`` of the sum of all ranks' ``x``."""
+    return _Fold.apply(x, dim, sizes, team, name)  # type: ignore[return-value]

@@ -1,0 +1,34 @@
+"""How tensor ranks cut a model's parameters, as far as sharding has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a sharded parameter is announced as: its logical shape, on a mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class States:
+    """``mesh`` has the axes ("tp", "dp"); ``cuts`` says by parameter its logical shape and its placement
+    on "tp".  One that is not named there is whole on every tensor rank.
+    """
+
+    mesh: DeviceMesh
+    cuts: Mapping[str, tuple[torch.Size, Placement]] = field(default_factory=dict)
+
+    def layout(self, name: str, shape: torch.Size, replicated: bool) -> Layout:
+        """The layout of the parameter whose piece has ``shape``; ``replicated`` over "dp" or cut by rows."""
+        logical, placement = self.cuts.get(name, (shape, Replicate()))
+        return Layout(self.mesh, (placement, Replicate() if replicated else Shard(0)), logical)
