@@ -5,7 +5,7 @@ through buffers piece by piece.  They go through the mapping instead, one parame
 
     hide all gradients but one parameter's  ->  optimizer.step()  ->  new state to the swap file  ->  trim
 
-so that at most one parameter's tensors are in memory.  Every rank steps the parameters in the same order;
+so that at most two parameters' tensors are in memory: those of the next are read ahead.  Every rank steps the parameters in the same order;
 collectives within a step therefore match.  It is right for any optimiser whose update of one parameter does
 not depend on another's, and slow: each byte is a page fault, and what ranks share in one collective for all
 parameters becomes one for each.
@@ -55,7 +55,8 @@ class MappedUpdate:
         try:
             for param, _ in grads:
                 param.grad = None
-            for param, grad in grads:
+            for turn, (param, grad) in enumerate(grads):
+                self._expect(grads[turn + 1 : turn + 2])
                 if factor != 1.0:
                     foreach.mul_([local(grad)], factor)
                 param.grad = grad
@@ -98,6 +99,18 @@ class MappedUpdate:
                 state[key] = like_param(placed, value)
                 piece = placed
             self._trim(piece)
+
+    def _expect(self, coming: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Let the disk read what the next parameter needs while this one is computed."""
+        for param, grad in coming:
+            state = (
+                value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value)
+            )
+            for tensor in (param, grad, *state):
+                piece = local(tensor)
+                offset = self.swap.locate(piece)
+                if offset is not None:
+                    self.swap.expect(offset, piece.nbytes)
 
     def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         if piece.numel() == 0:

@@ -67,6 +67,11 @@ class Disk:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
+    def expect_cached(self, handle: int, offset: int, nbytes: int) -> None:
+        """Start reading the range into the page cache."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def close(self, handle: int) -> None:
         """Give the handle back."""
         os.close(handle)

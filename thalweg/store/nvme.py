@@ -140,6 +140,10 @@ class SwapFile:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
             self._disk.forget_cached(self._handle, start, stop - start)
 
+    def expect(self, offset: int, nbytes: int) -> None:
+        """A hint that views of the range are about to be read: the disk starts at once."""
+        self._disk.expect_cached(self._handle, offset, nbytes)
+
     # The fast path
 
     def read(self, offset: int, into: Tensor) -> Ticket:
