@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from thalweg.optim.chunks import GRAIN, Item, Operand, batches, cut_chunks
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
+from thalweg.optim.lowbit import LowBitAdam, LowBitLion
 from thalweg.optim.mapped import MappedUpdate
 from thalweg.optim.muon import Muon
 from thalweg.optim.streamed import StreamedUpdate, StreamPolicy, state_bytes
@@ -425,7 +427,7 @@ def test_chunks_cover_everything_once(sizes: list[tuple[int, bool]], grains: int
 # Optimisers that are not elementwise
 
 
-@pytest.mark.parametrize("cls", [Lamb, Adafactor, Muon])
+@pytest.mark.parametrize("cls", [Lamb, Adafactor, Muon, partial(LowBitAdam, state_dtype="bf16"), LowBitLion])
 def test_the_mapped_step_equals_the_plain_one(tmp_path: Path, cls: Any) -> None:
     torch.manual_seed(3)
     shapes = [(40, 30), (300, 70)] if cls is Muon else [(40, 30), (17,), (300, 70)]

@@ -1,14 +1,15 @@
 """The step of an optimiser that is not elementwise, with its state in the swap file.
 
 LAMB, Muon and Adafactor take norms, products and means over whole tensors, so their parameters cannot pass
-through buffers piece by piece.  They go through the mapping instead, one parameter after the other::
+through buffers piece by piece; state in 8 bits has scales of another shape.  They go through the mapping
+instead, one parameter after the other::
 
     hide all gradients but one parameter's  ->  optimizer.step()  ->  new state to the swap file  ->  trim
 
-so that at most two parameters' tensors are in memory: those of the next are read ahead.  Every rank steps the parameters in the same order;
-collectives within a step therefore match.  It is right for any optimiser whose update of one parameter does
-not depend on another's, and slow: each byte is a page fault, and what ranks share in one collective for all
-parameters becomes one for each.
+so that at most two parameters' tensors are in memory: those of the next are read ahead.  Every rank steps
+the parameters in the same order; collectives within a step therefore match.  It is right for any optimiser
+whose update of one parameter does not depend on another's, and slow: each byte is a page fault, and what
+ranks share in one collective for all parameters becomes one for each.
 """
 
 from __future__ import annotations
