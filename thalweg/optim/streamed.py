@@ -16,6 +16,10 @@ What ``optimizer.state`` shows are views of the swap file with the layout of the
 checkpoints and users see an ordinary optimiser.  Counters (Adam's ``step``) stay in memory.  State that does
 not exist yet is made by the optimiser itself, piece by piece, and written without having been read.
 
+The stream runs on a thread of its own that uses one core: one reaches several times a disk's rate, and a
+team of threads that has to meet after each chunk is held up by whoever else computes (40 times slower, where
+a backward pass had the cores).
+
 Invariants: a parameter without gradient is not touched, nor is its state; every element sees the same
 operations as in one plain ``optimizer.step()``; nothing is written before its chunk was updated, and all
 transfers are over when ``apply`` returns or raises.
@@ -38,10 +42,11 @@ from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.local import like_param, local, local_grad
 from thalweg.optim.norms import ROW, Rows, full_rows, rows
 from thalweg.optim.worker import Job, Worker
-from thalweg.store import Ring, SwapFile, Ticket
+from thalweg.store import IoThreads, Ring, SwapFile, Ticket
 from thalweg.store.regions import PAGE, round_up
 from thalweg.utils.dtypes import HALF_DTYPES
 from thalweg.utils.log import get_logger
+from thalweg.utils.threads import use_one_core
 
 _log = get_logger("optim")
 _SLOW = 300e6  # bytes a second; below this a disk is worth a word
@@ -90,6 +95,7 @@ class StreamedUpdate:
         self.policy = policy or StreamPolicy()
         self.waited = 0.0  # seconds of the last step in which the arithmetic waited for the disk
         self._worker = Worker(optimizer)
+        self._thread = IoThreads(1, "thalweg-update", begin=use_one_core)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._told = False
         self.place_state()
@@ -175,6 +181,17 @@ class StreamedUpdate:
         return known
 
     def _stream(
+        self,
+        chunks: Sequence[Chunk],
+        swap: SwapFile,
+        ring: Ring,
+        work: Callable[[Chunk, Tensor], None],
+    ) -> None:
+        if chunks:
+            self._thread.submit(self._pump, chunks, swap, ring, work).result()
+
+    @torch.no_grad()
+    def _pump(
         self,
         chunks: Sequence[Chunk],
         swap: SwapFile,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from thalweg.store.buffers import Ring
 from thalweg.store.disk import Disk
-from thalweg.store.io import Ticket, together
+from thalweg.store.io import IoThreads, Ticket, together
 from thalweg.store.nvme import SwapError, SwapFile
 from thalweg.store.paged import PagedMemory, memfd
 from thalweg.store.tiers import DeviceTier, HostTier, NvmeTier, Tier, aligned_empty
@@ -23,6 +23,7 @@ __all__ = [
     "DeviceTier",
     "Disk",
     "HostTier",
+    "IoThreads",
     "NvmeTier",
     "PagedMemory",
     "Ring",

@@ -58,10 +58,13 @@ def together(tickets: Iterable[Ticket]) -> Ticket:
 
 
 class IoThreads:
-    """At most ``num_threads`` threads that run calls in the order in which they came."""
+    """At most ``num_threads`` threads that run calls in the order in which they came; each runs ``begin``
+    first."""
 
-    def __init__(self, num_threads: int, name: str = "thalweg-io") -> None:
-        self.num_threads, self._name = num_threads, name
+    def __init__(
+        self, num_threads: int, name: str = "thalweg-io", begin: Callable[[], None] | None = None
+    ) -> None:
+        self.num_threads, self._name, self._begin = num_threads, name, begin
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -72,7 +75,7 @@ class IoThreads:
             self._lock, self._pool, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix=self._name)
+                self._pool = ThreadPoolExecutor(self.num_threads, self._name, self._begin)
             return self._pool.submit(call, *args)
 
     def close(self) -> None:
