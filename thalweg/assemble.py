@@ -32,7 +32,8 @@ from thalweg.nn.tiled_mlp import find_mlps, tiled
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
-from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
+from thalweg.optim.managed import ManagedOptimizer
+from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
 from thalweg.parallel.sequence import sequence_parallel
 from thalweg.parallel.team import Team
@@ -41,6 +42,7 @@ from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_save
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.logical import like
+from thalweg.zero.offload import offload_of
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.shard import Sharded, ShardOptions, shard
 from thalweg.zero.states import States
@@ -207,6 +209,7 @@ def shard_options(model: nn.Module, config: Config) -> ShardOptions:
         sum_gradients=config.gradient_allreduce_op == "sum",
         fp32_modules=_fp32_modules(model, config, precision),
         traffic=traffic_of(config),
+        offload=offload_of(config),
     )
 
 
@@ -387,15 +390,7 @@ def _optimizer(
         inner = build_optimizer(section.type, groups, params, model=model, replicate_group=replicate_group)
     else:
         return None
-    hooks = UpdateHooks(sharded.finish_window, sharded.set_loss_scale, sharded.drop_gradients)
-    return ManagedOptimizer(
-        inner,
-        hooks,
-        window,
-        scaler,
-        max_norm=config.gradient_clipping,
-        replicate_group=replicate_group,
-    )
+    return manage(inner, sharded, config, window, scaler, replicate_group)
 
 
 def _rebind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -9,8 +9,9 @@ import sys
 import torch
 
 # mallopt(3) parameters of glibc.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _KEEP = 1 << 30
+_LARGE = 4 << 20
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -37,6 +38,25 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # musl and others
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
+
+
+def return_large_blocks() -> bool:
+    """Let glibc take large blocks from the kernel and give each back when it is freed; True if it did.
+
+    The opposite choice, for models that barely fit: a small block that lives on in the middle of a freed
+    large one would keep the next large one out, and the heap would grow with every layer.
+    """
+    if sys.platform != "linux" or os.environ.get("THALWEG_MALLOC") == "default":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGE))
+
+
+def choose_allocation(memory_is_short: bool) -> bool:
+    """The one or the other; True if the allocator took it."""
+    return return_large_blocks() if memory_is_short else keep_freed_memory()
 
 
 def return_freed_memory() -> None:

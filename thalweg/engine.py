@@ -27,12 +27,13 @@ from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
 from thalweg.data.batches import call_with, forever, loss_of, to_device
 from thalweg.data.for_engine import EpochEnd, make_loader
-from thalweg.device import keep_freed_memory, pick_device, return_freed_memory, synchronize
+from thalweg.device import choose_allocation, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.zero.init import paused
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
+from thalweg.zero.offload import memory_is_short
 
 _log = get_logger(__name__)
 
@@ -82,7 +83,7 @@ def initialize(
     axes = build_mesh(device, mesh, degrees_of(parsed))
     resolved = resolve(parsed, world_size=axes.size, model=model_facts(model))
     if device.type == "cpu":
-        keep_freed_memory()
+        choose_allocation(memory_is_short(resolved))
     loader = make_loader(training_data, resolved, axes.batch.get_local_rank(), axes.batch.size(), collate_fn)
     with paused():  # a caller may still be inside `with zero.Init():`
         parts = assemble(
@@ -132,7 +133,7 @@ class Engine(nn.Module):
         if torch.is_grad_enabled():
             self._parts.meter.saw_batch(args, kwargs)
             self._parts.sharded.prepare_backward(self._window.is_last, self._sync)
-        with self._parts.phases.span("forward"), self._parts.forward_context():
+        with self._parts.phases.span("forward"), self._parts.forward_context(), self._or_rest():
             return self.module(*args, **kwargs)
 
     def backward(
@@ -150,15 +151,26 @@ class Engine(nn.Module):
         self._parts.meter.saw_loss(loss)
         self._parts.sharded.prepare_backward(window.is_last, self._sync)
         scaled = loss / size if scale_wrt_gas and size > 1 else loss
-        window.note_backward(scaled=scale_wrt_gas)
-        window.in_backward = True
-        try:
-            with self._parts.phases.span("backward"):
-                scale = self._parts.scaler.scale
-                (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
-        finally:
-            window.in_backward = False
+        scale = self._parts.scaler.scale
+        with (
+            self._parts.phases.span("backward"),
+            self._or_rest(backward=True),
+            window.backward(scaled=scale_wrt_gas, retained=retain_graph),
+        ):
+            (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
         return scaled
+
+    @contextmanager
+    def _or_rest(self, backward: bool = False) -> Iterator[None]:
+        """Bring the model back to rest if the pass within raises, so that a caller who catches can go on.
+        A backward pass may have reduced some gradients and not others: its window begins anew."""
+        try:
+            yield
+        except BaseException:
+            self._parts.sharded.abandon_iteration()
+            if backward:
+                self.zero_grad()
+            raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; the last of a window updates the parameters and the schedule."""

@@ -38,6 +38,8 @@ _ALIGN = 4096
 # The counters, by column; TAG is the first of MAX_DEPTH columns, one for each slot of a ring.
 FENCE, DEPOSIT, CONSUMED, PID, CLOSED, TAG = range(6)
 MAX_DEPTH = 8
+# Two columns, used in turn: what each rank meets its peers for.
+MEET = TAG + MAX_DEPTH
 
 
 class CommError(RuntimeError):
@@ -152,6 +154,27 @@ class Arena:
         self._fences += 1
         self._set(FENCE, self._fences)
         self.wait(FENCE, self._fences, what)
+
+    def meet(self, name: str) -> None:
+        """A fence at which every rank must be for the same ``name``.
+
+        Raises:
+            CommError: as :meth:`wait`, or a peer is here for something else.
+        """
+        column, tag = MEET + self._fences % 2, tag_of(name)
+        self._set(column, tag)
+        self.fence(f"the use of {name!r}")
+        if any(self.read(rank, column) != tag for rank in range(self.world_size)):
+            raise CommError(
+                f"rank {self.rank} is about to use {name!r} and another rank another module: the ranks took "
+                "different branches. Run the same modules on every rank in each step."
+            )
+
+    def drop(self, offset: int, num_bytes: int) -> None:
+        """Give the pages wholly within a range back to the system, for all ranks; they read as zeros then."""
+        start, stop = _round_up(offset, _ALIGN), (offset + num_bytes) // _ALIGN * _ALIGN
+        if stop > start:
+            self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def close(self) -> None:
         """Tell the peers that this rank has left; the mapping goes with its last tensor."""

@@ -38,6 +38,34 @@ class Lender:
         return torch.frombuffer(self._block, dtype=dtype, count=prod(shape)).view(*shape)
 
 
+class Pool:
+    """A lender for many borrowers: a free block that is large enough goes to whoever asks next.
+
+    Where gradients leave soon after they came, it holds as many blocks as are in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor over the smallest free block that holds it, or over a new one."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        block = self._find(num_bytes)
+        return torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(*shape)
+
+    def _find(self, num_bytes: int) -> mmap.mmap:
+        free = [i for i in range(len(self._blocks)) if sys.getrefcount(self._blocks[i]) <= _UNHELD]
+        fitting = [i for i in free if len(self._blocks[i]) >= num_bytes]
+        if fitting:
+            return self._blocks[min(fitting, key=lambda i: len(self._blocks[i]))]
+        for i in reversed(free):  # too small for this one: exchanged, not kept beside it
+            del self._blocks[i]
+        self._blocks.append(_map(num_bytes))
+        return self._blocks[-1]
+
+
 def _map(num_bytes: int) -> mmap.mmap:
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.buffer import Lender
+from thalweg.comm.buffer import Lender, Pool
 from thalweg.comm.ledger import Call, Ledger
 
 # Adds up a 1-D tensor over the ranks that hold the same shard, in place.
@@ -33,7 +33,9 @@ class Reducer:
 
     def __init__(self, name: str, ledger: Ledger | None, output_dtype: torch.dtype | None) -> None:
         self._name, self._ledger, self._output_dtype = name, ledger or Ledger(), output_dtype
-        self._lender = Lender()
+        # Where outputs (and inputs) come from: exchanged for common pools where gradients leave at once.
+        self.lender: Lender | Pool = Lender()
+        self.inputs: Pool | None = None
         self._has_input = False
         self.divisor = 1.0
         self.num_copies = 1
@@ -76,6 +78,10 @@ class Reducer:
         """The factor of a sum over ``num_ranks``, and over the copies of the shard."""
         return 1.0 / (num_ranks * self.num_copies * self.divisor)
 
+    def reset(self) -> None:
+        """Forget a reduction that an exception has cut short."""
+        self._has_input = False
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook: the input of a reduction, then its output."""
         self._has_input = not self._has_input
@@ -83,10 +89,12 @@ class Reducer:
             return self._new_input(size, dtype, device)
         wanted = self._output_dtype or dtype
         if device.type == "cpu":
-            return self._lender.take(size, wanted)
+            return self.lender.take(size, wanted)
         return torch.empty(*size, dtype=wanted, device=device)
 
     def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.inputs is not None and device.type == "cpu":
+            return self.inputs.take(size, dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
 

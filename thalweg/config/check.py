@@ -116,6 +116,37 @@ CONFLICTS = (
         lambda size, stage: size > 0 and stage == 0,
         "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
     ),
+    *(
+        Conflict(
+            (f"zero_optimization.{block}.device", f"zero_optimization.{block}.nvme_path"),
+            lambda device, path: device == "nvme" and not path,
+            f'"cpu" or "none", or zero_optimization.{block}.nvme_path to name a folder on the disk to use',
+        )
+        for block in ("offload_param", "offload_optimizer")
+    ),
+    Conflict(
+        (
+            "zero_optimization.offload_optimizer.nvme_path",
+            "zero_optimization.offload_param.nvme_path",
+            "zero_optimization.offload_optimizer.device",
+            "zero_optimization.offload_param.device",
+        ),
+        lambda states, params, *devices: devices == ("nvme", "nvme") and states != params,
+        "the folder of zero_optimization.offload_param.nvme_path; a rank has one swap file",
+    ),
+    *(
+        Conflict(
+            (f"zero_optimization.{name}", "zero_optimization.offload_param.device"),
+            lambda size, device, least=least: device == "nvme" and size > least,
+            f'{default}, or zero_optimization.offload_param.device to be "none" or "cpu"',
+        )
+        for name, least, default in (
+            ("zero_hpz_partition_size", 1, "1"),
+            ("mics_shard_size", 0, "-1"),
+            ("zero_quantized_weights", 0, "false"),
+            ("zero_quantized_nontrainable_weights", 0, "false"),
+        )
+    ),
     Conflict(
         ("activation_checkpointing.every", "activation_checkpointing.policy"),
         lambda every, policy: every != 1 and policy != "selective",

@@ -43,16 +43,6 @@ def more_than_skip(value: Any) -> bool:
 _BLOCK = "remove the block or set enabled to false"
 _ONE = "set it to 1; the ranks are then data-parallel"
 NOT_BUILT = (
-    Switch(
-        "zero_optimization.offload_param.device",
-        not_none,
-        'set it to "none"; stage 3 over more ranks saves memory',
-    ),
-    Switch(
-        "zero_optimization.offload_optimizer.device",
-        not_none,
-        'set it to "none"; a higher stage saves memory',
-    ),
     Switch("zero_optimization.zenflow", present, "remove the block"),
     Switch(
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
@@ -123,6 +113,7 @@ NOT_BUILT = (
 
 _FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"
 _ONE_PATH = "there is one gradient path for every stage"
+_OVERLAPS = "reads and writes of the NVMe tier always overlap the update"
 _COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
 _NO_TP = "acts on model-parallel ranks, of which there is one"
 NO_EFFECT = {
@@ -155,8 +146,16 @@ NO_EFFECT = {
     "zero_optimization.override_module_apply": "no method of nn.Module is replaced",
     "zero_optimization.log_trace_cache_warnings": "no trace of modules is recorded",
     "zero_optimization.enable_sanity_checks": "shapes are those of the unsharded model at all times",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "acts on the NVMe tier, which is off",
-    "aio": "is read by the NVMe tier alone, which is off",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's state is not streamed",
+    "zero_optimization.offload_param.buffer_size": "memory for a unit's parameters is as large as the unit",
+    "zero_optimization.offload_optimizer.pipeline": _OVERLAPS,
+    "zero_optimization.offload_optimizer.pipeline_read": _OVERLAPS,
+    "zero_optimization.offload_optimizer.pipeline_write": _OVERLAPS,
+    "zero_optimization.offload_optimizer.fast_init": "state comes into being on the disk at the first step",
+    "zero_optimization.offload_optimizer.ratio": "all of the optimiser's state is offloaded",
+    "zero_optimization.offload_optimizer.super_offload": "updates run within the backward pass if they may",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the update uses torch's threads",
+    "aio": "transfers run in blocks of 8 MiB from 4 threads, the fastest that was measured",
     "prescale_gradients": "says when the mean is divided, not what it is",
     "gradient_predivide_factor": "says when the mean is divided, not what it is",
     "torch_autocast.lower_precision_safe_modules": "autocast picks by operator; see communication_data_type",
@@ -202,8 +201,6 @@ NO_EFFECT = {
 }
 
 LATER = (
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
     "zero_optimization.zenflow",
     "tensor_parallel.partition_config",
     "expert_parallel",

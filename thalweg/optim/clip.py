@@ -18,7 +18,7 @@ off by 1e-9, so that a clipped run does not depend on how its gradients are cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
 from thalweg.optim.local import local, local_grad
-from thalweg.optim.norms import Rows, power_sum
+from thalweg.optim.norms import Measured, Piece, Rows, power_sum
 from thalweg.optim.reduce import AllReduce, Span, plain_all_reduce, reduce_over_spans, spans_of
 
 
@@ -40,6 +40,7 @@ def global_grad_norm(
     replicate_group: dist.ProcessGroup | None = None,
     all_reduce: AllReduce = plain_all_reduce,
     rows_of: Callable[[Tensor], Rows] | None = None,
+    measured: Mapping[Tensor, Measured] | None = None,
 ) -> Tensor:
     """Return the norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
@@ -52,17 +53,21 @@ def global_grad_norm(
     non-finite value in any one copy is noticed by all, and rank 0's copy decides the value.
     ``all_reduce(tensor, op, group)`` is the collective used: one call for each group that any parameter is
     spread over. ``rows_of(piece)`` replaces :func:`.norms.rows` where parts of a norm are known already.
+    ``measured``: parameters whose gradients have left, with what they add to a 2-norm.
 
     The result is inf or NaN exactly if some gradient is (fp64 gradients: also if the norm exceeds 1e154).
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, not {norm_type!r}")
     params = list(params)
-    buckets: dict[tuple[Span, bool], list[Tensor]] = {}
+    buckets: dict[tuple[Span, bool], list[Piece]] = {}
+    measured = measured or {}
     for param, span in zip(params, spans_of(params), strict=True):
         copied = replicate_group is not None and not isinstance(param, DTensor)
         pieces = buckets.setdefault((span, copied), [])
-        if param.grad is not None:
+        if param in measured:
+            pieces.append(measured[param])
+        elif param.grad is not None:
             pieces.append(local_grad(param))
     device = local(params[0]).device if params else torch.device("cpu")
     sums, spans = [], []

@@ -14,7 +14,7 @@ ranks share in one collective for all parameters becomes one for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch import Tensor
 from thalweg.optim import foreach
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.local import like_param, local
+from thalweg.optim.norms import Measured
 from thalweg.store import SwapFile
 
 
 class MappedUpdate:
     """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
-    :class:`.streamed.StreamedUpdate`."""
+    :class:`.streamed.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``."""
 
     def __init__(
         self,
@@ -36,21 +37,29 @@ class MappedUpdate:
         swap: SwapFile,
         *,
         copies: dict[Tensor, Tensor] | None = None,
+        state_in_memory: bool = False,
     ) -> None:
         self.optimizer, self.swap, self.copies = optimizer, swap, dict(copies or {})
+        self._keeps_state = state_in_memory
         self.place_state()
 
-    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        measured: Mapping[Tensor, Measured] | None = None,
+    ) -> float:
         """The global 2-norm; collective."""
-        norm = float(global_grad_norm(params, replicate_group=replicate_group))
+        norm = float(global_grad_norm(params, replicate_group=replicate_group, measured=measured))
         for param in params:
             if param.grad is not None:
                 self._trim(local(param.grad))
         return norm
 
     @torch.no_grad()
-    def apply(self, factor: float = 1.0) -> None:
+    def apply(self, factor: float = 1.0, only: Collection[Tensor] | None = None) -> None:
         """Scale the gradients by ``factor`` and step, one parameter at a time."""
+        assert only is None, "which parameters go together is the optimiser's affair"
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = [(param, param.grad) for param in params if param.grad is not None]
         try:
@@ -94,7 +103,7 @@ class MappedUpdate:
             if not isinstance(value, Tensor) or local(value).shape != local(param).shape or not value.ndim:
                 continue
             piece = local(value)
-            if self.swap.locate(piece) is None and piece.numel():
+            if self.swap.locate(piece) is None and piece.numel() and not self._keeps_state:
                 placed = self._room(piece, piece.dtype)
                 placed.copy_(piece)
                 state[key] = like_param(placed, value)
@@ -114,7 +123,7 @@ class MappedUpdate:
                     self.swap.expect(offset, piece.nbytes)
 
     def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        if piece.numel() == 0:
+        if piece.numel() == 0 or self._keeps_state:
             return torch.empty_like(piece, dtype=dtype)
         return self.swap.view(self.swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -21,8 +22,48 @@ _WIDEN = 1 << 20
 _TINY = 1e-30
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a piece that is no longer at hand adds to a 2-norm: :func:`power_sum` takes it in its place and
+    comes to the same bits.  ``exact``: its fp64 norm, where fp32 norms of rows cannot be trusted."""
+
+    rows: Rows
+    exact: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the norms are."""
+        return (*self.rows[0], *self.rows[1])[0].device
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element of the piece was finite."""
+        return self.exact is None or bool(self.exact.isfinite())
+
+    def norm(self) -> Tensor:
+        """The piece's norm, 0-dim fp64."""
+        return _fast_square_sum([self], rows).sqrt() if self.exact is None else self.exact
+
+    def numel(self) -> int:
+        """Never 0, as it stands for a piece that counts."""
+        return 1
+
+
+Piece: TypeAlias = Tensor | Measured
+
+
+def measure(piece: Tensor) -> Measured:
+    """Take the norms of ``piece`` before it goes."""
+    full, rest = rows(piece)
+    found = Measured((full, [tensor.clone() for tensor in rest]), None)
+    total = _fast_square_sum([found], rows)
+    if total.isfinite() and total >= _TINY:
+        return found
+    return Measured(found.rows, torch.linalg.vector_norm(piece, dtype=_wide(piece)))
+
+
 def power_sum(
-    pieces: Sequence[Tensor],
+    pieces: Sequence[Piece],
     norm_type: float,
     device: torch.device,
     rows_of: Callable[[Tensor], Rows] | None = None,
@@ -33,7 +74,7 @@ def power_sum(
     A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing. ``rows_of`` replaces
     :func:`rows` for norms that are known already; it must give the same.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Piece]] = {}
     for piece in pieces:
         if piece.numel():
             by_device.setdefault(piece.device, []).append(piece)
@@ -57,7 +98,7 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def _on_one_device(pieces: Sequence[Tensor], norm_type: float, rows_of: Callable[[Tensor], Rows]) -> Tensor:
+def _on_one_device(pieces: Sequence[Piece], norm_type: float, rows_of: Callable[[Tensor], Rows]) -> Tensor:
     if math.isinf(norm_type):
         peak = torch.stack(foreach.norm(pieces, math.inf)).max().double()
         return peak.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -65,7 +106,12 @@ def _on_one_device(pieces: Sequence[Tensor], norm_type: float, rows_of: Callable
         total = _fast_square_sum(pieces, rows_of)
         if total.isfinite() and total >= _TINY:
             return total
-    norms = [torch.linalg.vector_norm(piece, norm_type, dtype=_wide(piece)) for piece in pieces]
+    norms = [
+        torch.linalg.vector_norm(piece, norm_type, dtype=_wide(piece))
+        if isinstance(piece, Tensor)
+        else piece.norm()
+        for piece in pieces
+    ]
     return torch.stack(norms).pow(norm_type).sum()
 
 
@@ -73,11 +119,11 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def _fast_square_sum(pieces: Sequence[Tensor], rows_of: Callable[[Tensor], Rows]) -> Tensor:
+def _fast_square_sum(pieces: Sequence[Piece], rows_of: Callable[[Tensor], Rows]) -> Tensor:
     """Sum of squares by fp32 norms of short rows, added up in fp64."""
     small, norms = [], []
     for piece in pieces:
-        full, rest = rows_of(piece)
+        full, rest = rows_of(piece) if isinstance(piece, Tensor) else piece.rows
         norms += full
         small += rest
     if small:

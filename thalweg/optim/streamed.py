@@ -28,7 +28,7 @@ transfers are over when ``apply`` returns or raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from torch import Tensor
 from thalweg.optim.chunks import GRAIN, Chunk, Item, Operand, Piece, batches, cut_chunks
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.local import like_param, local, local_grad
-from thalweg.optim.norms import ROW, Rows, full_rows, rows
+from thalweg.optim.norms import ROW, Measured, Rows, full_rows, rows
 from thalweg.optim.worker import Job, Worker
 from thalweg.store import IoThreads, Ring, SwapFile, Ticket
 from thalweg.store.regions import PAGE, round_up
@@ -72,7 +72,7 @@ class StreamedUpdate:
 
     A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
     on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
-    the swap file if ``swap`` is given.
+    the swap file if ``swap`` is given, unless ``state_in_memory``.
 
     Raises:
         ValueError: the swap file or the buffers are too small.
@@ -87,12 +87,14 @@ class StreamedUpdate:
         *,
         copies: Mapping[Tensor, Tensor] | None = None,
         policy: StreamPolicy | None = None,
+        state_in_memory: bool = False,
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
         assert buffers is None or len(buffers) >= 2, "one buffer cannot read and write at once"
         self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
         self.copies = dict(copies or {})
         self.policy = policy or StreamPolicy()
+        self._state_swap = None if state_in_memory else swap
         self.waited = 0.0  # seconds of the last step in which the arithmetic waited for the disk
         self._worker = Worker(optimizer)
         self._thread = IoThreads(1, "thalweg-update", begin=use_one_core)
@@ -102,7 +104,12 @@ class StreamedUpdate:
 
     # The face of an Update
 
-    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        measured: Mapping[Tensor, Measured] | None = None,
+    ) -> float:
         """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
         known = self._streamed_rows([param for param in params if param.grad is not None])
 
@@ -110,14 +117,16 @@ class StreamedUpdate:
             found = known.get(piece.data_ptr())
             return rows(piece) if found is None else found
 
-        return float(global_grad_norm(params, replicate_group=replicate_group, rows_of=rows_of))
+        return float(
+            global_grad_norm(params, replicate_group=replicate_group, rows_of=rows_of, measured=measured)
+        )
 
     @torch.no_grad()
-    def apply(self, factor: float = 1.0) -> None:
-        """Scale the gradients by ``factor`` and update every parameter that has one."""
+    def apply(self, factor: float = 1.0, only: Collection[Tensor] | None = None) -> None:
+        """Scale the gradients by ``factor`` and update every parameter (``only`` of these) that has one."""
         for hook in self.optimizer._optimizer_step_pre_hooks.values():
             hook(self.optimizer, (), {})
-        items = [item for group in self.optimizer.param_groups for item in self._items(group)]
+        items = [item for group in self.optimizer.param_groups for item in self._items(group, only)]
         buffer_bytes = self.buffers.nbytes if self.buffers is not None else 0
         chunks = cut_chunks(items, buffer_bytes, max(self.policy.chunk_elements, GRAIN))
         if self.swap is None or self.buffers is None:
@@ -140,12 +149,12 @@ class StreamedUpdate:
 
     def place_state(self) -> None:
         """Move state that lies in memory to the swap file."""
-        if self.swap is None:
+        if self._state_swap is None:
             return
         for param, state in self.optimizer.state.items():
             piece = local(param)
             for key, value in state.items():
-                if not _is_cut(value, piece) or self.swap.locate(local(value)) is not None:
+                if not _is_cut(value, piece) or self._state_swap.locate(local(value)) is not None:
                     continue
                 placed = self._room(piece, value.dtype)
                 placed.copy_(local(value))
@@ -279,11 +288,11 @@ class StreamedUpdate:
 
     # Items: what a step works on
 
-    def _items(self, group: dict[str, Any]) -> list[Item]:
+    def _items(self, group: dict[str, Any], only: Collection[Tensor] | None) -> list[Item]:
         schemas: dict[torch.dtype, dict[str, torch.dtype | None]] = {}
         found = []
         for param in group["params"]:
-            if param.grad is None:
+            if param.grad is None or (only is not None and param not in only):
                 continue
             master = local(param).detach()
             state = self.optimizer.state.get(param, {})
@@ -321,9 +330,10 @@ class StreamedUpdate:
 
     def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory or swap of ``piece``'s shape, of undefined value."""
-        if self.swap is None or piece.numel() == 0:
+        swap = self._state_swap
+        if swap is None or piece.numel() == 0:
             return torch.empty_like(piece, dtype=dtype)
-        return self.swap.view(self.swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
+        return swap.view(swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
 
     def _finish(self, item: Item) -> None:
         """Show the new state: views for what was cut, the counters as the optimiser left them."""

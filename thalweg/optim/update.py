@@ -8,7 +8,8 @@ give the same bits in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -18,17 +19,23 @@ from torch import Tensor
 from thalweg.optim import foreach
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.local import local
+from thalweg.optim.norms import Measured
 
 
 class Update(Protocol):
     """One optimiser's way to step."""
 
-    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
-        """The global 2-norm of the gradients of ``params``; collective."""
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        measured: Mapping[Tensor, Measured] | None = None,
+    ) -> float:
+        """The global 2-norm of the gradients of ``params``, of which some may be ``measured``; collective."""
         ...
 
-    def apply(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` and step."""
+    def apply(self, factor: float, only: Collection[Tensor] | None = None) -> None:
+        """Multiply the gradients (``only`` of these parameters) by ``factor`` and step."""
         ...
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
@@ -50,15 +57,21 @@ class PlainUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def grad_norm(self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> float:
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        measured: Mapping[Tensor, Measured] | None = None,
+    ) -> float:
         """The global 2-norm; collective."""
-        return float(global_grad_norm(params, replicate_group=replicate_group))
+        return float(global_grad_norm(params, replicate_group=replicate_group, measured=measured))
 
-    def apply(self, factor: float) -> None:
+    def apply(self, factor: float, only: Collection[Tensor] | None = None) -> None:
         """Scale the gradients in place and step."""
-        if factor != 1.0:
-            scale_gradients(self.optimizer, factor)
-        self.optimizer.step()
+        with seen_alone(self.optimizer, only):
+            if factor != 1.0:
+                scale_gradients(self.optimizer, factor)
+            self.optimizer.step()
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Memory of the parameter's layout."""
@@ -69,6 +82,21 @@ class PlainUpdate:
 
     def release(self, tensor: Tensor) -> None:
         """Nothing to do."""
+
+
+@contextmanager
+def seen_alone(optimizer: torch.optim.Optimizer, only: Collection[Tensor] | None) -> Iterator[None]:
+    """Let the optimizer see ``only`` these parameters (None: all) for a while."""
+    if only is None:
+        yield
+        return
+    groups = optimizer.param_groups
+    parts = [{**group, "params": [p for p in group["params"] if p in only]} for group in groups]
+    optimizer.param_groups = [part for part in parts if part["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -8,6 +8,9 @@ micro-batches that it did see, as one big batch of them would.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class Window:
     """Counts micro-batches; ``size`` is ``gradient_accumulation_steps``."""
@@ -23,6 +26,10 @@ class Window:
         self._forced: bool | None = None
         # True while the engine itself runs a backward pass, whose loss it has scaled.
         self.in_backward = False
+        # Whether that pass keeps its graph, so that another may follow on it.
+        self.retained = False
+        self.before_backward: list[Callable[[], None]] = []
+        self.after_backward: list[Callable[[], None]] = []
 
     @property
     def is_last(self) -> bool:
@@ -47,10 +54,20 @@ class Window:
         """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
         self._forced = last
 
-    def note_backward(self, scaled: bool) -> None:
-        """A backward pass of the micro-batch at hand has run, its loss divided by ``size`` or not."""
+    @contextmanager
+    def backward(self, *, scaled: bool, retained: bool) -> Iterator[None]:
+        """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not."""
+        for call in self.before_backward:
+            call()
         self._open = True
         self._scaled = self._scaled or scaled
+        self.in_backward, self.retained = True, retained
+        try:
+            yield
+            for call in self.after_backward:
+                call()
+        finally:
+            self.in_backward = False
 
     def end_micro_batch(self) -> bool:
         """Count the micro-batch; whether it completes the window."""

@@ -49,6 +49,10 @@ class Disk:
         else:
             os.ftruncate(handle, num_bytes)
 
+    def lengthen(self, handle: int, num_bytes: int) -> None:
+        """Make the file ``num_bytes`` long; what is new is a hole."""
+        os.ftruncate(handle, num_bytes)
+
     def free_bytes(self, folder: Path) -> int:
         """Bytes that this user may still write on the file system of ``folder``."""
         facts = os.statvfs(folder)

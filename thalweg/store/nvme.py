@@ -50,6 +50,7 @@ class SwapError(RuntimeError):
 class SwapFile:
     """``num_bytes`` of disk below ``folder``, with views and asynchronous transfers.
 
+    ``capacity``: bytes that :meth:`extend` may bring it to (by default none more); they cost addresses only.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
     ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io.Meter` s.
 
@@ -62,6 +63,7 @@ class SwapFile:
         folder: str | Path,
         num_bytes: int,
         *,
+        capacity: int = 0,
         num_threads: int = NUM_THREADS,
         block_bytes: int = BLOCK_BYTES,
         disk: Disk | None = None,
@@ -72,7 +74,10 @@ class SwapFile:
         self.reads, self.writes = Meter(), Meter()
         self._handle = self._create()
         self._direct = self._open_direct()
-        self._memory = mmap.mmap(self._handle, self.num_bytes)
+        self._capacity = max(round_up(capacity), self.num_bytes)
+        if self._capacity > self.num_bytes:
+            self._disk.lengthen(self._handle, self._capacity)
+        self._memory = mmap.mmap(self._handle, self._capacity)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._regions = Regions(self.num_bytes)
         self._threads = IoThreads(num_threads)
@@ -106,6 +111,26 @@ class SwapFile:
                 "make it larger"
             )
         return offset
+
+    def extend(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` more of the disk.
+
+        Raises:
+            ValueError: the disk has too little room, or the capacity is used up.
+        """
+        extra = round_up(num_bytes)
+        if extra == 0:
+            return
+        if self.num_bytes + extra > self._capacity:
+            raise ValueError(
+                f"a swap file of at most {_size(self._capacity)} cannot take {_size(extra)} more"
+            )
+        free = self._disk.free_bytes(self.folder)
+        if free < extra:
+            raise ValueError(self._too_small(free, needed=extra))
+        self._allocate(self._handle, self.num_bytes + extra)
+        self.num_bytes += extra
+        self._regions.extend(extra)
 
     def free(self, offset: int) -> None:
         """Give back the region that begins at ``offset``; its views must not be used any more."""
@@ -240,21 +265,30 @@ class SwapFile:
                 "this user may write to"
             ) from error
         try:
-            disk.allocate(handle, self.num_bytes)
-        except OSError as error:
+            self._allocate(handle, self.num_bytes)
+        except ValueError:
             disk.close(handle)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise ValueError(self._too_small(disk.free_bytes(folder), error.strerror)) from error
-            raise ValueError(
-                f"the swap folder {folder} refuses a file of {_size(self.num_bytes)}: {error.strerror}"
-            ) from error
+            raise
         return handle
 
-    def _too_small(self, free: int, cause: str | None = None) -> str:
+    def _allocate(self, handle: int, num_bytes: int) -> None:
+        try:
+            self._disk.allocate(handle, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise ValueError(
+                    self._too_small(self._disk.free_bytes(self.folder), error.strerror)
+                ) from error
+            raise ValueError(
+                f"the swap folder {self.folder} refuses a file of {_size(num_bytes)}: {error.strerror}"
+            ) from error
+
+    def _too_small(self, free: int, cause: str | None = None, needed: int = 0) -> str:
+        why = f" ({cause})" if cause else ""
         return (
-            f"the swap file needs {_size(self.num_bytes)} and the disk of {self.folder} has {_size(free)} "
-            f"free{f' ({cause})' if cause else ''}: make room, point nvme_path to a larger disk, or offload "
-            'less (device "cpu" for the parameters or the optimiser)'
+            f"the swap file needs {_size(needed or self.num_bytes)} and the disk of {self.folder} has "
+            f"{_size(free)} free{why}: make room, point nvme_path to a larger disk, or offload less (device "
+            '"cpu" for the parameters or the optimiser)'
         )
 
     def _open_direct(self) -> int | None:

@@ -45,6 +45,14 @@ class Regions:
         self._gaps.insert(i, (start, stop))
         return size
 
+    def extend(self, num_bytes: int) -> None:
+        """Add ``num_bytes`` (a multiple of ``align``) at the end."""
+        self.num_bytes += num_bytes
+        start = (
+            self._gaps.pop()[0] if self._gaps and self._gaps[-1][1] == self.num_bytes - num_bytes else None
+        )
+        self._gaps.append((self.num_bytes - num_bytes if start is None else start, self.num_bytes))
+
     @property
     def free_bytes(self) -> int:
         """Bytes in all gaps."""

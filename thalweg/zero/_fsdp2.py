@@ -14,6 +14,7 @@ and has no public form:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,65 @@ class Group:
         self._inner.reduce_grads = reduce
         self._inner.all_reduce_grads = reduce
         self._inner.reshard_after_backward = reshard
+
+    def page_with(
+        self, read_ahead: Callable[[], None], open_home: Callable[[], None], close_home: Callable[[], None]
+    ) -> None:
+        """Take the place of FSDP2's gather: unsharding opens the homes, and resharding closes them."""
+        inner, plain = self._inner, self._inner._to_sharded
+
+        def unshard(async_op: bool = False) -> None:
+            if not inner.is_unsharded:
+                read_ahead()
+
+        def wait_for_unshard() -> None:
+            if not inner.is_unsharded:
+                open_home()
+                inner._to_unsharded()
+
+        def to_sharded() -> None:
+            was_open = not inner.is_sharded
+            plain()
+            if was_open:
+                close_home()
+
+        inner.unshard, inner.wait_for_unshard, inner._to_sharded = unshard, wait_for_unshard, to_sharded
+
+    def gather_from(
+        self, images: Sequence[Tensor], open_images: Callable[[], None], close_images: Callable[[], None]
+    ) -> None:
+        """Let FSDP2's gather read ``images`` (the group's padded shards in the compute dtype) in place of the
+        sharded parameters; they hold their values from ``open_images()`` to ``close_images()``."""
+        inner, plain = self._inner, self._inner.unshard
+
+        def unshard(async_op: bool = False) -> None:
+            if inner.is_unsharded or inner._all_gather_result is not None:
+                return
+            open_images()
+            kept = [param._sharded_param_data for param in inner.fsdp_params]
+            try:
+                for param, image in zip(inner.fsdp_params, images, strict=True):
+                    param._sharded_param_data = image.view(-1)
+                plain(async_op)
+                if inner._all_gather_process_group.size() == 1:
+                    inner.wait_for_unshard()  # copies now, where a gather has copied already
+            finally:
+                for param, data in zip(inner.fsdp_params, kept, strict=True):
+                    param._sharded_param_data = data
+                close_images()
+
+        inner.unshard = unshard
+
+    def around_reduction(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call these before and after a backward pass that has gone through this unit is reduced."""
+        inner, plain = self._inner, self._inner.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            before()
+            plain(*unused)
+            after()
+
+        inner.post_backward = post_backward
 
     def flush(self) -> bool:
         """Reduce gradients that earlier backwards kept unsharded; whether there were any."""

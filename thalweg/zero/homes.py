@@ -65,60 +65,89 @@ class Slot:
 
 
 class Store:
-    """Shard and home of one parameter on this rank."""
+    """Shard and home of one parameter on this rank; ``rank`` counts its shards.
+
+    ``cast_into``: where this rank's rows are cast to when they are published, if the home is not the shard;
+    ``padded``: a shared home with the padding of its last shard.
+    """
 
     def __init__(
         self,
+        slot: Slot,
+        rank: int,
+        shard: Tensor,
+        home: Tensor | None = None,
+        cast_into: Tensor | None = None,
+        padded: Tensor | None = None,
+    ) -> None:
+        self.slot, self.shard, self.home = slot, shard, home
+        start = rank * slot.rows
+        self._first = min(start, slot.shape[0])
+        self._last = min(start + slot.rows, slot.shape[0])
+        self._cast_into, self._padded = cast_into, padded
+
+    @classmethod
+    def make(
+        cls,
         slot: Slot,
         rank: int,
         placement: Placement,
         arena: Arena | None,
         device: torch.device,
         apart: bool = False,
-    ) -> None:
-        """``apart``: the shard is kept beside its rows of the home, which others see rounded."""
-        self.slot = slot
-        start = rank * slot.rows
-        self._first = min(start, slot.shape[0])
-        self._last = min(start + slot.rows, slot.shape[0])
-        self.shard: Tensor
-        self.home: Tensor | None = None
-        self._cast_into: Tensor | None = None
+    ) -> Store:
+        """A store in the memory that ``placement`` says.
+
+        ``apart``: the shard is kept beside its rows of the home, which others see rounded.
+        """
         if placement == "shared":
             assert arena is not None
             offset = arena.reserve(slot.home_bytes)
-            self.home = arena.tensor(offset, slot.shape, slot.compute)
-            self._padded = arena.tensor(offset, (slot.num_shards * slot.rows, *slot.shape[1:]), slot.compute)
-            row_bytes = prod(slot.padded_shape) * slot.compute.itemsize
-            own_rows = arena.tensor(offset + rank * row_bytes, slot.padded_shape, slot.compute)
+            home, own_rows = shared_home(slot, rank, arena, offset)
+            padded = arena.tensor(offset, (slot.num_shards * slot.rows, *slot.shape[1:]), slot.compute)
             if slot.master == slot.compute and not apart:
-                self.shard = own_rows
-            else:
-                self.shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
-                self._cast_into = own_rows
-            return
-        self.shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
-        if placement == "private":
-            if slot.master == slot.compute:
-                # The same memory under another version counter, as a gathered copy would have.
-                self.home = self.shard.data
-            else:
-                self.home = torch.zeros(slot.shape, dtype=slot.compute, device=device)
-                self._cast_into = self.home
+                return cls(slot, rank, own_rows, home, padded=padded)
+            shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
+            return cls(slot, rank, shard, home, own_rows, padded)
+        shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
+        if placement == "wire":
+            return cls(slot, rank, shard)
+        if slot.master == slot.compute:
+            # The same memory under another version counter, as a gathered copy would have.
+            return cls(slot, rank, shard, shard.data)
+        home = torch.zeros(slot.shape, dtype=slot.compute, device=device)
+        return cls(slot, rank, shard, home, home)
 
     def fill(self, full: Tensor) -> None:
         """Set this rank's rows from the full value (any dtype)."""
         with torch.no_grad():
-            self.shard[: self._last - self._first].copy_(full[self._first : self._last])
+            self.shard[: self.num_rows].copy_(self.own_rows(full))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank, padding left out."""
+        return self._last - self._first
+
+    def own_rows(self, full: Tensor) -> Tensor:
+        """This rank's rows of the full value."""
+        return full[self._first : self._last]
 
     def rows_of(self, rank: int) -> Tensor:
         """The padded rows of ``rank`` in a shared home."""
+        assert self._padded is not None
         return self._padded.narrow(0, rank * self.slot.rows, self.slot.rows)
 
     @property
     def cast(self) -> tuple[Tensor, Tensor] | None:
         """(destination, source) of the copy that publishing needs, or None."""
         return None if self._cast_into is None else (self._cast_into, self.shard)
+
+
+def shared_home(slot: Slot, rank: int, arena: Arena, offset: int) -> tuple[Tensor, Tensor]:
+    """The home at ``offset`` of the arena, and this rank's rows of it."""
+    row_bytes = prod(slot.padded_shape) * slot.compute.itemsize
+    own_rows = arena.tensor(offset + rank * row_bytes, slot.padded_shape, slot.compute)
+    return arena.tensor(offset, slot.shape, slot.compute), own_rows
 
 
 def arena_bytes(slots: Iterable[Slot]) -> int:

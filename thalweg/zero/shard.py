@@ -15,24 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import Ledger
-from thalweg.mesh import split_data_axis
+from thalweg.comm.buffer import Pool
+from thalweg.store import SwapFile
 from thalweg.zero import _fsdp2
+from thalweg.zero.fill import Places, fill, places_of
 from thalweg.zero.gather import track
+from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
 from thalweg.zero.homes import Slot, Store, publish
-from thalweg.zero.init import has_pending, materialize
+from thalweg.zero.offload import Offload, PagedStore, Paging, build_paging, choose_paged
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.states import Layout, States
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
+from thalweg.zero.watch import Reduced, Reducing, Watch
 from thalweg.zero.wiring import Copies, Situation, Wiring, plan_wiring
 
 
@@ -47,6 +51,7 @@ class ShardOptions:
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
     traffic: TrafficPolicy = field(default_factory=TrafficPolicy)
+    offload: Offload = field(default_factory=Offload)
 
 
 class Sharded:
@@ -57,10 +62,12 @@ class Sharded:
         module: nn.Module,
         options: ShardOptions,
         mesh: DeviceMesh,
+        device: torch.device,
         stores: dict[str, Store],
         wiring: Wiring,
+        paging: Paging | None = None,
     ) -> None:
-        self.module, self.options = module, options
+        self.module, self.options, self.device = module, options, device
         self.policy = options.policy
         self.placement = wiring.placement
         self.ledger: Ledger = wiring.ledger
@@ -69,6 +76,11 @@ class Sharded:
         self._group = mesh.get_group()
         self._world_size = mesh.size()
         self.groups = _fsdp2.groups_of(module)
+        self.paging = paging
+        # Those whose homes are there at all times, and what lies in them.
+        self._constant = [
+            group for group in self.groups if not paging or group.name not in paging.pager.units
+        ]
         self._stores = stores
         self._stores_of: dict[str, list[Store]] = {}
         self._reducers: list[Any] = []
@@ -76,6 +88,8 @@ class Sharded:
         self._flags: tuple[bool, bool] | None = None
         self._entered_sharded = False
         self._handles: list[Any] = []
+        self._watches: list[Watch] = []
+        self._at_close: list[Callable[[], None]] = []
         self.loose: list[nn.Parameter] = []
 
     # Phases of a step
@@ -96,6 +110,9 @@ class Sharded:
                 self._flags = None
             group.to_sharded()
         self._reduce_loose()
+        self._watches_rest()
+        if self.paging is not None:
+            self.paging.pager.end_pass()
         if self._crossing is not None:
             self._crossing.note_update()
         if self._arena is not None:
@@ -117,24 +134,78 @@ class Sharded:
             group.drop_unsharded_grads()
 
     def abandon_iteration(self) -> None:
-        """Return to rest after an exception in forward or backward."""
-        if isinstance(self.module, FSDPModule):
-            _fsdp2.abandon_iteration(self.module)
-        self.drop_gradients()
+        """Return to rest after an exception in forward or backward; gradients are left as they are."""
+        assert isinstance(self.module, FSDPModule)
+        _fsdp2.abandon_iteration(self.module)
+        for reducer in self._reducers:
+            reducer.reset()
+        self._watches_rest()
+        if self.paging is not None:
+            self.paging.pager.end_pass()
+
+    def on_reduced(self, before: Reducing, after: Reduced) -> None:
+        """Tell ``before(parameters)`` and ``after(unit, parameters, complete)`` of each unit that a backward
+        pass has gone through, as its gradients are reduced.
+
+        ``complete``: this backward adds no more to the unit's gradients.  They will not stay, so one pool of
+        memory serves all units.
+        """
+        outputs, inputs = Pool(), Pool()
+        for reducer in self._reducers:
+            reducer.lender, reducer.inputs = outputs, inputs
+        self._watches = [Watch(group, before, after) for group in self.groups]
+        self._handles += [handle for one in self._watches for handle in one.handles]
+
+    @property
+    def swap(self) -> SwapFile | None:
+        """Where masters lie that are not in memory."""
+        return self.paging.swap if self.paging is not None else None
+
+    def copies(self) -> dict[Tensor, Tensor]:
+        """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
+
+        Whoever asks promises to write them with every update.
+        """
+        if self.paging is None:
+            return {}
+        self.paging.pager.copies_are_kept = True
+        found: dict[Tensor, Tensor] = {}
+        for group in self.groups:
+            for param, store in zip(group.params, self._stores_of[group.name], strict=True):
+                if isinstance(store, PagedStore) and store.copy is not None:
+                    found[param.sharded] = store.copy[: store.num_rows]
+        return found
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the engine is closed."""
+        self._at_close.append(call)
+
+    def changed(self, units: Iterable[str] | None = None) -> None:
+        """The parameters of these units (None: of all) have new values in the swap file."""
+        if self.paging is not None:
+            self.paging.pager.forget(units)
+
+    def _watches_rest(self) -> None:
+        for one in self._watches:
+            one.rest()
 
     def close(self) -> None:
         """Take the hooks off and leave the arena."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for call in self._at_close:
+            call()
+        if self.paging is not None:
+            self.paging.close()
         if self._arena is not None:
             self._arena.close()
 
     # Homes: forward without a gather
 
     def _install_homes(self) -> None:
-        units = {id(group.module): group for group in self.groups}
-        for module in {id(group.module): group.module for group in self.groups}.values():
+        units = {id(group.module): group for group in self._constant}
+        for module in {id(group.module): group.module for group in self._constant}.values():
             is_root = module is self.module
             before = self._open_all if is_root else self._opener(units[id(module)])
             assert isinstance(module, nn.Module)
@@ -145,11 +216,13 @@ class Sharded:
 
     def _open_all(self, *_: object) -> None:
         self._entered_sharded = all(group.is_sharded for group in self.groups)
-        if not any(group.is_sharded for group in self.groups):
+        if self.paging is not None:
+            self.paging.pager.end_pass()
+        if not any(group.is_sharded for group in self._constant):
             return
-        self._publish(self._stores.values())
+        self._publish(self._constant_stores)
         self._fence_homes("the start of a forward pass")
-        for group in self.groups:
+        for group in self._constant:
             group.to_unsharded()
 
     def _opener(self, group: _fsdp2.Group) -> Callable[..., None]:
@@ -163,9 +236,6 @@ class Sharded:
 
         return before
 
-    def _publish(self, stores: Iterable[Store]) -> None:
-        (publish if self._crossing is None else self._crossing)(stores)
-
     def _close_evaluation(self, *_: object) -> None:
         if torch.is_grad_enabled() or not self._entered_sharded:
             return
@@ -174,13 +244,33 @@ class Sharded:
         if self._arena is not None:
             self._arena.fence("the end of an evaluation")
 
+    def _install_paging(self, paging: Paging) -> None:
+        pager = paging.pager
+        for group in self.groups:
+            if (name := group.name) not in pager.units:
+                continue
+            stores = [paging.stores[store.slot.name] for store in self._stores_of[name]]
+            if all(store.home is None for store in stores):
+                images = [store.image for store in stores]
+                group.gather_from(images, partial(pager.open, name), partial(pager.close, name))
+            else:
+                ahead, start, end = (partial(f, name) for f in (pager.read_ahead, pager.open, pager.close))
+                group.page_with(ahead, start, end)
+
+    @property
+    def _constant_stores(self) -> list[Store]:
+        return [store for group in self._constant for store in self._stores_of[group.name]]
+
+    def _publish(self, stores: Iterable[Store]) -> None:
+        (publish if self._crossing is None else self._crossing)(stores)
+
     def _fence_homes(self, what: str) -> None:
         if self._arena is None:
             return
         if self._crossing is not None:  # which has counted what moved
             self._arena.fence(what)
             return
-        home_bytes = sum(store.slot.home_bytes for store in self._stores.values())
+        home_bytes = sum(store.slot.home_bytes for store in self._constant_stores)
         with self.ledger.timed(
             "all_gather", "parameters", "shared", full_bytes=home_bytes, world_size=self._world_size
         ):
@@ -220,12 +310,12 @@ def shard(
     named = dict(model.named_parameters())
     if not named:
         raise ValueError("the model has no parameters: there is nothing to train")
-    grid = _grid(mesh, options)
+    grid = copies_of_shards(mesh, options.traffic.group_size) if options.policy.shards_states else None
     inner = mesh if grid is None else grid["dp"]
     replicate = not options.policy.shards_states or 1 in (inner.size(), options.traffic.group_size)
     slots = _slots(named, options, 1 if replicate else inner.size())
     blocks = find_units(model, options.units)
-    units = with_stragglers(model, blocks)
+    units = blocks if options.offload.pages else with_stragglers(model, blocks)
     wiring = plan_wiring(
         Situation(
             inner,
@@ -244,26 +334,36 @@ def shard(
     if wiring.placement == "wire":
         units = blocks
     rank = 0 if replicate else inner.get_local_rank()
+    if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
+        wiring.placement, units = "wire", blocks
+    paging = _page(slots, units, options, rank, wiring)
+    paged = paging.stores if paging is not None else {}
+    shards_on = torch.device("cpu") if on_host else device
     stores = {
-        name: Store(slot, rank, wiring.placement, wiring.arena, device, name in wiring.apart)
+        name: paged.get(name)
+        or Store.make(slot, rank, wiring.placement, wiring.arena, shards_on, name in wiring.apart)
         for name, slot in slots.items()
     }
-    places = _places(model)
+    places = places_of(model)
     del named
-    _fill(model, places, stores, mesh, options.precision, device)
-    # A home costs nothing to keep: only gathered copies are worth freeing between uses.
-    frees = options.policy.frees_parameters and wiring.placement == "wire"
-    keeps = wiring.secondary if frees and wiring.secondary > 1 else frees
-    alone = _mesh_of_one(mesh if states is None else states.mesh) if replicate else inner
-    _wrap(model, units, alone, options, keeps)
-    sharded = Sharded(model, options, mesh, stores, wiring)
+    fill(model, places, stores, mesh, options.precision, device)
+    # A home costs nothing to keep: only gathered copies and paged homes are worth freeing between uses.
+    gathers = options.policy.frees_parameters and wiring.placement == "wire"
+    keeps = wiring.secondary if gathers and wiring.secondary > 1 else gathers
+    pages = set(paging.pager.units) if paging is not None else set()
+    alone = mesh_of_one(mesh if states is None else states.mesh) if replicate else inner
+    frees = {name: keeps or name in pages for name in units}
+    _wrap(model, units, alone, options, frees, on_host)
+    sharded = Sharded(model, options, mesh, device, stores, wiring, paging)
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
-    _plant(sharded, places, _layouts(mesh, grid, states, replicate))
+    _plant(sharded, places, shown_layouts(mesh, grid, states, replicate))
     assert isinstance(model, FSDPModule)
     _fsdp2.lazy_init(model)
     sharded._reducers = wiring.connect(sharded.groups)
     if wiring.placement != "wire":
         sharded._install_homes()
+    if paging is not None:
+        sharded._install_paging(paging)
     track(model, wiring.ledger)
     sharded.set_loss_scale(1.0)
     sharded.prepare_backward(last=True)
@@ -283,6 +383,25 @@ def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: in
     return slots
 
 
+def _page(
+    slots: dict[str, Slot], units: dict[str, nn.Module], options: ShardOptions, rank: int, wiring: Wiring
+) -> Paging | None:
+    """The paging of the units that do not stay in memory, or None."""
+    if not options.offload.pages:
+        return None
+    fixed = options.fp32_modules
+    members: dict[str, list[Slot]] = {}
+    for name, slot in slots.items():
+        unit = next((key for key in (*fixed, *units) if name.startswith(f"{key}.")), "")
+        members.setdefault(unit, []).append(slot)
+    paged = choose_paged(members, options.offload, fixed)
+    if not paged:
+        return None
+    return build_paging(
+        members, paged, options.offload, rank=rank, placement=wiring.placement, arena=wiring.arena
+    )
+
+
 def _largest_unit(slots: dict[str, Slot], units: dict[str, nn.Module], reduce: torch.dtype) -> int:
     sizes: dict[str, int] = {}
     for name, slot in slots.items():
@@ -291,88 +410,13 @@ def _largest_unit(slots: dict[str, Slot], units: dict[str, nn.Module], reduce: t
     return max(sizes.values(), default=0)
 
 
-Places = dict[str, list[tuple[nn.Module, str]]]
-
-
-def _places(model: nn.Module) -> Places:
-    """Every module attribute of each parameter, tied ones included, by its first name."""
-    names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
-    places: Places = {name: [] for name in names.values()}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places[names[id(parameter)]].append((module, key))
-    return places
-
-
-def _put(places: list[tuple[nn.Module, str]], value: Tensor, requires_grad: bool) -> None:
-    parameter = nn.Parameter(value, requires_grad=requires_grad)
-    for module, key in places:
-        module._parameters[key] = parameter
-
-
-def _fill(
-    model: nn.Module,
-    places: Places,
-    stores: dict[str, Store],
-    mesh: DeviceMesh,
-    precision: Precision,
-    device: torch.device,
-) -> None:
-    """Bring rank 0's values into shards, loose parameters and buffers; free the full tensors."""
-    agree = _agreement(mesh, device)
-    held: dict[str, Tensor] = {}
-
-    def sink(name: str, meta: Tensor, full: Tensor) -> None:
-        if name in stores:
-            stores[name].fill(agree(full))
-        else:
-            held[name] = agree(full).clone()
-
-    if has_pending(model):
-        materialize(model, sink, device=str(device))
-    for name, where in places.items():
-        parameter = where[0][0]._parameters[where[0][1]]
-        assert parameter is not None
-        shape, dtype, trains = parameter.shape, parameter.dtype, parameter.requires_grad
-        if name in stores:
-            if not parameter.is_meta:
-                stores[name].fill(agree(parameter))
-            del parameter  # the last reference, unless the user holds one
-            _put(where, torch.empty(shape, dtype=dtype, device="meta"), trains)
-        else:
-            value = held[name] if parameter.is_meta else agree(parameter)
-            _put(where, value.to(precision.master_of(dtype, trains), copy=True), trains)
-    for module_name, module in model.named_modules():
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                name = f"{module_name}.{key}" if module_name else key
-                value = held[name] if buffer.is_meta else agree(buffer)
-                cast = precision.buffer if value.is_floating_point() else None
-                module._buffers[key] = value.to(cast or value.dtype)
-
-
-def _agreement(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A function that returns rank 0's value of a tensor on every rank."""
-    group = mesh.get_group()
-    root = dist.get_global_rank(group, 0)
-
-    def agree(full: Tensor) -> Tensor:
-        full = full.detach().to(device)
-        if mesh.size() > 1:
-            full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(full, src=root, group=group)
-        return full
-
-    return agree
-
-
 def _wrap(
     model: nn.Module,
     units: dict[str, nn.Module],
     mesh: DeviceMesh,
     options: ShardOptions,
-    frees: bool | int,
+    frees: dict[str, bool | int],
+    on_host: bool,
 ) -> None:
     precision = options.precision
     low = precision.compute if precision.compute != torch.float32 else None
@@ -380,41 +424,14 @@ def _wrap(
     plain = MixedPrecisionPolicy(reduce_dtype=precision.reduce, cast_forward_inputs=False)
     ignored = {p for p in model.parameters() if p.ndim == 0} or None
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+    if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
+        offload = options.offload
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin and not offload.pages)
     for name in options.fp32_modules:
         fully_shard(model.get_submodule(name), mp_policy=plain, reshard_after_forward=False, **common)
-    for module in units.values():
-        fully_shard(module, mp_policy=mixed, reshard_after_forward=frees, **common)
+    for name, module in units.items():
+        fully_shard(module, mp_policy=mixed, reshard_after_forward=frees[name], **common)
     fully_shard(model, mp_policy=mixed, reshard_after_forward=False, **common)
-
-
-def _mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of this rank alone: FSDP2's shape for parameters that are not sharded."""
-    if mesh.size() == 1 and mesh.ndim == 1:
-        return mesh
-    ranks = mesh.mesh.flatten().tolist()
-    grid = DeviceMesh(mesh.device_type, [[rank] for rank in ranks], mesh_dim_names=("replicate", "alone"))
-    return grid["alone"]
-
-
-def _grid(mesh: DeviceMesh, options: ShardOptions) -> DeviceMesh | None:
-    """Copies x shards where groups of ranks shard by themselves (MiCS), else None."""
-    size = options.traffic.group_size
-    if not options.policy.shards_states or size in (0, 1, mesh.size()):
-        return None
-    return split_data_axis(mesh, size)
-
-
-def _layouts(
-    mesh: DeviceMesh, grid: DeviceMesh | None, states: States | None, replicate: bool
-) -> Callable[[str, torch.Size], Layout | None]:
-    """By name and shape: the layout that a parameter shows, where FSDP2 works with another one."""
-    if states is not None:
-        return lambda name, shape: states.layout(name, shape, replicate)
-    if replicate:
-        return lambda name, shape: Layout(mesh, (Replicate(),), shape)
-    if grid is not None:
-        return lambda name, shape: Layout(grid, (Replicate(), Shard(0)), shape)
-    return lambda name, shape: None
 
 
 def _plant(sharded: Sharded, places: Places, layout_of: Callable[[str, torch.Size], Layout | None]) -> None:

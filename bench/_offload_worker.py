@@ -1,0 +1,130 @@
+"""One training process of `offload.py`: a GPT with given tiers, its losses, seconds, bytes and peak as JSON.
+
+Runs in Thalweg's environment or, for `--engine deepspeed`, in that of the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from typing import Any
+
+# layers, width, heads, vocabulary
+SHAPES = {
+    "tiny": (2, 128, 2, 512),
+    "50m": (6, 768, 12, 8192),
+    "100m": (11, 768, 12, 32768),
+    "200m": (16, 960, 15, 16384),
+    "gpt2-1.5b": (48, 1600, 25, 50257),
+}
+
+
+def memory_mib(key: str = "VmHWM") -> float:
+    """This process's resident memory in MiB: its peak (VmHWM) or its present value (VmRSS)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The ds_config, the same for both engines."""
+    zero: dict[str, Any] = {"stage": 3}
+    if args.param != "none":
+        zero["offload_param"] = {
+            "device": args.param,
+            "nvme_path": args.folder,
+            "buffer_count": args.buffers,
+            "max_in_cpu": 0,
+            "pin_memory": False,
+        }
+    if args.optimizer != "none":
+        zero["offload_optimizer"] = {"device": args.optimizer, "nvme_path": args.folder, "pin_memory": False}
+    if args.engine == "deepspeed":
+        if args.param != "none":
+            zero["offload_param"] |= {"buffer_size": 60_000_000, "buffer_count": 5}
+        if args.optimizer == "nvme":
+            zero["offload_optimizer"] |= {"buffer_count": 5, "pipeline_read": True, "pipeline_write": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": args.clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}},
+        "zero_optimization": zero,
+    }
+    if args.engine == "deepspeed":
+        config["steps_per_print"] = 10**9
+        config["aio"] = {"block_size": 8 << 20, "queue_depth": 8, "thread_count": 4}
+    else:
+        config["cpu_kernels"] = "torch"
+        config["activation_checkpointing"] = {"policy": "full" if args.recompute else "none"}
+        config["log_level"] = "error"
+    return config
+
+
+def build(args: argparse.Namespace) -> Any:
+    """The engine around a freshly initialised model."""
+    import torch
+
+    from thalweg.nn.transformer import GPT, GPTConfig
+
+    layers, width, heads, vocabulary = SHAPES[args.case]
+    shape = GPTConfig(vocabulary, layers, heads, width, args.sequence)
+    torch.manual_seed(0)
+    if args.engine == "deepspeed":
+        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.init_distributed("gloo", init_method=f"file://{args.store}", rank=0, world_size=1)
+        return deepspeed.initialize(model=GPT(shape), config=config_of(args))[0]
+    import thalweg
+
+    with thalweg.zero.Init():
+        model = GPT(shape)
+    return thalweg.initialize(model=model, config=config_of(args))[0]
+
+
+def main() -> None:
+    """Train and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=("thalweg", "deepspeed"), default="thalweg")
+    parser.add_argument("--case", choices=SHAPES, default="50m")
+    parser.add_argument("--param", choices=("none", "cpu", "nvme"), default="none")
+    parser.add_argument("--optimizer", choices=("none", "cpu", "nvme"), default="none")
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("--store", default="")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--buffers", type=int, default=3)
+    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--recompute", action="store_true")
+    args = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(2)
+    imported = memory_mib()
+    start = time.perf_counter()
+    engine = build(args)
+    found: dict[str, Any] = {"imported_mib": imported, "setup_seconds": time.perf_counter() - start}
+    found["setup_mib"] = memory_mib()
+    found["losses"], found["seconds"], found["cpu_seconds"] = [], [], []
+    found["read_bytes"], found["written_bytes"] = [], []
+    swap = getattr(getattr(engine, "_parts", None), "sharded", None)
+    swap = getattr(swap, "swap", None)
+    vocabulary = SHAPES[args.case][3]
+    for step in range(args.steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens_BT = torch.randint(0, vocabulary, (1, args.sequence + 1), generator=generator)
+        reads, writes = (swap.reads.nbytes, swap.writes.nbytes) if swap else (0, 0)
+        clock, cpu = time.perf_counter(), time.process_time()
+        loss = engine(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        found["seconds"].append(time.perf_counter() - clock)
+        found["cpu_seconds"].append(time.process_time() - cpu)
+        found["losses"].append(loss.item())
+        found["read_bytes"].append(swap.reads.nbytes - reads if swap else 0)
+        found["written_bytes"].append(swap.writes.nbytes - writes if swap else 0)
+        found["peak_mib"] = memory_mib()
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

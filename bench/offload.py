@@ -1,0 +1,205 @@
+"""Parameters and optimiser state outside of memory: what it costs and saves, and that it changes nothing.
+
+    equality    50M parameters, every placement of parameters and state: losses equal to those without
+    nvme        100M parameters, one rank, everything on NVMe: the step against max(the same step without
+                tiers, bytes moved / bandwidth), both measured in this run, and against DeepSpeed
+    host        100M parameters, state on the host with updates within the backward pass, against none:
+                seconds, and the peak, which should fall by the gradients of all units but one
+    gpt2-1.5b   5 steps of GPT-2's largest shape (sequence 256) on NVMe: peak resident memory and seconds
+
+    python bench/offload.py [--case nvme host equality gpt2-1.5b] [--folder DIR] [--quick] [--write] [--json]
+
+The bandwidth is that of the swap file's own threads in 8 MiB blocks, read and written as much as a step does
+(and fio's where it is installed).  Runs alternate where they are compared; medians over steps, the first of
+which is warmth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT, deepspeed_environment, deepspeed_missing, python_for
+from _report import Row, compare, envelope, rows_table, write_result
+
+WORKER = Path(__file__).with_name("_offload_worker.py")
+CASES = ("equality", "nvme", "host", "gpt2-1.5b")
+
+
+def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3600, **options: Any) -> Any:
+    """Run the worker; its JSON, or a text that says why there is none."""
+    command = [python_for(engine), "-u", str(WORKER), "--engine", engine, "--case", case, "--folder", folder]
+    for key, value in options.items():
+        command += [f"--{key}"] if value is True else [f"--{key}", str(value)] if value is not False else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if engine == "deepspeed":
+        store = tempfile.mktemp(dir=folder)
+        command += ["--store", store]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "RANK": "0", "WORLD_SIZE": "1"}
+        environment |= {**deepspeed_environment(), **address, "LOCAL_RANK": "0"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {timeout:.0f} s"
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
+
+
+def typical(found: dict[str, Any], key: str = "seconds") -> float:
+    """The median over steps after the first."""
+    return statistics.median(found[key][1:] or found[key])
+
+
+def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
+    """Bytes a second of reading and writing ``megabytes`` through a swap file's threads."""
+    sys.path.insert(0, str(ROOT))
+    from thalweg.store import Ring, SwapFile
+
+    nbytes = megabytes << 20
+    with SwapFile(folder, nbytes) as swap:
+        ring = Ring(4, 32 << 20)
+        rates = []
+        for move in (swap.write, swap.read):
+            start, tickets = time.perf_counter(), []
+            for turn, offset in enumerate(range(0, nbytes, 32 << 20)):
+                if turn >= 4:
+                    tickets[turn - 4].wait()
+                tickets.append(move(offset, ring[turn][: min(32 << 20, nbytes - offset)]))
+            for ticket in tickets:
+                ticket.wait()
+            rates.append(nbytes / (time.perf_counter() - start))
+    return rates[1], rates[0]
+
+
+def fio(folder: str, megabytes: int) -> tuple[float, float] | None:
+    """The same by fio, if it is there."""
+    if shutil.which("fio") is None:
+        return None
+    rates = []
+    for how in ("write", "read"):
+        command = [
+            "fio",
+            "--name=x",
+            f"--directory={folder}",
+            f"--rw={how}",
+            "--bs=8m",
+            f"--size={megabytes}m",
+        ]
+        command += ["--direct=1", "--ioengine=io_uring", "--iodepth=4", "--output-format=json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rates.append(float(json.loads(done.stdout)["jobs"][0][how]["bw_bytes"]))
+    return rates[1], rates[0]
+
+
+def equality(folder: str, quick: bool) -> list[Row]:
+    """Losses with tiers minus those without."""
+    size, steps = ("tiny", 3) if quick else ("50m", 4)
+    none = train(size, folder, steps=steps)
+    rows = []
+    for param, optimizer in (("none", "cpu"), ("none", "nvme"), ("nvme", "none"), ("nvme", "nvme")):
+        found = train(size, folder, steps=steps, param=param, optimizer=optimizer)
+        case = f"equality, {size}, parameters {param}, state {optimizer}"
+        if isinstance(found, str) or isinstance(none, str):
+            rows.append(compare(case, "no tiers", "largest loss difference", None, None, note=str(found)))
+            continue
+        worst = max(abs(a - b) for a, b in zip(found["losses"], none["losses"], strict=True))
+        rows.append(compare(case, "no tiers", "largest loss difference", worst, 0.0, ratio=float(worst == 0)))
+    return rows
+
+
+def nvme(folder: str, quick: bool) -> list[Row]:
+    """The step with everything on NVMe against its bound and DeepSpeed."""
+    size, steps = ("tiny", 3) if quick else ("100m", 6)
+    none, ours = (train(size, folder, steps=steps, param=tier, optimizer=tier) for tier in ("none", "nvme"))
+    if isinstance(none, str) or isinstance(ours, str):
+        return [compare(f"nvme, {size}", "bound", "step s", None, None, note=f"{none} {ours}"[:300])]
+    megabytes = 64 if quick else 2048
+    read, write = fio(folder, megabytes) or bandwidth(folder, megabytes)
+    reads, writes = typical(ours, "read_bytes"), typical(ours, "written_bytes")
+    disk = reads / read + writes / write
+    compute = typical(none)
+    bound = max(compute, disk)
+    case = f"nvme, {size}"
+    rows = [
+        compare(
+            case, f"bound: max(compute {compute:.2f} s, disk {disk:.2f} s)", "step s", typical(ours), bound
+        ),
+        compare(case, "no tiers", "peak MiB", ours["peak_mib"], none["peak_mib"]),
+    ]
+    missing = deepspeed_missing()
+    theirs = missing or train(size, folder, engine="deepspeed", steps=steps, param="nvme", optimizer="nvme")
+    if isinstance(theirs, str):
+        return [*rows, compare(case, "deepspeed", "step s", typical(ours), None, note=theirs)]
+    rows.append(compare(case, "deepspeed", "step s", typical(ours), typical(theirs)))
+    return [*rows, compare(case, "deepspeed", "peak MiB", ours["peak_mib"], theirs["peak_mib"])]
+
+
+def host(folder: str, quick: bool) -> list[Row]:
+    """Host offload against none, alternating."""
+    size, rounds = ("tiny", 1) if quick else ("100m", 3)
+    pairs = []
+    for _ in range(rounds):
+        pair = [train(size, folder, steps=4, optimizer=tier) for tier in ("cpu", "none")]
+        if any(isinstance(found, str) for found in pair):
+            return [compare(f"host, {size}", "no tiers", "step s", None, None, note=str(pair)[:300])]
+        pairs.append(pair)
+    case = f"host, {size}"
+    rows = []
+    for key, metric in (("seconds", "step s"), ("cpu_seconds", "step CPU s")):
+        ours, theirs = (statistics.median(typical(pair[i], key) for pair in pairs) for i in (0, 1))
+        ratio = statistics.median(typical(b, key) / typical(a, key) for a, b in pairs)
+        rows.append(compare(case, "no tiers", metric, ours, theirs, ratio=ratio))
+    peaks = [max(pair[i]["peak_mib"] for pair in pairs) for i in (0, 1)]
+    return [*rows, compare(case, "no tiers", "peak MiB", *peaks)]
+
+
+def largest(folder: str, quick: bool) -> list[Row]:
+    """GPT-2 of 1.5 billion parameters."""
+    size = "50m" if quick else "gpt2-1.5b"
+    found = train(size, folder, steps=5, param="nvme", optimizer="nvme", recompute=True, timeout=14400)
+    if isinstance(found, str):
+        return [compare(size, "goal", "peak GiB", None, 4.0, note=found)]
+    print("losses " + ", ".join(f"{loss:.6f}" for loss in found["losses"]))
+    return [
+        compare(size, "goal", "peak GiB", found["peak_mib"] / 1024, 4.0),
+        compare(size, "set-up", "s", found["setup_seconds"], None),
+        compare(size, "step", "s", typical(found), None),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the cases and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--folder", default=str(ROOT), help="where swap files go: on the disk to be measured")
+    parser.add_argument("--quick", action="store_true", help="tiny models, to see that it runs")
+    parser.add_argument("--write", action="store_true", help="write results/offload.{json,md}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(arguments)
+    run = {"equality": equality, "nvme": nvme, "host": host, "gpt2-1.5b": largest}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="thalweg-bench-") as folder:
+        for case in args.case:
+            rows += run[case](folder, args.quick)
+    data = envelope("offload", rows)
+    print(json.dumps(data) if args.json else rows_table(rows))
+    if args.write:
+        write_result("offload", data, f"# Offload\n\n{data['date']}, {data['commit']}\n\n{rows_table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

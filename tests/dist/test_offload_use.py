@@ -1,0 +1,226 @@
+"""What users do to an engine with tiers: branches, several engines, plain loops, failures, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+
+import pytest
+import torch
+
+from tests.dist.models import batch, tiny_gpt
+from tests.dist.parity import equal_bits, full
+from tests.dist.test_abandon import Fused
+from tests.dist.test_engine import Branching
+from tests.harness import run_ranks
+
+
+def settings(folder, param="nvme", optimizer="nvme", stage=3, accumulation=1, **more):
+    """A ds_config with these tiers."""
+    zero = {"stage": stage}
+    if param != "none":
+        zero["offload_param"] = {"device": param, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2}
+    if optimizer != "none":
+        zero["offload_optimizer"] = {"device": optimizer, "nvme_path": folder}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+        "cpu_kernels": "torch",
+        "log_level": "error",
+        **more,
+    }
+
+
+def start(model, folder, *tiers, **more):
+    """An engine over a copy of ``model``."""
+    import thalweg
+
+    return thalweg.initialize(model=copy.deepcopy(model), config=settings(folder, *tiers, **more))[0]
+
+
+def mine(step, rank, world):
+    """This rank's part of a global batch."""
+    tokens, labels = batch(step, 2 * world)
+    return tokens[rank::world], labels[rank::world]
+
+
+def values(engine):
+    """The full parameters, the engine closed."""
+    found = [full(p) for p in engine.module.parameters()]
+    engine.close()
+    return found
+
+
+def _branches(rank, world, folder):
+    results = []
+    for tiers in (("none", "none"), ("nvme", "nvme")):
+        engine = start(Branching(), folder, *tiers)
+        choose = random.Random(5)
+        for step in range(20):
+            which = choose.sample(range(8), 3)
+            x = torch.randn(2 * world, 9, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x[rank::world], which))
+            engine.step()
+        results.append(values(engine))
+    return equal_bits(*results)
+
+
+def _a_mixture(rank, world, folder):
+    """Evaluation between steps, a window under no_sync, a plain loop's step, named_parameters in between."""
+    results, notes = [], []
+    for tiers in (("none", "none"), ("nvme", "nvme"), ("none", "cpu")):
+        engine = start(tiny_gpt(), folder, *tiers, accumulation=2)
+        for step in range(3):
+            tokens, labels = mine(2 * step, rank, world)
+            with engine.no_sync():
+                engine.backward(engine(tokens, labels))
+                engine.step()
+            with torch.no_grad():
+                notes.append(float(engine(tokens, labels)))
+            engine.backward(engine(*mine(2 * step + 1, rank, world)))
+            engine.step()
+            named = dict(engine.module.named_parameters())
+            notes.append(float(sum(full(p).double().sum() for p in named.values())))
+            assert list(named) == list(dict(tiny_gpt().named_parameters()))
+        loss = engine(*mine(9, rank, world))  # nobody's engine.backward: gradients stay to be looked at
+        loss.backward()
+        notes.append(float(sum(full(p.grad).double().sum() for p in engine.module.parameters())))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        results.append(values(engine))
+    third = len(notes) // 3
+    same = notes[:third] == notes[third : 2 * third] == notes[2 * third :]
+    return same, equal_bits(results[0], results[1]), equal_bits(results[0], results[2])
+
+
+def _three_engines(rank, world, folder):
+    kinds = {0: ("none", "none"), 1: ("nvme", "nvme"), 2: ("nvme", "cpu")}
+    alone = {}
+    for seed, tiers in kinds.items():
+        engine = start(tiny_gpt(seed), folder, *tiers)
+        for step in range(3):
+            engine.backward(engine(*mine(step, rank, world)))
+            engine.step()
+        alone[seed] = values(engine)
+    engines = {seed: start(tiny_gpt(seed), folder, *tiers) for seed, tiers in kinds.items()}
+    for step in range(3):
+        losses = {seed: engine(*mine(step, rank, world)) for seed, engine in engines.items()}
+        for seed in (2, 0, 1):
+            engines[seed].backward(losses[seed])
+        for engine in engines.values():
+            engine.step()
+    return [equal_bits(values(engine), alone[seed]) for seed, engine in engines.items()]
+
+
+def _failure(rank, world, folder, burns):
+    results = []
+    for fails in (True, False):
+        model = copy.deepcopy(tiny_gpt())
+        model.blocks[1] = Fused(model.blocks[1])
+        # With clipping updates wait for step(), so that a failed backward pass has changed nothing.
+        engine = start(model, folder, gradient_clipping=0.05)
+        fuse, step, failed = engine.module.blocks[1], 0, False
+        while step < 4:
+            fuse.burns = burns if fails and step == 2 and not failed else ""
+            try:
+                engine.backward(engine(*mine(step, rank, world)))
+            except FloatingPointError:
+                failed = True
+                continue
+            engine.step()
+            step += 1
+        assert failed == fails
+        results.append(values(engine))
+    return equal_bits(*results)
+
+
+def _checkpoints(rank, world, folder):
+    """Saved with tiers, loaded without, and back."""
+    equal = []
+    for first, second in ((("nvme", "nvme"), ("none", "none")), (("none", "none"), ("nvme", "nvme"))):
+        results = []
+        for again in (False, True):
+            engine = start(tiny_gpt(), folder, *first)
+            for step in range(4):
+                if again and step == 2:
+                    engine.save_checkpoint(f"{folder}/{first[0]}")
+                    engine.close()
+                    engine = start(tiny_gpt(1), folder, *second)
+                    engine.load_checkpoint(f"{folder}/{first[0]}")
+                engine.backward(engine(*mine(step, rank, world)))
+                engine.step()
+            results.append(values(engine))
+        equal.append(equal_bits(*results))
+    return equal
+
+
+def _two_backwards(rank, world, folder):
+    engine = start(tiny_gpt(), folder)
+    engine.backward(engine(*mine(0, rank, world)))
+    with pytest.raises(ValueError, match="Add the losses"):
+        engine.backward(engine(*mine(1, rank, world)))
+    engine.close()
+    retained = []
+    for tiers in (("none", "none"), ("nvme", "nvme")):
+        engine = start(tiny_gpt(), folder, *tiers)
+        for step in range(2):
+            loss = engine(*mine(step, rank, world))
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        retained.append(values(engine))
+    return equal_bits(*retained)
+
+
+def _not_finite(rank, world, folder):
+    engine = start(tiny_gpt(), folder)
+    before = [full(p) for p in engine.module.parameters()]
+    loss = engine(*mine(0, rank, world))
+    engine.backward(loss * float("nan"))
+    engine.step()
+    skipped = (engine.skipped_steps, engine.optimizer.overflow)
+    return skipped, equal_bits(values(engine), before)
+
+
+def _in_folder(rank, world, name, *args):
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        return globals()[name](rank, world, folder, *args)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_row08_a_random_branch_with_parameters_on_a_disk(world):
+    assert all(run_ranks(_in_folder, world, "_branches"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_no_sync_and_plain_loops_between_steps(world):
+    for same in run_ranks(_in_folder, world, "_a_mixture"):
+        assert same == (True, True, True)
+
+
+def test_row14_three_engines_with_different_tiers():
+    for equal in run_ranks(_in_folder, 2, "_three_engines"):
+        assert equal == [True, True, True]
+
+
+@pytest.mark.parametrize("burns", ["forward", "backward"])
+def test_an_exception_leaves_the_tiers_at_rest(burns):
+    assert all(run_ranks(_in_folder, 2, "_failure", burns))
+
+
+def test_checkpoints_pass_between_tiers():
+    for equal in run_ranks(_in_folder, 1, "_checkpoints"):
+        assert equal == [True, True]
+
+
+def test_row15_two_backward_passes_are_an_error_or_retain_the_graph():
+    assert all(run_ranks(_in_folder, 2, "_two_backwards"))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    for (skipped, overflow), equal in run_ranks(_in_folder, 2, "_not_finite"):
+        assert skipped == 1 and overflow and equal

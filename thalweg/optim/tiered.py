@@ -1,0 +1,156 @@
+"""Which update an engine uses, from where the optimiser's state and the parameters are.
+
+parameters    state        update
+in memory     in memory    plain, or none of this module's business
+any           on NVMe      streamed (mapped, if the optimiser is not elementwise)
+on NVMe       in memory    streamed, with the state where it is
+
+Around it goes :class:`.leaving.Leaving` where the state is offloaded and its rule allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.config import Config
+from thalweg.optim.leaving import Leaving
+from thalweg.optim.local import local
+from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
+from thalweg.optim.mapped import MappedUpdate
+from thalweg.optim.scaler import LossScaler
+from thalweg.optim.spill import GradSpill, spill_bytes
+from thalweg.optim.streamed import StreamedUpdate, state_bytes
+from thalweg.optim.update import PlainUpdate, Update
+from thalweg.optim.window import Window
+from thalweg.optim.worker import is_elementwise
+from thalweg.store import Ring, SwapFile
+from thalweg.store.regions import round_up
+from thalweg.zero.shard import Sharded
+
+# Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
+_BUFFER_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StateTier:
+    """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.
+
+    ``early``: updates may run within the backward pass, since nothing later in a step (clipping, a loss
+    scale) can change them.
+    """
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    folder: str = ""
+    buffers: int = 4
+    buffer_elements: int = 100_000_000
+    pin: bool = True
+    early: bool = False
+
+
+def manage(
+    inner: torch.optim.Optimizer,
+    sharded: Sharded,
+    config: Config,
+    window: Window,
+    scaler: LossScaler,
+    replicate_group: dist.ProcessGroup | None,
+) -> ManagedOptimizer:
+    """The optimizer that users hold, with its state where the config wants it."""
+    update, swap = build_update(
+        inner,
+        _state_tier(config, sharded),
+        window,
+        swap=sharded.swap,
+        copies=sharded.copies(),
+        changed=sharded.changed,
+    )
+    if swap is not None:
+        sharded.on_close(swap.close)
+    leaving = update if isinstance(update, Leaving) else None
+
+    def drop_gradients() -> None:
+        if leaving is not None:
+            leaving.drop()
+        sharded.drop_gradients()
+
+    managed = ManagedOptimizer(
+        inner,
+        UpdateHooks(sharded.finish_window, sharded.set_loss_scale, drop_gradients),
+        window,
+        scaler,
+        max_norm=config.gradient_clipping,
+        replicate_group=replicate_group,
+        update=update,
+    )
+    if leaving is not None:
+        sharded.on_reduced(leaving.reducing, leaving.reduced)
+        managed.after_step(leaving.close_step)
+    managed.after_step(sharded.changed)
+    return managed
+
+
+def _state_tier(config: Config, sharded: Sharded) -> StateTier:
+    section = config.zero_optimization.offload_optimizer
+    # Gradients on their way from a GPU arrive when the backward pass is over.
+    waits = config.gradient_clipping > 0 or config.fp16.enabled or sharded.device.type != "cpu"
+    return StateTier(
+        device=section.device,
+        folder=section.nvme_path or "",
+        buffers=section.buffer_count,
+        buffer_elements=section.buffer_size,
+        pin=section.pin_memory,
+        early=not waits,
+    )
+
+
+def build_update(
+    optimizer: torch.optim.Optimizer,
+    tier: StateTier,
+    window: Window,
+    *,
+    swap: SwapFile | None = None,
+    copies: Mapping[Tensor, Tensor] | None = None,
+    changed: Callable[[list[str]], None] = lambda units: None,
+) -> tuple[Update, SwapFile | None]:
+    """The update, and the swap file if one was made here.
+
+    ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.streamed.StreamedUpdate`;
+    ``changed``: see :class:`.leaving.Leaving`.
+
+    Raises:
+        ValueError: the swap file's folder or disk does not do.
+    """
+    elementwise, made = is_elementwise(optimizer), None
+    on_disk = tier.device == "nvme"
+    if on_disk:
+        needed = (state_bytes(optimizer) if elementwise else _bound(optimizer)) + spill_bytes(optimizer)
+        if swap is None:
+            swap = made = SwapFile(tier.folder, needed)
+        else:
+            swap.extend(needed)
+    if swap is None:
+        update: Update = PlainUpdate(optimizer)
+    elif elementwise:
+        size = min(_BUFFER_BYTES, max(1, tier.buffer_elements) * 4)
+        ring = Ring(max(2, tier.buffers), max(size, 1 << 20), pin=tier.pin)
+        update = StreamedUpdate(optimizer, swap, ring, copies=copies, state_in_memory=not on_disk)
+    else:
+        update = MappedUpdate(optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk)
+    early = tier.device != "none" and tier.early and elementwise
+    spill = GradSpill(swap) if on_disk and swap is not None else None
+    if early or spill is not None:
+        background = swap is not None and early
+        update = Leaving(update, optimizer, window, changed, early=early, spill=spill, background=background)
+    return update, made
+
+
+def _bound(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes for state of an optimiser that is not elementwise: two fp32 tensors like each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return sum(2 * round_up(local(p).numel() * max(4, p.dtype.itemsize)) for p in params)
