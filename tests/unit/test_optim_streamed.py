@@ -26,6 +26,7 @@ from thalweg.optim.lion import Lion
 from thalweg.optim.lowbit import LowBitAdam, LowBitLion
 from thalweg.optim.mapped import MappedUpdate
 from thalweg.optim.muon import Muon
+from thalweg.optim.norms import measure
 from thalweg.optim.streamed import StreamedUpdate, StreamPolicy, state_bytes
 from thalweg.optim.update import PlainUpdate
 from thalweg.store import Disk, Ring, SwapError, SwapFile
@@ -317,6 +318,11 @@ def test_the_norm_of_swapped_gradients_has_the_same_bits(tmp_path: Path) -> None
     twin.step()
     wanted = float(global_grad_norm(twin.plain))
     assert twin.update.grad_norm(twin.streamed, None) == wanted
+    assert twin.swap is not None
+    read = twin.swap.reads.nbytes
+    known = {p: measure(p.grad) for p in twin.streamed}
+    assert twin.update.grad_norm(twin.streamed, None, known) == wanted
+    assert twin.swap.reads.nbytes == read, "what was measured before is not read again"
     twin.streamed[-1].grad[77] += 1e-3
     assert twin.update.grad_norm(twin.streamed, None) != wanted
     twin.streamed[-1].grad[77] = float("nan")

@@ -111,7 +111,7 @@ class StreamedUpdate:
         measured: Mapping[Tensor, Measured] | None = None,
     ) -> float:
         """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
-        known = self._streamed_rows([param for param in params if param.grad is not None])
+        known = self._streamed_rows([p for p in params if p.grad is not None and p not in (measured or {})])
 
         def rows_of(piece: Tensor) -> Rows:
             found = known.get(piece.data_ptr())
