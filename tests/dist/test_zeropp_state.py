@@ -1,0 +1,278 @@
+"""ZeRO++ and MiCS: bytes between hosts, homes, checkpoints, edits, refusals, overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.models import batch, tiny_gpt
+from tests.dist.parity import equal_bits, full
+from tests.dist.zeropp import HPZ, LAYOUTS, LOCO, MICS, MIXES, QW, place, start, steps, wider
+from tests.harness import run_ranks
+
+ALL = MIXES["all"]
+
+
+def _bytes(rank, world):
+    place(LAYOUTS["2 + 2"], rank)
+    shape = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    sent = {}
+    for name in ("stage 3", "qwZ", "hpZ", "qwZ qgZ", "all"):
+        mix = MIXES.get(name, {})
+        engine = start(wider(), mix, **shape)
+        steps(engine, rank, world, 1)
+        engine.ledger.reset()
+        steps(engine, rank, world, 2, first=1)
+        sent[name] = engine.ledger.total().inter_bytes / 2
+        sent[f"{name}, gathers"] = engine.ledger.total("all_gather").inter_bytes / 2
+        engine.close()
+    return sent
+
+
+def test_all_three_send_less_than_a_quarter_between_hosts():
+    """Counted by the ledger, against stage 3 that sends parameters and gradients in bf16, once a host."""
+    ranks = run_ranks(_bytes, 4)
+    sent = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    blocks, root = _sizes(wider())
+    both = blocks + root
+    # Forward and backward gather the blocks, the root is kept; gradients once: 2 bytes, half to each side.
+    assert sent["stage 3"] == pytest.approx(2 * (3 * blocks + 2 * root), rel=0.02)
+    assert sent["hpZ, gathers"] == pytest.approx(2 * both, rel=0.02)
+    assert sent["qwZ, gathers"] < 0.53 * sent["stage 3, gathers"]
+    assert sent["stage 3"] > 4 * sent["all"]
+    assert sent["stage 3"] < 4 * sent["qwZ qgZ"]  # two of them do not suffice
+
+
+def _sizes(model):
+    blocks = sum(p.numel() for n, p in model.named_parameters() if n.startswith("blocks."))
+    return blocks, sum(p.numel() for p in model.parameters()) - blocks
+
+
+def _replicas(rank, world):
+    """Homes on both hosts are the same and near the master, after steps, after a jump and after a load."""
+    place(LAYOUTS["2 + 2"], rank)
+    slow = {"type": "AdamW", "params": {"lr": 1e-4}}
+    engine = start(wider(), {**QW, **HPZ}, optimizer=slow)
+    sharded = engine._parts.sharded
+    found = []
+
+    def look(when):
+        steps(engine, rank, world, 1)
+        engine.eval()
+        with torch.no_grad():
+            tokens, labels = batch(0, 2)
+            engine(tokens, labels)
+        engine.train()
+        for name, store in sharded._stores.items():
+            home = store.home.float().clone()
+            everyone = home.clone()
+            dist.broadcast(everyone, src=0)
+            same = torch.equal(everyone, home)
+            rows = store._last - store._first
+            master = store.shard[:rows].float()
+            error = (store.rows_of(rank)[:rows].float() - master).abs().max() if rows else torch.zeros(())
+            largest = master.abs().max() if rows else torch.ones(())
+            found.append((when, name, same, float(error / largest.clamp(min=1e-12))))
+        dist.barrier()  # rows of a host are read by all its ranks
+
+    look("first")
+    steps(engine, rank, world, 3)
+    look("later")
+    with torch.no_grad():
+        for store in sharded._stores.values():
+            store.shard.mul_(-3.0)
+    look("jump")
+    engine.close()
+    return found
+
+
+def test_homes_on_two_hosts_agree_and_stay_near_the_master():
+    worst = {"first": 0.0, "later": 0.0, "jump": 0.0}
+    for found in run_ranks(_replicas, 4):
+        for when, name, same, error in found:
+            assert same, (when, name)
+            worst[when] = max(worst[when], error)
+    assert worst["jump"] <= 0.51 / 127  # whole weights in 8 bits
+    assert worst["later"] <= 0.51 / 127 / 4  # steps in 4 bits are finer than that
+    assert worst["later"] > 0
+
+
+def _unchanged(rank, world):
+    """Frozen parameters cross once; evaluation again and again crosses nothing."""
+    place(LAYOUTS["2 + 2"], rank)
+    model = wider()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("blocks.2."))
+    engine = start(model, HPZ)
+    sent = []
+    for _ in range(3):
+        engine.ledger.reset()
+        steps(engine, rank, world, 1)
+        sent.append(engine.ledger.total("all_gather").inter_bytes)
+    engine.eval()
+    tokens, labels = batch(0, 2)
+    with torch.no_grad():
+        engine(tokens, labels)
+        engine.ledger.reset()
+        engine(tokens, labels)
+    sent.append(engine.ledger.total("all_gather").inter_bytes)
+    return sent
+
+
+def test_what_has_not_changed_is_not_sent_again():
+    first, second, third, again = run_ranks(_unchanged, 4)[0]
+    assert second == third
+    assert second < 0.4 * first
+    assert again == 0
+
+
+def _checkpoint(rank, world, folder, mix):
+    place(LAYOUTS["2 + 2"], rank)
+    engine = start(tiny_gpt(), mix)
+    steps(engine, rank, world, 3)
+    engine.save_checkpoint(folder, "here")
+    before = [full(p) for p in engine.module.parameters()]
+    other = start(tiny_gpt(seed=5), mix)
+    other.load_checkpoint(folder, "here")
+    after = [full(p) for p in other.module.parameters()]
+    a, b = steps(engine, rank, world, 3, first=3), steps(other, rank, world, 3, first=3)
+    return equal_bits(before, after), max(abs(x - y) for x, y in zip(a, b, strict=True)), _bits(before)
+
+
+def _load_alone(rank, world, folder):
+    engine = start(tiny_gpt(seed=7), {}, stage=0)
+    engine.load_checkpoint(folder, "here")
+    return _bits([full(p) for p in engine.module.parameters()])
+
+
+def _bits(tensors):
+    """Tensors as bytes, which outlive the rank that made them."""
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", ["hpZ", "all", "all MiCS"])
+def test_checkpoints_hold_logical_tensors(name, tmp_path):
+    for same, difference, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), MIXES[name])):
+        assert same
+        assert difference <= (2e-2 if "all" in name else 0.0)
+    alone = run_ranks(_load_alone, 1, str(tmp_path))[0]
+    assert alone == ranks[0][2]
+
+
+def _mics_layout(rank, world):
+    from torch.distributed.tensor import DTensor
+
+    place(LAYOUTS["2 + 2"], rank)
+    engine = start(tiny_gpt(), MICS)
+    steps(engine, rank, world, 2)
+    shapes = []
+    for parameter in engine.module.parameters():
+        assert isinstance(parameter, DTensor)
+        shapes.append((parameter.device_mesh.shape, parameter.to_local().numel(), parameter.numel()))
+    gathered = engine.ledger.total("all_gather").inter_bytes
+    local = _bits([p.to_local().detach().clone() for p in engine.module.parameters()])
+    return shapes, gathered, local
+
+
+def test_mics_shards_within_groups_and_copies_stay_equal():
+    ranks = run_ranks(_mics_layout, 4)
+    for mesh_shape, local, whole in ranks[0][0]:
+        assert mesh_shape == (2, 2)
+        assert local >= whole // 2
+    assert all(gathered == 0 for _, gathered, _ in ranks)
+    assert ranks[0][2] == ranks[2][2]
+    assert ranks[1][2] == ranks[3][2]
+    assert ranks[0][2] != ranks[1][2]
+
+
+def _refused(rank, world, layout, mix):
+    place(layout, rank)
+    with pytest.raises(ValueError) as caught:
+        start(tiny_gpt(), mix)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mix", "words"),
+    [
+        ((0, 0, 1), HPZ, ("zero_hpz_partition_size = 2", "[2, 1]", "use 1")),
+        ((0, 1), HPZ, ("zero_hpz_partition_size = 2", "[1, 1]")),
+        ((0, 0, 1, 1), {"zero_hpz_partition_size": 4}, ("[2, 2]", "use one of [2]")),
+        ((0, 0, 0), MICS, ("mics_shard_size = 2", "3 data-parallel ranks", "[1, 3]")),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_with_the_cure(layout, mix, words):
+    for message in run_ranks(_refused, len(layout), layout, mix):
+        assert all(word in message for word in words), message
+
+
+def _overflow(rank, world):
+    """An inf on one rank must not hide in codes: the step is skipped everywhere."""
+    place(LAYOUTS["2 + 2"], rank)
+    engine = start(tiny_gpt(), {**ALL, **LOCO})
+    steps(engine, rank, world, 1)
+    before = [full(p) for p in engine.module.parameters()]
+    tokens, labels = batch(9, 2)
+    loss = engine(tokens, labels)
+    engine.backward(loss * (float("inf") if rank == 3 else 1.0))
+    engine.step()
+    after = [full(p) for p in engine.module.parameters()]
+    losses = steps(engine, rank, world, 2)
+    return engine.skipped_steps, equal_bits(before, after), all(x == x for x in losses)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    assert run_ranks(_overflow, 4) == [(1, True, True)] * 4
+
+
+def _pending(rank, world):
+    """zero.Init and an ordinary build give the same run."""
+    import thalweg
+
+    place(LAYOUTS["2 + 2"], rank)
+    plain = steps(start(wider(), ALL), rank, world, 2)
+    with thalweg.zero.Init():
+        torch.manual_seed(0)
+        model = wider()
+    return plain == steps(start(model, ALL), rank, world, 2)
+
+
+def test_models_built_on_meta_cross_too():
+    assert all(run_ranks(_pending, 4))
+
+
+def _edited(rank, world, mix):
+    """What GatheredParameters leaves is seen on both hosts, and counted."""
+    import thalweg
+
+    place(LAYOUTS["2 + 2"], rank)
+    engine = start(wider(), mix)
+    steps(engine, rank, world, 1)
+    engine.ledger.reset()
+    weight = next(p for p in engine.module.parameters() if p.ndim == 2)
+    with thalweg.zero.GatheredParameters([weight], modifier_rank=3):
+        if rank == 3:
+            with torch.no_grad():
+                weight.fill_(0.25)
+    counted = [e for e in engine.ledger.entries() if e.module == "GatheredParameters"]
+    moved = {e.kind: e.inter_bytes for e in counted}
+    engine.eval()
+    with torch.no_grad():
+        tokens, labels = batch(0, 2)
+        loss = engine(tokens, labels).item()
+    return moved, loss, weight.numel() * weight.element_size()
+
+
+def _all_edited(rank, world):
+    return [_edited(rank, world, mix) for mix in ({}, HPZ, ALL, MICS)]
+
+
+def test_edited_parameters_cross_and_are_counted():
+    ranks = run_ranks(_all_edited, 4)
+    losses = [loss for rank in ranks for _, loss, _ in rank]
+    assert losses == pytest.approx([losses[0]] * 16, abs=5e-3)
+    plain = [rank[0] for rank in ranks]
+    size = plain[0][2]
+    assert sum(moved["broadcast"] for moved, _, _ in plain) == 2 * size
+    assert sum(moved["all_gather"] for moved, _, _ in plain) == 2 * size * 3 // 4
