@@ -17,6 +17,7 @@ _PUBLIC = {
     "init_distributed": "thalweg.mesh",
     "load_config": "thalweg.config",
     "zero": "thalweg.zero",
+    "moe": "thalweg.moe",
     "pipeline": "thalweg.serve.local",
     "serve": "thalweg.serve",
     "client": "thalweg.serve.mii",

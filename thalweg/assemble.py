@@ -28,6 +28,7 @@ from thalweg.config import Config, ModelFacts
 from thalweg.mesh import Axes, Degrees
 from thalweg.nn.deferred import LossTiling
 from thalweg.nn.head import defer_logits
+from thalweg.nn.moe import MoE
 from thalweg.nn.tiled_mlp import find_mlps, tiled
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
@@ -35,6 +36,7 @@ from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
 from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
+from thalweg.parallel.expert import spread_experts
 from thalweg.parallel.sequence import sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
@@ -114,6 +116,7 @@ def assemble(
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config)
+    teams += spread_experts({name: m for name, m in model.named_modules() if isinstance(m, MoE)}, axes)
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
     _recompute(model, list(units.values()), config, device)

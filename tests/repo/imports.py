@@ -10,9 +10,9 @@ from tests.repo.source import PACKAGE, Module, resolve_from
 # Imports point only upwards in this list: a room may use those named before it.
 # fmt: off
 ORDER = [
-    "config", "utils", "observe", "device", "mesh", "comm", "ops", "store", "zero", "parallel", "nn", "adapt",
-    "remat", "optim", "assemble", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "plan", "study",
-    "launch", "compat", "cli", "__main__",
+    "config", "utils", "observe", "device", "mesh", "comm", "ops", "store", "zero", "parallel", "nn", "moe",
+    "adapt", "remat", "optim", "assemble", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "plan",
+    "study", "launch", "compat", "cli", "__main__",
 ]
 # fmt: on
 ALONE = {"config", "utils"}  # these import nothing of ours

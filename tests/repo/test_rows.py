@@ -14,6 +14,7 @@ ROWS = {
     3: "tests/dist/test_rows.py::test_row03_a_ragged_epoch_equals_big_batches",
     4: "tests/dist/test_parity.py::test_row04_stages_equal_one_process",
     5: "tests/dist/test_rows.py::test_row05_random_delays_change_no_bit",
+    7: "tests/dist/test_expert.py::test_row07_disjoint_routing_and_unhit_experts_complete_at_stage_3",
     8: "tests/dist/test_engine.py::test_row08_a_random_branch_every_step",
     10: "tests/dist/test_gather.py::test_row10_shape_and_init_as_unsharded",
     12: "tests/dist/test_rows.py::test_row12_recomputation_with_dropout_changes_no_bit",
@@ -42,6 +43,7 @@ ROWS = {
     42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
     44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",
+    47: "tests/dist/test_expert.py::test_row47_experts_are_stored_under_global_ids",
 }
 
 

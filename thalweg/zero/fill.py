@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.zero.homes import Store
 from thalweg.zero.init import has_pending, materialize
 from thalweg.zero.policy import Precision
+from thalweg.zero.spread import is_spread
 
 Places = dict[str, list[tuple[nn.Module, str]]]
 
@@ -57,6 +58,9 @@ def fill(
         parameter = where[0][0]._parameters[where[0][1]]
         assert parameter is not None
         shape, dtype, trains = parameter.shape, parameter.dtype, parameter.requires_grad
+        if is_spread(parameter):
+            _put(where, parameter.detach().to(precision.master_of(dtype, trains)), trains)
+            continue
         if name in stores:
             if not parameter.is_meta:
                 stores[name].fill(agree(parameter))

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,6 +33,7 @@ from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
 from thalweg.zero.homes import Slot, Store, publish
 from thalweg.zero.offload import Offload, PagedStore, Paging, build_paging, choose_paged
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
+from thalweg.zero.spread import SpreadGradients, is_spread, reduce_scalars
 from thalweg.zero.states import Layout, States
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
 from thalweg.zero.watch import Reduced, Reducing, Watch
@@ -91,6 +91,7 @@ class Sharded:
         self._watches: list[Watch] = []
         self._at_close: list[Callable[[], None]] = []
         self.loose: list[nn.Parameter] = []
+        self.spread = SpreadGradients([])
 
     # Phases of a step
 
@@ -109,7 +110,9 @@ class Sharded:
             if group.flush():
                 self._flags = None
             group.to_sharded()
-        self._reduce_loose()
+        divisor = self.loss_scale * (1 if self.options.sum_gradients else self._world_size)
+        reduce_scalars(self.loose, divisor, self._group)
+        self.spread.reduce(divisor)
         self._watches_rest()
         if self.paging is not None:
             self.paging.pager.end_pass()
@@ -276,20 +279,6 @@ class Sharded:
         ):
             self._arena.fence(what)
 
-    def _reduce_loose(self) -> None:
-        grads = [parameter.grad for parameter in self.loose if parameter.requires_grad]
-        if not grads:
-            return
-        present = [torch.zeros(()) if grad is None else grad.float() for grad in grads]
-        flat = torch.stack([grad.reshape(()) for grad in present])
-        if self._world_size > 1:
-            dist.all_reduce(flat, group=self._group)
-        divisor = self.loss_scale * (1 if self.options.sum_gradients else self._world_size)
-        trained = [parameter for parameter in self.loose if parameter.requires_grad]
-        for parameter, value in zip(trained, (flat / divisor).unbind(), strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(value)
-
 
 def shard(
     model: nn.Module,
@@ -353,8 +342,10 @@ def shard(
     pages = set(paging.pager.units) if paging is not None else set()
     alone = mesh_of_one(mesh if states is None else states.mesh) if replicate else inner
     frees = {name: keeps or name in pages for name in units}
+    spread = SpreadGradients([parameter for parameter in model.parameters() if is_spread(parameter)])
     _wrap(model, units, alone, options, frees, on_host)
     sharded = Sharded(model, options, mesh, device, stores, wiring, paging)
+    sharded.spread = spread
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _plant(sharded, places, shown_layouts(mesh, grid, states, replicate))
     assert isinstance(model, FSDPModule)
@@ -373,7 +364,7 @@ def shard(
 def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: int) -> dict[str, Slot]:
     precision, slots = options.precision, {}
     for name, parameter in named.items():
-        if parameter.ndim == 0:
+        if parameter.ndim == 0 or is_spread(parameter):
             continue  # FSDP2 cannot shard a scalar: it is kept whole and reduced by itself
         master = precision.master_of(parameter.dtype, parameter.requires_grad)
         compute = precision.compute_of(master)
@@ -422,7 +413,7 @@ def _wrap(
     low = precision.compute if precision.compute != torch.float32 else None
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=precision.reduce)
     plain = MixedPrecisionPolicy(reduce_dtype=precision.reduce, cast_forward_inputs=False)
-    ignored = {p for p in model.parameters() if p.ndim == 0} or None
+    ignored = {p for p in model.parameters() if p.ndim == 0 or is_spread(p)} or None
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
         offload = options.offload

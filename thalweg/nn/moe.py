@@ -1,0 +1,291 @@
+"""Mixture of experts: a gate picks, for each token, which of many feed-forward networks work on it.
+
+The picture, for N tokens of width D and E experts:
+
+    gate      x (N, D) -> logits (N, E) -> k experts a token, their weights, two losses
+    sort      the N x k choices by expert, those over an expert's capacity dropped
+    experts   each works on its run of rows; known shapes by one grouped matrix product
+    combine   rows back to their tokens, weighted and added up
+
+Experts are one stack of parameters, (E, ...) each, so expert e is row e whatever holds it: a
+checkpoint knows experts by their global number, and an expert without tokens still has its
+(zero) gradient.  With a team (:mod:`thalweg.parallel.expert`) a rank has some rows of the
+stack, and the sorted choices travel to their experts and back by two all-to-alls.
+
+GShard (Lepikhin et al. 2020), Switch Transformer (Fedus et al. 2021), DeepSpeed-MoE (Rajbhandari et al.
+2022: residual and random token selection), ST-MoE (Zoph et al. 2022: z-loss).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+_ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Identity)
+
+
+class Exchange(Protocol):
+    """What takes sorted rows to the ranks of their experts, and back."""
+
+    size: int
+
+    def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Rows of own experts, how many each has, and the way back for their results."""
+        ...
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Choices of N tokens: ``experts`` and ``weights`` are (N, k); a dropped choice has weight 0."""
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    counts: Tensor  # (E,) choices of each expert, dropped ones included
+    balance: Tensor  # 0-dim, 1 where all experts are chosen alike
+    z: Tensor  # 0-dim, mean squared log of the partition function
+
+
+@dataclass(frozen=True)
+class GatePolicy:
+    """How tokens choose: see :class:`MoE` for the fields."""
+
+    k: int = 1
+    capacity_factor: float = 1.0
+    eval_capacity_factor: float = 1.0
+    min_capacity: int = 4
+    noise: str | None = None
+    drop_tokens: bool = True
+    random_selection: bool = True
+    sample_second: bool = True
+
+    def capacity(self, num_tokens: int, num_experts: int, training: bool) -> int | None:
+        """Choices that an expert takes, or None for all."""
+        if not self.drop_tokens:
+            return None
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        return max(math.ceil(self.k * num_tokens / num_experts * factor), self.min_capacity)
+
+
+def route(
+    logits: Tensor, policy: GatePolicy, training: bool = True, used_token: Tensor | None = None
+) -> Routing:
+    """Choose experts by ``logits`` (N, E); ``used_token`` (N,) is false for tokens to leave out."""
+    num_tokens, num_experts = logits.shape
+    logits = logits.float()
+    gates = logits.softmax(-1)
+    scores = logits
+    if training and policy.noise == "RSample" and policy.k == 1:
+        scores = logits + _gumbel_like(logits)
+    first = scores.topk(1 if policy.k == 2 else policy.k, dim=-1).indices
+    if policy.k == 2:
+        others = logits + _gumbel_like(logits) if training and policy.sample_second else logits
+        second = others.scatter(1, first, -math.inf).argmax(-1, keepdim=True)
+        first = torch.cat([first, second], 1)
+    experts = first
+    used = torch.ones_like(experts, dtype=torch.bool)
+    if used_token is not None:
+        used = used_token.reshape(-1, 1).bool().expand_as(experts)
+    capacity = policy.capacity(num_tokens, num_experts, training)
+    kept = (
+        used if capacity is None else used & _within(experts, used, capacity, num_experts, policy, training)
+    )
+    weights = gates.gather(1, experts) * kept
+    if policy.k > 1:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+    hits = F.one_hot(experts, num_experts) * used[..., None]
+    measured = hits[:, 0] if policy.k <= 2 else hits.sum(1) / policy.k
+    balance = (gates.mean(0) * measured.float().mean(0)).sum() * num_experts
+    return Routing(experts, weights, kept, hits.sum((0, 1)), balance, logits.logsumexp(-1).square().mean())
+
+
+def _gumbel_like(logits: Tensor) -> Tensor:
+    return -torch.empty_like(logits).exponential_().log()
+
+
+def _within(
+    experts: Tensor, used: Tensor, capacity: int, num_experts: int, policy: GatePolicy, training: bool
+) -> Tensor:
+    """Which choices (N, k) an expert has room for: first choices first, then by chance or in order."""
+    num_tokens, k = experts.shape
+    order = torch.arange(num_tokens * k, device=experts.device)
+    if policy.random_selection and training and k == 1:
+        order = torch.randperm(num_tokens, device=experts.device)
+    flat = experts.T.reshape(-1)  # all first choices, then all second ones
+    flat = torch.where(used.T.reshape(-1), flat, num_experts)
+    by_expert = order[flat[order].argsort(stable=True)]
+    counts = torch.bincount(flat, minlength=num_experts + 1)
+    starts = counts.cumsum(0) - counts
+    place = torch.empty_like(order)
+    place[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
+    return (place < capacity).view(k, num_tokens).T
+
+
+class Experts(nn.Module):
+    """``num_experts`` copies of ``expert`` as one stack; rows sorted by expert -> rows."""
+
+    def __init__(self, expert: nn.Module, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.stack = copy.deepcopy(expert)
+        for module in self.stack.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    stacked = parameter.detach().expand(num_experts, *parameter.shape).clone()
+                    module._parameters[key] = nn.Parameter(stacked, parameter.requires_grad)
+        self._single = [copy.deepcopy(expert).to("meta")]  # in a list: no submodule
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """``rows`` (M, D) sorted by own expert, ``counts`` of each own expert -> (M, D)."""
+        own = {name: _own(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
+        if (known := self._as_mlp()) is not None and _can_group(rows, own):
+            return _grouped(rows, counts, own, known)
+        results = []
+        for index, part in enumerate(rows.split(counts.tolist())):
+            single = {name: parameter[index] for name, parameter in own.items()}
+            results.append(functional_call(self._single[0], single, (part,)))
+        return torch.cat(results)
+
+    def _as_mlp(self) -> nn.Module | None:
+        """The activation, if the expert is Linear, activation, Linear in a row."""
+        stack = self.stack
+        if not (isinstance(stack, nn.Sequential) and len(stack) == 3):
+            return None
+        linear = type(stack[0]) is nn.Linear and type(stack[2]) is nn.Linear
+        return stack[1] if linear and isinstance(stack[1], _ACTIVATIONS) else None
+
+
+def _own(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.to(dtype) if local.is_floating_point() else local
+
+
+def _can_group(rows: Tensor, own: dict[str, Tensor]) -> bool:
+    """Whether torch's grouped product takes these: it wants rows of a multiple of 16 bytes."""
+    aligned = all(p.shape[-1] * p.element_size() % 16 == 0 for p in own.values())
+    return hasattr(F, "grouped_mm") and aligned and rows.shape[0] > 0
+
+
+def _grouped(rows: Tensor, counts: Tensor, own: dict[str, Tensor], activation: nn.Module) -> Tensor:
+    offsets = counts.cumsum(0).to(torch.int32)
+    expert = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = F.grouped_mm(x, own[f"{name}.weight"].transpose(1, 2), offs=offsets)
+        bias = own.get(f"{name}.bias")
+        return y if bias is None else y + bias[expert]
+
+    return linear(activation(linear(rows, "0")), "2")
+
+
+class MoE(nn.Module):
+    """A layer of experts in DeepSpeed's signature; returns ``(output, l_aux, exp_counts)``.
+
+    Args:
+        hidden_size: D.  ``expert``: the module to copy, (..., D) -> (..., D).  ``num_experts``: E.
+        ep_size: ranks that the experts are spread over; ``thalweg.initialize`` does it.
+        k: experts a token.  ``capacity_factor``, ``eval_capacity_factor``, ``min_capacity``: an expert
+            takes ``k * N / E * factor`` choices of this rank's N tokens, the rest is dropped.
+        use_residual: a dense copy of the expert beside, mixed by a learned coefficient (PR-MoE).
+        noisy_gate_policy: None, "RSample" (k = 1: Gumbel noise on the choice) or "Jitter" (on the input).
+        drop_tokens: False takes every choice.  ``use_rts``: what is dropped at k = 1 is left to chance.
+        top2_2nd_expert_sampling: the second of two experts is sampled.
+        shared_expert: a module that works on every token besides.  ``z_loss_coef``: added to ``l_aux``
+            times the z-loss.
+
+    ``l_aux`` is the balance loss (1 where balanced), unweighted; ``exp_counts`` (E,) int64.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        shared_expert: nn.Module | None = None,
+        z_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if num_experts % ep_size:
+            raise ValueError(f"num_experts = {num_experts} must be a multiple of ep_size = {ep_size}")
+        if not 1 <= k <= num_experts:
+            raise ValueError(f"k = {k} must be from 1 to num_experts = {num_experts}")
+        if noisy_gate_policy not in (None, "None", "RSample", "Jitter"):
+            raise ValueError(f'noisy_gate_policy is {noisy_gate_policy!r}; it is None, "RSample" or "Jitter"')
+        if use_tutel or enable_expert_tensor_parallelism:
+            raise ValueError("use_tutel and enable_expert_tensor_parallelism are not built; leave them false")
+        self.num_experts, self.ep_size = num_experts, ep_size
+        self.policy = GatePolicy(
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            None if noisy_gate_policy == "None" else noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        self.z_loss_coef = z_loss_coef
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.experts = Experts(expert, num_experts)
+        self.residual = copy.deepcopy(expert) if use_residual else None
+        self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
+        self.shared = shared_expert
+        self._exchange: Exchange | None = None
+
+    def spread(self, exchange: Exchange) -> None:
+        """Let the experts of a team of ranks work together; each has its rows of the stack by now."""
+        self._exchange = exchange
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``hidden_states`` (..., D) -> output (..., D), ``l_aux`` (0-dim), ``exp_counts`` (E,)."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        seen = x
+        if self.training and self.policy.noise == "Jitter":
+            seen = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
+        routing = route(F.linear(seen, self.gate.weight).float(), self.policy, self.training, used_token)
+        y = self._combine(x, routing).view(hidden_states.shape)
+        if self.shared is not None:
+            y = y + self.shared(hidden_states)
+        if self.residual is not None and self.coefficient is not None:
+            mix = self.coefficient(hidden_states).softmax(-1)
+            y = y * mix[..., :1] + self.residual(hidden_states) * mix[..., 1:]
+        return y, routing.balance + self.z_loss_coef * routing.z, routing.counts
+
+    def _combine(self, x: Tensor, routing: Routing) -> Tensor:
+        token, choice = routing.kept.nonzero(as_tuple=True)
+        expert = routing.experts[token, choice]
+        order = expert.argsort(stable=True)
+        token, choice = token[order], choice[order]
+        counts = torch.bincount(expert, minlength=self.num_experts)
+        rows, back = x[token], None
+        if self._exchange is not None:
+            rows, counts, back = self._exchange.to_experts(rows, counts)
+        results = self.experts(rows, counts)
+        if back is not None:
+            results = back(results)
+        weighted = results * routing.weights[token, choice, None].to(results.dtype)
+        return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
