@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg import ops
 from thalweg.config import Config, ModelFacts
 from thalweg.mesh import Axes, Degrees
-from thalweg.nn.deferred import LossTiling
-from thalweg.nn.head import defer_logits
 from thalweg.nn.moe import MoE
-from thalweg.nn.tiled_mlp import find_mlps, tiled
+from thalweg.nn.tiling import tile_model
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
+from thalweg.ops.attention import widen_attention
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
+from thalweg.optim.delayed import DelayPolicy
 from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
@@ -121,7 +121,7 @@ def assemble(
     teams += _split_sequence(model, axes, list(units.values()))
     _recompute(model, list(units.values()), config, device)
     _pick_kernels(model, axes, config, device)
-    loss_tiling = _tile(model, config)
+    loss_tiling = tile_model(model, config.tiling)
     _compile(model, list(units.values()), config)
     sharded = shard(model, mesh, options, device, states)
     for name, text in sharded.notes.items():
@@ -268,6 +268,8 @@ def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.de
     """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
     if device.type != "cpu" or config.compile.enabled:
         return
+    if config.fp16.enabled and config.cpu_kernels == "auto":
+        widen_attention(model)
     if ops.switch_linear_layers(model, config.cpu_kernels) == 0 and axes.tensor is None:
         return
     if axes.size > 1:
@@ -276,19 +278,6 @@ def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.de
         dist.broadcast_object_list(table, src=root, group=axes.everyone)
         if table[0] is not None:
             ops.import_table(table[0])
-
-
-def _tile(model: nn.Module, config: Config) -> LossTiling | None:
-    section = config.tiling
-    if section.mlp > 1:
-        for module in find_mlps(model, section.mlp_modules).values():
-            tiled(module, section.mlp)
-    if not section.loss:
-        return None
-    if section.head is not None and section.head not in dict(model.named_modules()):
-        raise ValueError(f"tiling.head is {section.head!r}, and the model has no module of that name")
-    head = None if section.head is None else model.get_submodule(section.head)
-    return defer_logits(model, head, section.loss_tokens)
 
 
 def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
@@ -390,7 +379,14 @@ def _optimizer(
         params = dict(section.params)
         if config.bf16.bf16_optimizer_states:
             params.setdefault("state_dtype", "bf16")
-        inner = build_optimizer(section.type, groups, params, model=model, replicate_group=replicate_group)
+        inner = build_optimizer(
+            section.type,
+            groups,
+            params,
+            model=model,
+            replicate_group=replicate_group,
+            delay=DelayPolicy.from_config(config.zero_optimization.zenflow),
+        )
     else:
         return None
     return manage(inner, sharded, config, window, scaler, replicate_group)

@@ -199,6 +199,7 @@ OPTIMIZERS = {
     "SGD": ({"lr": 0.1, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "RMSprop": ({"lr": 1e-3}, lambda p: torch.optim.RMSprop(p, lr=1e-3)),
     "NAdam": ({"lr": 1e-3}, lambda p: torch.optim.NAdam(p, lr=1e-3)),
+    "Adafactor": ({"lr": 1e-2}, lambda p: torch.optim.Adafactor(p, lr=1e-2)),
 }
 OURS = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-3}, "Muon": {"lr": 1e-2, "ns_dtype": "fp32"}}
 

@@ -18,6 +18,7 @@ from tests.unit.test_tiled_loss import peak_of
 from thalweg.nn.deferred import DeferredLogits
 from thalweg.nn.head import defer_logits, find_head, undo_defer
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.ops.subclass import Disguised, subclass_of
 
 
 @pytest.fixture(autouse=True)
@@ -265,6 +266,10 @@ def test_models_without_one_head_are_told() -> None:
     model.head.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="without hooks"):
         defer_logits(model)
+    split = gpt()
+    split.head.__class__ = subclass_of(nn.Linear, Disguised, forward=lambda self, x: None)
+    with pytest.raises(ValueError, match="whole"):
+        defer_logits(split)
 
 
 transformers = pytest.importorskip("transformers")

@@ -152,6 +152,22 @@ CONFLICTS = (
         lambda every, policy: every != 1 and policy != "selective",
         '1, or activation_checkpointing.policy to be "selective"',
     ),
+    Conflict(("zero_optimization.zenflow.topk_ratio",), lambda ratio: ratio == 0, "above 0, and at most 1"),
+    Conflict(
+        ("zero_optimization.zenflow.topk_ratio", "optimizer.type"),
+        lambda ratio, name: name not in ("Adam", "AdamW"),
+        "no zenflow block, or optimizer.type to be Adam or AdamW: only their updates can wait",
+    ),
+    Conflict(
+        ("zero_optimization.zenflow.topk_ratio", "zero_optimization.offload_optimizer.device"),
+        lambda ratio, device: device == "nvme",
+        "no zenflow block, or offload_optimizer.device to be cpu or none: gradients that wait are in memory",
+    ),
+    Conflict(
+        ("zero_optimization.zenflow.topk_ratio", "bf16.bf16_optimizer_states"),
+        lambda ratio, low: low,
+        "no zenflow block, or bf16.bf16_optimizer_states to be false",
+    ),
     Conflict(
         ("bf16.bf16_optimizer_states", "bf16.enabled"),
         lambda states, on: states and not on,
@@ -212,11 +228,6 @@ CONFLICTS = (
         ("optimizer.params.amsgrad", "optimizer.type"),
         lambda on, name: on and name in ("Adagrad", "Lamb"),
         "false; the optimiser has no such variant",
-    ),
-    Conflict(
-        ("optimizer.type", "zero_optimization.stage"),
-        lambda name, stage: name == "Adafactor" and stage > 0,
-        "another optimiser, or zero_optimization.stage to be 0; Adafactor needs whole matrices",
     ),
     Conflict(
         ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),

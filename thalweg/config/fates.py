@@ -43,7 +43,6 @@ def more_than_skip(value: Any) -> bool:
 _BLOCK = "remove the block or set enabled to false"
 _ONE = "set it to 1; the ranks are then data-parallel"
 NOT_BUILT = (
-    Switch("zero_optimization.zenflow", present, "remove the block"),
     Switch(
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
     ),
@@ -155,6 +154,8 @@ NO_EFFECT = {
     "zero_optimization.offload_optimizer.ratio": "all of the optimiser's state is offloaded",
     "zero_optimization.offload_optimizer.super_offload": "updates run within the backward pass if they may",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the update uses torch's threads",
+    "zero_optimization.zenflow.offload": "the state of selected columns stays with that of the others",
+    "zero_optimization.zenflow.pt_reserved_cores_perc": "the delayed update uses torch's threads",
     "aio": "transfers run in blocks of 8 MiB from 4 threads, the fastest that was measured",
     "prescale_gradients": "says when the mean is divided, not what it is",
     "gradient_predivide_factor": "says when the mean is divided, not what it is",
@@ -201,7 +202,6 @@ NO_EFFECT = {
 }
 
 LATER = (
-    "zero_optimization.zenflow",
     "tensor_parallel.partition_config",
     "expert_parallel",
     "data_efficiency",

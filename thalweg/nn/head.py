@@ -71,6 +71,13 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return wide[0] if len(wide) == 1 else None
 
 
+def _is_whole_linear(head: nn.Module) -> bool:
+    """Whether the layer computes ``x @ weight.T + bias`` and nothing else: one that is split over
+    tensor-parallel ranks has a class of its own, and only a part of the weight."""
+    bare = type(head).__bases__[-1] if is_switched(head) else type(head)
+    return bare is nn.Linear
+
+
 def defer_logits(
     model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None
 ) -> LossTiling:
@@ -86,9 +93,9 @@ def defer_logits(
             'to or as wide as its embedding): name it, as in "tiling": {"head": "lm_head"}, or set '
             "tiling.loss to false"
         )
-    if plain_class(head) is not nn.Linear or any(hook_ids(head)) or "forward" in head.__dict__:
+    if not _is_whole_linear(head) or any(hook_ids(head)) or "forward" in head.__dict__:
         raise ValueError(
-            f"tiling.loss needs a head that is a plain nn.Linear without hooks; this one is a "
+            f"tiling.loss needs a head that is a plain nn.Linear, whole and without hooks; this one is a "
             f"{type(head).__name__}: set tiling.loss to false"
         )
     tiling = LossTiling(tile_tokens, weakref.ref(head))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim.adafactor import Adafactor
+from thalweg.optim.delayed import DelayedAdam, DelayPolicy
 from thalweg.optim.elementwise import ELEMENTWISE, can_fuse
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
@@ -44,6 +45,7 @@ _ONLY_OFF = {
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 # The classes that keep their moments in fewer bits ("state_dtype").
+_NO_KERNELS = (LowBitAdam, LowBitLion, DelayedAdam)
 _LOW_BIT: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
 _COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
@@ -55,6 +57,7 @@ def build_optimizer(
     *,
     model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
+    delay: DelayPolicy | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
 
@@ -62,7 +65,7 @@ def build_optimizer(
     ``hyper``: its keywords, as in ``optimizer.params`` of a ``ds_config.json``. Groups may override them.
     For Muon alone, ``model``: the module whose parameters these are, so that it can tell a hidden matrix from
     an embedding by the modules' types; and ``replicate_group``: the ranks that hold the plain parameters as
-    copies, so that they share the work out among them.
+    copies, so that they share the work out among them.  For Adam and AdamW, ``delay``: which columns wait.
 
     Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
     others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
@@ -82,9 +85,15 @@ def build_optimizer(
     if not tensors:
         raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
     cls, hyper = _with_state_dtype(name, _optimizer_class(name, tensors), hyper or {})
+    if delay is not None:
+        if cls not in (ELEMENTWISE["Adam"], ELEMENTWISE["AdamW"]):
+            raise ValueError(f"zenflow delays the updates of Adam and AdamW with fp32 state, not of {name}")
+        cls = DelayedAdam
     keywords = _keywords(name, cls, hyper)
     if "fused" in parameters_of(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
         keywords["fused"] = can_fuse(name, tensors) or None
+    if cls is DelayedAdam:
+        keywords["policy"] = delay
     if cls is Muon:
         keywords["replicate_group"] = replicate_group
         groups = groups if model is None else muon_groups(model, groups)
@@ -169,13 +178,13 @@ def _with_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple[An
 def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for ``cls``: every key known, every value of the right kind."""
     where = f"optimizer {name}"
-    own = parameters_of(cls, without=("params", "replicate_group", *_ONLY_OFF))
+    own = parameters_of(cls, without=("params", "replicate_group", "policy", *_ONLY_OFF))
     if name in _ADAM:
         own.pop("decoupled_weight_decay", None)
     silent = {*_ONLY_OFF} | (_NO_EFFECT if name in _FROM_DEEPSPEED else set())
     silent |= {"decoupled_weight_decay"} if name in _ADAM else set()
-    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _LOW_BIT.values() else set()
-    silent |= {"foreach", "fused"} if cls in _LOW_BIT.values() else set()
+    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _NO_KERNELS else set()
+    silent |= {"foreach", "fused"} if cls in _NO_KERNELS else set()
     silent -= own.keys()
     for key in silent & hyper.keys() & (_ONLY_OFF.keys() | {"amsgrad"}):
         if hyper[key]:
@@ -186,7 +195,7 @@ def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     if name in _ADAM and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
     found = {key: _checked(f"{where}: {key}", value, own[key].default) for key, value in keywords.items()}
-    if cls is LowBitAdam:
+    if cls in (LowBitAdam, DelayedAdam):
         found["decoupled_weight_decay"] = name == "AdamW"
     return found
 

@@ -93,6 +93,11 @@ def _of_one_copy(total: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.where(total.isfinite(), torch.zeros_like(total), total)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """``max_norm / (norm + 1e-6)`` if that is below 1, else 1: the scale of gradients of that norm."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
 @torch.no_grad()
 def clip_grads_(params: Iterable[Tensor], max_norm: float, norm: Tensor | float) -> float:
     """Scale all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; returns the factor
@@ -109,9 +114,9 @@ def clip_grads_(params: Iterable[Tensor], max_norm: float, norm: Tensor | float)
     value = float(norm)
     if not math.isfinite(value):
         raise ValueError(f"gradients with a norm of {value} cannot be clipped: skip the step")
-    factor = max_norm / (value + 1e-6)
-    if factor >= 1.0:
-        return 1.0
+    factor = clip_factor(value, max_norm)
+    if factor == 1.0:
+        return factor
     pieces = [local(p.grad) for p in params if p.grad is not None]
     if pieces:
         foreach.mul_(pieces, factor)

@@ -116,6 +116,20 @@ class Fp32State:
                     self.state[param][key] = value.to(device=param.device, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class ExactState:
+    """Mixin before an ``Optimizer``: loading leaves the state's tensors in the dtype they were saved in."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's, but without its cast of the state to the dtype of the parameter."""
+        super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        params = [p for group in self.param_groups for p in group["params"]]  # pyright: ignore[reportAttributeAccessIssue]
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    self.state[param][key] = value.to(device=param.device, copy=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class LocalStep(Fp32State):
     """Mixin before an elementwise ``torch.optim`` class: its kernels run on local pieces, its state stays
     logical.

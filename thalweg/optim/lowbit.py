@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 
 from thalweg.optim import foreach
 from thalweg.optim.lion import check_common, loss_of
-from thalweg.optim.local import Fp32State, local, local_grad
+from thalweg.optim.local import ExactState, local, local_grad
 from thalweg.optim.states import (
     MOMENTS,
     SCALE,
@@ -51,7 +51,7 @@ class _Chunk:
     finish: Callable[[], None]
 
 
-class _LowBit(Fp32State, torch.optim.Optimizer):
+class _LowBit(ExactState, torch.optim.Optimizer):
     """What the three have in common.  State: each moment, in int8 ``<moment>_scale`` too, and ``step``."""
 
     moments: tuple[Moment, ...] = MOMENTS
@@ -82,16 +82,6 @@ class _LowBit(Fp32State, torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
         raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's, but the moments keep the dtype that they were saved in."""
-        super().load_state_dict(state_dict)
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, param in zip(ids, params, strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    self.state[param][key] = value.to(device=param.device, copy=True)
 
 
 class LowBitAdam(_LowBit):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.optim.clip import clip_factor
 from thalweg.optim.scaler import LossScaler
 from thalweg.optim.update import PlainUpdate, Update
 from thalweg.optim.window import Window
@@ -149,7 +150,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
         else:
             if self.max_norm > 0:
-                factor *= min(1.0, self.max_norm / (norm + 1e-6))
+                factor *= clip_factor(norm, self.max_norm)
             self._update.apply(factor)
             self.num_updates += 1
         self.scaler.update(self.overflow)
