@@ -116,14 +116,6 @@ CONFLICTS = (
         lambda size, stage: size > 0 and stage == 0,
         "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
     ),
-    *(
-        Conflict(
-            (f"zero_optimization.{block}.device", f"zero_optimization.{block}.nvme_path"),
-            lambda device, path: device == "nvme" and not path,
-            f'"cpu" or "none", or zero_optimization.{block}.nvme_path to name a folder on the disk to use',
-        )
-        for block in ("offload_param", "offload_optimizer")
-    ),
     Conflict(
         (
             "zero_optimization.offload_optimizer.nvme_path",
@@ -281,6 +273,13 @@ def find_conflicts(config: Section, skip: Iterable[str] = ()) -> Iterator[Proble
         if rule.broken(*values):
             yield Problem(rule.paths[0], values[0], rule.expected)
     yield from _missing_params(config, skipped)
+    for block in ("offload_param", "offload_optimizer"):
+        path = f"zero_optimization.{block}"
+        on_disk = value_at(config, f"{path}.device") == "nvme"
+        if on_disk and not value_at(config, f"{path}.nvme_path") and not _touches((path,), skipped):
+            yield Problem(
+                f"{path}.nvme_path", None, f'a folder on the disk to use, as {path}.device is "nvme"'
+            )
 
 
 def _missing_params(config: Section, skipped: tuple[str, ...]) -> Iterator[Problem]:
