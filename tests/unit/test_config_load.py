@@ -201,7 +201,7 @@ def test_every_fault_in_one_error_in_the_order_of_the_text() -> None:
       "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
       "fp16": {"enabled": true, "enabled": true, "loss_scal": 1},
       "bf16": {"enabled": true},
-      "zero_optimization": {"stage": 9, "offload_optimizer": {"device": "cpu"}},
+      "zero_optimization": {"stage": 9, "offload_optimizer": {"device": "disk"}},
       "optimizer": {"type": "Adamm", "params": {"lr": "fast"}},
       "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_typ": "log"}},
       "seed": NaN
@@ -286,7 +286,7 @@ def test_older_offload_keys_are_the_offload_blocks(old: str, block: str) -> None
     section = getattr(load(source).zero_optimization, block)
     assert section.device == "cpu"
     assert section.pin_memory is False
-    assert list(problems(source)) == [f"zero_optimization.{old}"]
+    assert not problems(source)
 
 
 def test_an_older_spelling_beside_the_new_one_is_refused() -> None:
