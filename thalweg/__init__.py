@@ -15,6 +15,7 @@ _PUBLIC = {
     "initialize": "thalweg.engine",
     "Engine": "thalweg.engine",
     "init_distributed": "thalweg.mesh",
+    "init_inference": "thalweg.infer.init",
     "load_config": "thalweg.config",
     "zero": "thalweg.zero",
     "moe": "thalweg.moe",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as AbstractSequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -122,6 +123,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def pending(self) -> AbstractSet[str]:
+        """Names of the requests that have not ended."""
+        return self._requests.keys()
 
     def _score(self, plan: Plan, logits: Tensor) -> Tensor:
         """Take the rows that score prompts off the front of the logits."""

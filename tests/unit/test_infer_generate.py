@@ -1,0 +1,120 @@
+"""``init_inference``: called like the module, generating like Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import thalweg
+from tests.unit.infer_models import tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.set_num_threads(1)
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> Any:
+    return thalweg.init_inference(model, {"replace_with_kernel_inject": True}, dtype=torch.float32)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts of 9 and 5 tokens, the short one padded on the left."""
+    tokens = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    return tokens, mask
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_new_tokens": 12},
+        {"max_length": 20},
+        {"max_new_tokens": 12, "repetition_penalty": 1.4},
+        {"max_new_tokens": 12, "eos_token_id": [17, 30, 44, 60, 90, 100], "pad_token_id": 5},
+        {"max_new_tokens": 12, "eos_token_id": list(range(100)), "min_new_tokens": 6, "pad_token_id": 5},
+        {"max_new_tokens": 6, "num_beams": 2},
+        {"max_new_tokens": 6, "no_repeat_ngram_size": 2},
+    ],
+    ids=str,
+)
+def test_generate_equals_hugging_face(engine: Any, model: Any, arguments: dict[str, Any]) -> None:
+    tokens, mask = batch()
+    want = model.generate(tokens, attention_mask=mask, do_sample=False, **arguments)
+    assert torch.equal(engine.generate(tokens, attention_mask=mask, do_sample=False, **arguments), want)
+    assert torch.equal(
+        engine.generate(input_ids=tokens, attention_mask=mask, do_sample=False, **arguments), want
+    )
+
+
+def test_it_is_called_like_the_module(engine: Any, model: Any) -> None:
+    tokens, _ = batch()
+    with torch.no_grad():
+        want = model(tokens, labels=tokens)
+    got = engine(tokens, labels=tokens)
+    assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
+    assert engine.module is model and not got.logits.requires_grad
+
+
+def test_samples_repeat_under_a_seed_and_differ_without(engine: Any) -> None:
+    tokens, mask = batch()
+    arguments = {"max_new_tokens": 10, "do_sample": True, "num_return_sequences": 3, "attention_mask": mask}
+    torch.manual_seed(1)
+    first = engine.generate(tokens, **arguments)
+    torch.manual_seed(1)
+    assert torch.equal(engine.generate(tokens, **arguments), first) and first.shape == (6, 19)
+    assert not torch.equal(engine.generate(tokens, **arguments), first)
+    assert len({tuple(row) for row in first[:3].tolist()}) == 3
+
+
+def test_refresh_takes_over_new_weights(model: Any) -> None:
+    import copy
+
+    changing = copy.deepcopy(model)
+    engine = thalweg.init_inference(changing)
+    tokens, _ = batch()
+    with torch.no_grad():
+        changing.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    want = changing.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert not torch.equal(engine.generate(tokens, max_new_tokens=8, do_sample=False), want)
+    engine.refresh()
+    assert torch.equal(engine.generate(tokens, max_new_tokens=8, do_sample=False), want)
+
+
+def test_configs(model: Any, tmp_path: Any) -> None:
+    path = tmp_path / "inference.json"
+    path.write_text(json.dumps({"dtype": "int8", "tensor_parallel": {"tp_size": 1}, "max_out_tokens": 64}))
+    engine = thalweg.init_inference(model, path)
+    assert engine.core.facts.quantize == "int8" and engine.core.facts.max_length == 64
+    assert thalweg.init_inference(model).core.facts.dtype == "fp32"
+    for bad, text in [
+        ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
+        ({"dtypes": "fp16"}, "dtypes"),
+        ({"quant": {"weight": {"num_bits": 3}}}, "num_bits"),
+        ({"checkpoint": "x.json"}, "checkpoint"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            thalweg.init_inference(model, bad)
+
+
+def test_an_encoder_is_called_and_a_translator_generates() -> None:
+    from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    encoder = thalweg.init_inference(BertModel(BertConfig(vocab_size=50, **sizes)).eval())
+    assert encoder(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 32) and encoder.core is None
+    config = T5Config(
+        vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    translator = T5ForConditionalGeneration(config).eval()
+    tokens = torch.tensor([[5, 6, 7]])
+    want = translator.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(
+        thalweg.init_inference(translator).generate(tokens, max_new_tokens=5, do_sample=False), want
+    )
