@@ -1,0 +1,259 @@
+"""Tokens a second and first token of the inference engine against Hugging Face, and against memory.
+
+All contestants are alive in one process and take turns, round after round, on the same random prompts; a row
+compares the medians.  Between turns the memory's read speed is measured with as many threads; each cell of
+ours also says which part of it the weights and the KV cache, at its mean length, make up: the fraction of the
+roofline.  The model is a Llama of 110 million parameters with random weights: 12 layers, 768 wide, inner
+width 2,048, 12 heads, vocabulary 32,000; prompts of 128 tokens, 64 new ones, greedy, every feature of the
+engine on.  `thalweg torch` is the same engine on torch's operators alone, without the extra `native`.
+
+    python bench/infer.py --write
+    python bench/infer.py --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from _infer_peers import Peer, peers
+from _peers import ROOT
+from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
+
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer.engine import Engine
+
+SHAPE = {
+    "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
+    "vocab_size": 32000, "max_position_embeddings": 1024,
+}  # fmt: skip
+GOALS = {  # issue 6: tokens a second at batch 1 and 8
+    "fp32": (125, 500), "bf16": (190, 650), "int8": (300, 1100), "int4": (340, 1100),
+}  # fmt: skip
+PEERS_OF = {
+    "fp32": ("hugging face fp32", "ctranslate2 fp32"),
+    "bf16": ("hugging face bf16",),
+    "int8": ("hugging face fp32", "ctranslate2 int8"),
+    "int4": ("hugging face fp32",),
+}
+Turn = Callable[[list[list[int]], int], tuple[float, float]]
+
+
+def build(layers: int) -> Any:
+    """Return the model, fp32, in eval mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**(SHAPE | {"num_hidden_layers": layers}))
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return LlamaForCausalLM(config).eval()
+
+
+def hugging_face(model: Any) -> Turn:
+    """Return a turn of ``generate``: seconds to the first token, seconds in all."""
+
+    def turn(prompts: list[list[int]], new: int) -> tuple[float, float]:
+        tokens = torch.tensor(prompts)
+        times = []
+        for count in (1, new):
+            start = time.perf_counter()
+            model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            times.append(time.perf_counter() - start)
+        return times[0], times[1]
+
+    return turn
+
+
+def thalweg(engine: Engine) -> Turn:
+    """Return a turn of the engine: seconds until every sequence has its first token, seconds in all."""
+
+    def turn(prompts: list[list[int]], new: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=new)))
+        waiting = set(range(len(prompts)))
+        first = 0.0
+        while engine.has_work():
+            for output in engine.step():
+                waiting.discard(int(output.request_id))
+            if not waiting and not first:
+                first = time.perf_counter() - start
+        return first, time.perf_counter() - start
+
+    return turn
+
+
+def engine_for(model: Any, form: str, runner: str | None) -> Engine:
+    """Return an engine with weights in a form."""
+    options = EngineOptions(
+        dtype="fp32" if form == "fp32" else "bf16",
+        quantize=form if form.startswith("int") else None,
+        max_batch=8, max_length=256, max_step_tokens=1024,
+    )  # fmt: skip
+    return load_engine(model, options, runner=runner)
+
+
+def read_speed(buffer: torch.Tensor) -> float:
+    """Return how many bytes a second all threads together read."""
+    start = time.perf_counter()
+    buffer.sum()
+    return buffer.numel() * buffer.element_size() / (time.perf_counter() - start)
+
+
+def contestants(args: argparse.Namespace) -> tuple[dict[str, Turn], dict[str, Engine], list[Peer]]:
+    """Return everybody's turn by name, our engines among them, and the processes to end afterwards."""
+    model = build(args.layers)
+    turns: dict[str, Turn] = {"hugging face fp32": hugging_face(model)}
+    engines: dict[str, Engine] = {}
+    for form in args.forms:
+        engines[f"thalweg {form}"] = engine_for(model, form, None)
+        if not args.quick:
+            engines[f"thalweg torch {form}"] = engine_for(model, form, "eager")
+    turns |= {name: thalweg(engine) for name, engine in engines.items()}
+    others = [] if args.quick else peers(model, args.threads)
+    turns |= {peer.name: peer.turn for peer in others}
+    if "bf16" in args.forms:
+        import copy
+
+        turns["hugging face bf16"] = hugging_face(copy.deepcopy(model).bfloat16())
+    return turns, engines, others
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Take every measurement and return the JSON object."""
+    torch.set_num_threads(args.threads)
+    turns, engines, others = contestants(args)
+    buffer = torch.ones(2**27)
+    speeds: list[float] = []
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    generator = torch.Generator().manual_seed(1)
+    try:
+        for number in range(args.rounds + 1):  # the first round warms up
+            for batch in args.batches:
+                prompts = torch.randint(SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
+                names = list(turns)
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    speeds.append(read_speed(buffer))
+                    times = turns[name](prompts.tolist(), args.new)
+                    if number:
+                        taken.setdefault((name, batch), []).append(times)
+    finally:
+        for peer in others:
+            peer.close()
+    speed = max(speeds)
+    cells = {key: summary(args, key, times, engines, speed) for key, times in taken.items()}
+    return envelope(
+        "infer",
+        rows(args, cells),
+        threads=args.threads, rounds=args.rounds, prompt=args.prompt, new=args.new, layers=args.layers,
+        read_gb_s=round(speed / 1e9, 1), cells=[{"name": n, "batch": b, **c} for (n, b), c in cells.items()],
+    )  # fmt: skip
+
+
+def summary(
+    args: argparse.Namespace,
+    key: tuple[str, int],
+    times: list[tuple[float, float]],
+    engines: dict[str, Engine],
+    speed: float,
+) -> dict[str, Any]:
+    """Return medians of one contestant at one batch size, and for ours the part of the roofline."""
+    name, batch = key
+    made: dict[str, Any] = {
+        "tok_s": statistics.median(batch * args.new / whole for _, whole in times),
+        "decode_tok_s": statistics.median(batch * (args.new - 1) / (whole - first) for first, whole in times),
+        "first_ms": statistics.median(1e3 * first for first, _ in times),
+    }
+    weight_bytes = getattr(getattr(engines.get(name), "runner", None), "weight_bytes", None)
+    if weight_bytes:
+        itemsize = 4 if name.endswith("fp32") else 2
+        held = batch * (args.prompt + args.new / 2) * 2 * SHAPE["hidden_size"] * itemsize * args.layers
+        bound = batch * speed / (weight_bytes + held)
+        made |= {"bound_tok_s": bound, "roofline": made["decode_tok_s"] / bound}
+    return made
+
+
+def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]]) -> list[Row]:
+    """Return the comparisons: with every peer at the same bits of weight, and with the goals."""
+    found = []
+    for (name, batch), mine in cells.items():
+        if not name.startswith("thalweg") or name.startswith("thalweg torch"):
+            continue
+        form = name.split()[-1]
+        case = f"{form}, batch {batch}"
+        for peer in (*PEERS_OF[form], f"thalweg torch {form}"):
+            theirs = cells.get((peer, batch))
+            if theirs is None:
+                continue
+            found.append(compare(case, peer, "tok/s", mine["tok_s"], theirs["tok_s"], lower_is_better=False))
+            found.append(compare(case, peer, "first token ms", mine["first_ms"], theirs["first_ms"]))
+        if args.layers == SHAPE["num_hidden_layers"] and batch in (1, 8):
+            goal = float(GOALS[form][batch == 8])
+            found.append(compare(case, "goal", "tok/s", mine["tok_s"], goal, lower_is_better=False))
+            if form == "int8":
+                first = 60.0 if batch == 1 else 250.0
+                found.append(compare(case, "goal", "first token ms", mine["first_ms"], first))
+    return found
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the result as Markdown."""
+    keys = ("tok_s", "decode_tok_s", "first_ms", "bound_tok_s")
+    lines = [
+        [f"{c['name']}, batch {c['batch']}", *(cell(c.get(k)) for k in keys), cell(c.get("roofline"), 2)]
+        for c in data["cells"]
+    ]
+    heads = ["contestant", "tok/s", "decoding tok/s", "first token ms", "memory bound tok/s", "of the bound"]
+    return "\n".join(
+        [
+            "# Inference",
+            "",
+            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            "",
+            f"Llama shape of {data['layers']} layers, {data['threads']} threads, prompt {data['prompt']}, "
+            f"{data['new']} new tokens, medians of {data['rounds']} rounds in turns; memory read at "
+            f"{data['read_gb_s']} GB/s in the same run.",
+            "",
+            table(heads, lines),
+            "",
+            rows_table(data["rows"]),
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, measure, print one object or the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--forms", nargs="+", default=list(GOALS), choices=list(GOALS))
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="2 layers, int8 alone, 2 rounds: under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--write", action="store_true", help="write results/infer.md and .json")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds, args.layers, args.forms, args.new = 2, 2, ["int8"], 16
+    data = measure(args)
+    if args.write:
+        write_result("infer", data, render(data))
+    print(json.dumps(data) if args.json else render(data))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

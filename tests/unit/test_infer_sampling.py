@@ -1,0 +1,144 @@
+"""Sampling against the distributions by hand and against Hugging Face's processors; text as it streams."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from thalweg.infer import Request, SamplingParams
+from thalweg.infer.sampler import choose, uniform
+from thalweg.infer.sequence import Sequence
+from thalweg.infer.text import TextStream
+
+VOCAB = 40
+
+
+def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:
+    made = Sequence(Request("r", prompt, SamplingParams(**fields)), 0, 0, 100, frozenset({7}))
+    made.tokens += output
+    return made
+
+
+def hugging_face(p: SamplingParams, prompt: tuple[int, ...], row: torch.Tensor) -> torch.Tensor:
+    steps = LogitsProcessorList()
+    if p.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(p.temperature))
+    if p.top_k:
+        steps.append(TopKLogitsWarper(p.top_k))
+    if p.top_p < 1:
+        steps.append(TopPLogitsWarper(p.top_p))
+    if p.min_p:
+        steps.append(MinPLogitsWarper(p.min_p))
+    return steps(torch.tensor([prompt]), row[None].clone())[0].softmax(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.3, 2.0),
+    st.sampled_from([0, 1, 3, 17]),
+    st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.sampled_from([1.0, 1.7]),
+)
+def test_the_kept_tokens_are_hugging_faces(
+    seed: int, heat: float, top_k: int, top_p: float, min_p: float, repetition: float
+) -> None:
+    """Every draw lies in the support, and the support's most and least likely tokens can be drawn."""
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+    fields = {"temperature": heat, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    made = sequence(**fields, repetition_penalty=repetition, seed=seed)
+    want = hugging_face(made.params, (1, 2, 3), row)
+    from thalweg.infer import sampler
+
+    drawn = set()
+    for draw in (0.0, 0.25, 0.5, 0.75, 1 - 1e-12):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler, "uniform", lambda _, draw=draw: draw)
+            drawn.add(choose(row[None], [made])[0].token)
+        made.seen = made.counts = None
+    assert all(want[token] > 0 for token in drawn)
+    if top_k != 1 and want.max() < 0.75:
+        assert len(drawn) > 1
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    row = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
+    drawn: Counter[int] = Counter()
+    for seed in range(4000):
+        drawn[choose(row[None], [sequence(prompt=(1,), seed=seed)])[0].token] += 1
+    for token, chance in enumerate(row.softmax(0).tolist()):
+        assert abs(drawn[token] / 4000 - chance) < 4 * math.sqrt(chance * (1 - chance) / 4000) + 1e-3
+
+
+def test_a_seed_gives_the_same_in_any_company() -> None:
+    rows = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
+    made = [sequence(seed=i, temperature=1.5, top_p=0.9) for i in range(6)]
+    together = [c.token for c in choose(rows, made)]
+    assert together == [choose(rows[i : i + 1], [made[i]])[0].token for i in range(6)]
+    assert uniform(sequence(seed=1)) != uniform(sequence(seed=1, output=(4,)))
+
+
+def test_penalties_biases_and_masked_ends() -> None:
+    row = torch.zeros(VOCAB)
+    row[5], row[6], row[7] = 3.0, 2.5, 9.0
+    plain = {"temperature": 0.0}
+    assert choose(row[None], [sequence(**plain)])[0].token == 7
+    assert choose(row[None], [sequence(**plain, min_tokens=2)])[0].token == 5
+    heavy = sequence(output=(7, 5), temperature=0.0, frequency_penalty=2.0, presence_penalty=5.0)
+    assert choose(row[None], [heavy])[0].token == 6
+    assert choose(row[None], [sequence(**plain, logit_bias={7: -100, 9: 50})])[0].token == 9
+    chosen = choose(row[None], [sequence(**plain, logprobs=2)])[0].logprob
+    assert chosen is not None and [t for t, _ in chosen.top] == [7, 5]
+    assert chosen.logprob == pytest.approx(row.log_softmax(0)[7].item())
+
+
+def test_output_that_is_not_finite_is_an_error_of_its_row() -> None:
+    rows = torch.zeros(2, VOCAB)
+    rows[0, 3], rows[1, 4] = math.nan, 1.0
+    bad, good = choose(rows, [sequence(temperature=0.0), sequence(temperature=0.0)])
+    assert bad.error and good.error is None and good.token == 4
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.booleans())
+def test_text_streams_whole_characters_up_to_the_stop(text: str, stops: list[str], include: bool) -> None:
+    stream = TextStream(Bytes(), stops, include_stop=include, skip_special=True)
+    got, stop = "", None
+    for token in text.encode("utf-8"):
+        new, stop = stream.push(token)
+        assert "\ufffd" not in new or "\ufffd" in text
+        got += new
+        if stop is not None:
+            break
+    else:
+        got += stream.finish()
+    ends = [text.find(s) + len(s) for s in stops if s in text]
+    if not ends:
+        assert got == text and stop is None
+    else:
+        assert stop is not None
+        end = min(ends)
+        assert got == (text[:end] if include else text[: end - len(stop)])

@@ -1,0 +1,82 @@
+"""The native kernels against torch, in fp64 where it matters, over shapes and formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thalweg.ops import native
+from thalweg.ops.packed import pack_linear
+
+pytestmark = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
+
+
+@pytest.fixture(scope="module")
+def library() -> tuple[native.Kernels, object]:
+    torch.set_num_threads(2)
+    kernels = native.Kernels()
+    for form in ERRORS:
+        kernels.product(form)
+    for kind in ("fp32", "bf16", "int8"):
+        kernels.norm("none", kind)
+    return kernels, kernels.compile()
+
+
+def product(library: tuple[native.Kernels, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
+    """Make rows ready and multiply them with a packed weight, on two threads."""
+    kernels, made = library
+    rows, width = x.shape
+    kind = {"int4": "int8"}.get(form, form)
+    ready = native.Rows(rows, width, kind, native.row_buffer(rows, width))
+    count, eps = torch.tensor([rows]), torch.zeros(1)
+    unused, bias = torch.zeros(width), torch.zeros(native.padded(len(weight), 32))
+    out = torch.zeros(rows, len(bias))
+    packed = native.pack(weight, form)
+    calls = [
+        native.Call(kernels.norm("none", kind), [
+            x, x.stride(0) * 4, unused, unused, eps, count, width, 0, *ready.arguments(),
+        ]),
+        native.Call(kernels.product(form), [
+            ready.ready, packed["weight"], out, count, native.padded(width),
+            len(bias) // native.FORMATS[form].columns, ready.stride, out.stride(0) * 4, bias, 0, ready.scale,
+            packed.get("scale", 0), *ready.sums_for(form),
+        ]),
+    ]  # fmt: skip
+    native.lay(calls, made, [ready, packed]).run()  # type: ignore[arg-type]
+    return out[:, : len(weight)]
+
+
+@pytest.mark.parametrize("form", list(ERRORS))
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 150), st.integers(0, 1000))
+def test_products(library: tuple, form: str, rows: int, sixteens: int, outputs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 16 * sixteens, generator=generator)
+    weight = torch.randn(outputs, 16 * sixteens, generator=generator)
+    got = product(library, x, weight, form)
+    want = x.double() @ weight.double().t()
+    scale = (x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)[None]).clamp(min=1e-9)
+    assert ((got - want).abs() / scale).max() < ERRORS[form]
+
+
+@pytest.mark.parametrize("form", list(ERRORS))
+def test_a_rows_result_does_not_depend_on_the_others(library: tuple, form: str) -> None:
+    x, weight = torch.randn(31, 96), torch.randn(70, 96)
+    together = product(library, x, weight, form)
+    for row in (0, 7, 30):
+        assert torch.equal(product(library, x[row : row + 1], weight, form)[0], together[row])
+
+
+@pytest.mark.parametrize("form", [*ERRORS, "fp16"])
+def test_torchs_own_packed_kernels(form: str) -> None:
+    weight, bias, x = torch.randn(64, 96), torch.randn(64), torch.randn(5, 96)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
+    got = pack_linear(weight, bias, form)(x.to(dtype)).float()
+    want = x @ weight.t() + bias
+    assert (got - want).norm() / want.norm() < {"fp16": 1e-3}.get(form, ERRORS.get(form, 0))
+    with pytest.raises(ValueError, match="known"):
+        pack_linear(weight, bias, "int3")
