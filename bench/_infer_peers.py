@@ -88,13 +88,13 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def _convert(source: str, target: str, kind: str) -> None:
-    import ctranslate2
+    import ctranslate2  # pyright: ignore[reportMissingImports]
 
     ctranslate2.converters.TransformersConverter(source).convert(target, quantization=kind)
 
 
 def _serve(folder: str, kind: str, threads: int) -> None:
-    import ctranslate2
+    import ctranslate2  # pyright: ignore[reportMissingImports]
 
     generator = ctranslate2.Generator(folder, device="cpu", compute_type=kind, intra_threads=threads)
     print(json.dumps({"ready": True}), flush=True)

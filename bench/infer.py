@@ -53,7 +53,8 @@ def build(layers: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**(SHAPE | {"num_hidden_layers": layers}))
+    fields: dict[str, Any] = {**SHAPE, "num_hidden_layers": layers}
+    config = LlamaConfig(**fields)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return LlamaForCausalLM(config).eval()
 

@@ -57,7 +57,7 @@ def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated."""
     config, rest = _config(module, kwargs)
-    tokens: Tensor = args[0] if args else rest.get("input_ids", rest.get("inputs"))
+    tokens: Any = args[0] if args else rest.get("input_ids", rest.get("inputs"))
     mask = rest.get("attention_mask")
     ends = config.eos_token_id
     ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)

@@ -93,9 +93,8 @@ def init_inference(
     ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineOptions`' fields.  Raises
     ValueError for a key that is unknown or asks for what does not exist here yet.
     """
-    if isinstance(config, str | Path):
-        config = json.loads(Path(config).read_text())
-    wanted: dict[str, Any] = {**(config or {}), **kwargs}
+    read: Any = json.loads(Path(config).read_text()) if isinstance(config, str | Path) else config
+    wanted: dict[str, Any] = {**(read or {}), **kwargs}
     if dtype is not None:
         wanted["dtype"] = dtype
     if isinstance(model, str | Path):
