@@ -19,8 +19,8 @@ from thalweg.serve.generation import ClientGone, Generation, Service, unless_gon
 from thalweg.serve.schema import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, parse
 
 _PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
