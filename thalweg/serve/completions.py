@@ -121,11 +121,12 @@ def _logprobs(text: Text, entries: Iterable[TokenLogprob], offset: int) -> dict[
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
         token = _name(text, entry.token_id)
+        length = len(text.spell(entry.token_id)[0])
         found["tokens"].append(token)
         found["token_logprobs"].append(finite(entry.logprob))
         found["top_logprobs"].append({_name(text, other): finite(value) for other, value in entry.top})
         found["text_offset"].append(offset)
-        offset += len(token)
+        offset += length
     return found
 
 

@@ -24,6 +24,7 @@ from thalweg.infer.api import EngineCore, EngineOptions
 from thalweg.serve.host import Host
 
 LOADER = "thalweg.infer:load_engine"
+_QUIET = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
 _LINGER = 1.0  # seconds that a replica whose front is gone may spend in its last step
 
 
@@ -87,7 +88,7 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                env={**os.environ, **place.environ},
+                env={**_QUIET, **os.environ, **place.environ},
                 start_new_session=True,
             )
         except BaseException:

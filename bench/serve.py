@@ -1,0 +1,174 @@
+"""Serving under load: goodput at a stated latency, time to first token; and the long tiers of R23 to R25.
+
+Each server in turn takes the same open-loop load (`_serve_load.py`); a round takes all of them, in changing
+order.  Goodput counts the requests that were whole and within both latencies, by the second.
+
+    python bench/serve.py --write
+    python bench/serve.py --quick --json
+    python bench/serve.py --fuzz 1000000        # R23: bad requests, on the toy engine
+    python bench/serve.py --soak 500000         # R24: requests of which 30% are cancelled
+    python bench/serve.py --residue 1000        # R25: ends of any kind
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT
+from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _serve_load import drive, median, schedule, summary
+from _serve_peers import NAMES, Server, missing
+
+Runs = dict[tuple[str, float], list[dict[str, float]]]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, str]]:
+    """Return the summaries by (server, rate), and why a server has none."""
+    found: Runs = {}
+    absent = {name: reason for name in args.servers if (reason := missing(name))}
+    for turn in range(args.rounds):
+        names = [name for name in args.servers if name not in absent]
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            try:
+                with Server(name, folder, args.dtype, args.threads, args.extra) as server:
+                    asyncio.run(drive(server.port, str(folder), schedule(8, 4.0, 99), args.limit))  # warm
+                    for rate in args.rates:
+                        arrivals = schedule(args.requests, rate, args.seed + turn)
+                        records, seconds = asyncio.run(drive(server.port, str(folder), arrivals, args.limit))
+                        run = summary(records, arrivals, seconds, args.ttft, args.tpot)
+                        found.setdefault((name, rate), []).append(run)
+                        say(f"{name} at {rate:g}/s: {describe(run)}")
+            except RuntimeError as error:
+                absent[name] = str(error)
+                say(str(error))
+    return found, absent
+
+
+def rows(args: argparse.Namespace, found: Runs, absent: dict[str, str]) -> list[Row]:
+    """Return ours against each other server, by rate."""
+    result = []
+    metrics = [("goodput", False), ("tokens_per_s", False), ("ttft_p50", True), ("ttft_p99", True),
+               ("itl_p50", True), ("itl_p99", True)]  # fmt: skip
+    for rate in args.rates:
+        case = f"{args.size} {args.dtype}, {rate:g} requests/s"
+        ours = found.get(("thalweg", rate))
+        for name in args.servers:
+            if name == "thalweg" or ours is None:
+                continue
+            theirs = found.get((name, rate))
+            for metric, lower in metrics:
+                if theirs is None:
+                    note = absent.get(name, "no answer")
+                    result.append(compare(case, name, metric, median(ours, metric), None, note=note))
+                    continue
+                mine, others = median(ours, metric), median(theirs, metric)
+                result.append(compare(case, name, metric, mine, others, lower_is_better=lower))
+    return result
+
+
+def describe(run: dict[str, float]) -> str:
+    """Return one run on a line."""
+    return (
+        f"goodput {run['goodput']:.2f}/s ({run['good']:.0f} of {run['requests']:.0f} good, "
+        f"{run['refused']:.0f} refused, {run['failed']:.0f} failed), {run['tokens_per_s']:.0f} tok/s, first token p50 "
+        f"{run['ttft_p50']:.2f} p99 {run['ttft_p99']:.2f} s, between p50 {run['itl_p50'] * 1e3:.0f} p99 "
+        f"{run['itl_p99'] * 1e3:.0f} ms"
+    )
+
+
+def say(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def compare_servers(args: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    with tempfile.TemporaryDirectory(prefix="thalweg-bench-") as name:
+        folder = Path(name) / f"llama-{args.size}"
+        script = [sys.executable, str(ROOT / "bench" / "_serve_model.py"), str(folder), args.size]
+        subprocess.run(script, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        found, absent = measure(args, folder)
+    table = rows(args, found, absent)
+    runs = {f"{name} {rate:g}": runs for (name, rate), runs in found.items()}
+    settings = {
+        k: getattr(args, k) for k in ("requests", "rates", "rounds", "ttft", "tpot", "dtype", "threads")
+    }
+    data = envelope("serve", table, runs=runs, settings=settings)
+    head = (
+        f"# Serving under load\n\n{machine_line(data['machine'])}; commit {data['commit']}, "
+        f"{data['date']}.\n\n"
+        f"{args.requests} requests a round, {args.rounds} rounds, {args.threads} threads, {args.dtype}; "
+        f"good: first token within {args.ttft:g} s and {args.tpot * 1e3:g} ms a token.\n\n"
+    )
+    lines = "\n".join(f"- {name}: {describe(each)}" for name, several in runs.items() for each in several)
+    text = f"{head}{rows_table(table)}\n\n{lines}\n"
+    if args.write:
+        write_result("serve", data, text)
+    print(json.dumps(data) if args.json else text)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model, 24 requests, one round, no vLLM")
+    add("--json", action="store_true")
+    add("--write", action="store_true")
+    add("--servers", default=",".join(NAMES), type=lambda text: text.split(","), metavar="A,B")
+    add("--size", choices=("tiny", "110m"), default="110m")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16")
+    add("--requests", type=int, default=200)
+    add(
+        "--rates",
+        type=lambda text: [float(x) for x in text.split(",")],
+        default=[2.0, 4.0, 8.0],
+        metavar="R,R",
+    )
+    add("--rounds", type=int, default=1)
+    add("--seed", type=int, default=1)
+    add("--threads", type=int, default=2)
+    add("--ttft", type=float, default=1.0, help="seconds within which a good request has its first token")
+    add("--tpot", type=float, default=0.1, help="seconds between tokens, the mean of a good request")
+    add("--limit", type=float, default=180.0, help="seconds after which a client gives up")
+    add(
+        "--extra",
+        type=lambda text: text.split(),
+        default=[],
+        metavar="'OPTIONS'",
+        help="more for thalweg serve",
+    )
+    add("--fuzz", type=int, metavar="N")
+    add("--soak", type=int, metavar="N")
+    add("--residue", type=int, metavar="N")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.size, args.requests, args.rates, args.rounds = "tiny", 24, [8.0], 1
+        args.servers = [name for name in args.servers if name in ("thalweg", "transformers")]
+    return args
+
+
+def main() -> None:
+    """Run what is asked for."""
+    args = parse()
+    if args.fuzz or args.soak or args.residue:
+        from _serve_long import run_long
+
+        result: dict[str, Any] = run_long(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
+        print(
+            json.dumps(result) if args.json else "\n".join(f"{key}: {value}" for key, value in result.items())
+        )
+        return
+    compare_servers(args)
+
+
+if __name__ == "__main__":
+    main()
