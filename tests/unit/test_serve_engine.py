@@ -1,0 +1,176 @@
+"""The server on the true engine: a small random Llama with a byte-pair tokenizer, in fp32 (row 41)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thalweg
+from tests.serve_client import one_request
+from tests.serve_support import Served, serving_with
+from thalweg.infer import EngineOptions, load_engine
+from thalweg.serve.text import Text, load_tokenizer
+
+PROMPTS = [
+    "import os",
+    "def main(argv):\n    return",
+    "x",
+    "for i in range(10):",
+    "深い川 🌊 and",
+    "class A:" * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """(folder, Hugging Face's model, its tokenizer)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(fast), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    live = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        live.lm_head.weight *= 20  # a clear choice each time, so that equal means equal
+    live.save_pretrained(folder)
+    return folder, live, fast
+
+
+@pytest.fixture(scope="module")
+def server(model: tuple[Path, Any, Any]) -> Iterator[Served]:
+    torch.set_num_threads(1)
+    folder = str(model[0])
+
+    def load() -> Any:
+        options = EngineOptions(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
+        return load_engine(folder, options)
+
+    with serving_with(load, lambda: Text(load_tokenizer(folder))) as running:
+        yield running
+
+
+def greedy(model: tuple[Path, Any, Any], prompt: str, count: int) -> tuple[str, list[int], list[float]]:
+    """Hugging Face's tokens, one request at a time, with their log-probabilities."""
+    _, live, tokenizer = model
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).input_ids
+    with torch.inference_mode():
+        out = live.generate(
+            ids, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True,
+            attention_mask=torch.ones_like(ids), pad_token_id=0,
+        )  # fmt: skip
+    tokens = out.sequences[0, ids.shape[1] :].tolist()
+    scores = [x[0].log_softmax(-1)[t].item() for x, t in zip(out.logits, tokens, strict=True)]
+    return tokenizer.decode(tokens), tokens, scores
+
+
+def test_row41_the_server_gives_what_hugging_face_gives(server: Served, model: tuple[Path, Any, Any]) -> None:
+    """Prompts of unequal lengths, all at once, streamed and whole: the tokens of one-by-one generation."""
+
+    def one(prompt: str) -> tuple[Any, Any]:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0}
+        return server.complete(**body), server.stream("/v1/completions", **body)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        answers = list(clients.map(one, PROMPTS))
+    for prompt, (whole, events) in zip(PROMPTS, answers, strict=True):
+        text, tokens, scores = greedy(model, prompt, 24)
+        (choice,) = whole["choices"]
+        assert choice["text"] == text == "".join(event["choices"][0]["text"] for event in events[:-1])
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(scores, abs=2e-3)
+        assert whole["usage"]["completion_tokens"] == len(tokens) == 24
+    assert len({answer[0]["choices"][0]["text"] for answer in answers}) > 3, "negative control: they differ"
+
+
+def test_shared_prefixes_hit_and_change_nothing(server: Served, model: tuple[Path, Any, Any]) -> None:
+    prompt = "the same long beginning of a prompt, word for word, " * 2
+    first, second = (server.complete(prompt, max_tokens=12, temperature=0) for _ in range(2))
+    assert first["choices"][0]["text"] == second["choices"][0]["text"] == greedy(model, prompt, 12)[0]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
+def test_seeds_stops_and_samples(server: Served) -> None:
+    body = {"max_tokens": 30, "temperature": 1.5, "seed": 4, "n": 3}
+    one, two = (server.complete("seeded", **body)["choices"] for _ in range(2))
+    assert [c["text"] for c in one] == [c["text"] for c in two] and len({c["text"] for c in one}) == 3
+    text = one[0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    cut = server.complete("seeded", **body, stop=[stop])["choices"][0]
+    assert cut["text"] == text[: text.find(stop)] and cut["stop_reason"] == stop
+
+
+def test_r24_cancellations_leave_no_block_and_harm_nobody(server: Served) -> None:
+    rng = random.Random(2)
+    bodies = [
+        {"prompt": rng.choice(PROMPTS) * rng.randrange(1, 3), "max_tokens": rng.randrange(4, 40), "seed": i,
+         "n": rng.choice((1, 1, 2)), "stream": rng.random() < 0.5, "temperature": 1.0}
+        for i in range(60)
+    ]  # fmt: skip
+
+    async def all_at_once() -> list[Any]:
+        gate = asyncio.Semaphore(16)
+
+        async def one(body: dict[str, Any]) -> Any:
+            leave = rng.uniform(0.0, 0.3) if rng.random() < 0.3 else None
+            async with gate:
+                return await one_request(server.port, body, leave)
+
+        return await asyncio.gather(*map(one, bodies))
+
+    outcomes = asyncio.run(all_at_once())
+    (engine,) = server.engines
+    server.wait_idle()
+    assert engine.stats().kv_blocks_used == 0 and not engine.has_work()
+    done = [outcome for outcome in outcomes if outcome.status == 200]
+    assert len(done) >= 30
+    for outcome in done[::6]:
+        alone = server.complete(**{**outcome.body, "stream": False})
+        assert outcome.texts == [choice["text"] for choice in alone["choices"]], "as alone"
+
+
+def test_what_the_engine_refuses_is_a_400(server: Served) -> None:
+    status, answer = server.post("/v1/completions", prompt="x" * 4000)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    status, answer = server.post("/v1/completions", prompt="x", max_tokens=300)
+    assert status == 400
+    status, answer = server.post("/v1/completions", prompt="x", stop_token_ids=[10**6])
+    assert status == 400, json.dumps(answer)
+
+
+def test_pipeline_in_miis_form(model: tuple[Path, Any, Any]) -> None:
+    pipe = thalweg.pipeline(str(model[0]), dtype="fp32", max_batch=8, kv_memory=2**20)
+    responses = pipe(PROMPTS[:3], max_new_tokens=16, do_sample=False)
+    assert [response.generated_text for response in responses] == [
+        greedy(model, p, 16)[0] for p in PROMPTS[:3]
+    ]
+    assert [response.generated_length for response in responses] == [16] * 3
+    assert responses[0].finish_reason == "length" and str(responses[0]) == responses[0].generated_text
+    pieces: list[str] = []
+    whole = pipe(
+        "x", lambda part: pieces.append(part[0].generated_text), max_new_tokens=9, return_full_text=True
+    )
+    assert whole[0].generated_text == "x" + "".join(pieces) and len(pieces) > 3
+    with pytest.raises(ValueError, match="did you mean max_new_tokens"):
+        pipe("x", max_new_token=9)
+    with pytest.raises(ValueError, match="leave no room"):
+        pipe("x", max_length=1)
+    pipe.destroy()
