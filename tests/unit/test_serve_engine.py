@@ -45,10 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.save_pretrained(folder)
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(fast), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": len(fast)}
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
     live = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         live.lm_head.weight *= 20  # a clear choice each time, so that equal means equal
