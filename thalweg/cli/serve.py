@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         pool=PoolLimits(args.replicas * args.max_batch + args.max_queue, args.stall_seconds),
         gate=GateLimits(body_bytes=args.body_bytes),
     )
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:
 
         def ready(url: str) -> None:
