@@ -16,7 +16,7 @@ from types import TracebackType
 
 from _peers import ROOT
 
-VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 NAMES = ("thalweg", "transformers", "transformers-cb", "vllm")
 _START_SECONDS = 240.0
 
@@ -39,8 +39,18 @@ def command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) ->
         batching = ["--continuous-batching"] if name.endswith("-cb") else []
         line = [program, "serve", str(folder), "--port", str(port), "--device", "cpu", "--dtype", long]
         return [*line, *batching]
-    line = [str(VLLM), "serve", str(folder), "--port", str(port), "--host", "127.0.0.1", "--dtype", long]
-    return [*line, "--max-model-len", "2048", "--max-num-seqs", "64"]
+    line = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", long]
+    return [
+        *line,
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "64",
+    ]
 
 
 class Server:

