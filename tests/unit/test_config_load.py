@@ -286,7 +286,6 @@ def test_older_offload_keys_are_the_offload_blocks(old: str, block: str) -> None
     section = getattr(load(source).zero_optimization, block)
     assert section.device == "cpu"
     assert section.pin_memory is False
-    assert not problems(source)
 
 
 def test_an_older_spelling_beside_the_new_one_is_refused() -> None:
