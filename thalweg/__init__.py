@@ -17,6 +17,7 @@ _PUBLIC = {
     "init_distributed": "thalweg.mesh",
     "init_inference": "thalweg.infer.init",
     "load_config": "thalweg.config",
+    "plan": "thalweg.plan",
     "zero": "thalweg.zero",
     "moe": "thalweg.moe",
     "pipeline": "thalweg.serve.local",

@@ -12,7 +12,7 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,15 +40,15 @@ from thalweg.parallel.expert import spread_experts
 from thalweg.parallel.sequence import sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
+from thalweg.plan.preflight import Preflight
 from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.logical import like
-from thalweg.zero.offload import offload_of
-from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
-from thalweg.zero.shard import Sharded, ShardOptions, shard
+from thalweg.zero.options import model_facts, shard_options
+from thalweg.zero.shard import Sharded, shard
 from thalweg.zero.states import States
-from thalweg.zero.units import UnitPolicy, find_units, num_parameters
+from thalweg.zero.units import find_units
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -75,21 +75,6 @@ class Parts:
         return self.axes.data
 
 
-def model_facts(model: nn.Module) -> ModelFacts:
-    """What the config's ``"auto"`` values may depend on."""
-    config = getattr(model, "config", None)
-
-    def first(*names: str) -> int | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if isinstance(value, int)), None)
-
-    return ModelFacts(
-        num_parameters=num_parameters(model),
-        hidden_size=first("hidden_size", "n_embd", "d_model"),
-        num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
-    )
-
-
 def degrees_of(config: Config) -> Degrees:
     """How many ranks each axis has by the config."""
     split = config.tensor_parallel
@@ -111,7 +96,9 @@ def assemble(
     Raises:
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
     """
-    facts, mesh = model_facts(model), axes.data
+    mesh = axes.data
+    preflight = Preflight(model, mesh, config, device)
+    facts = model_facts(model)
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
@@ -128,6 +115,7 @@ def assemble(
         config.note(f"zero_optimization.{name}", text)
     for team in teams:
         team.ledger = sharded.ledger
+    preflight.watch(model)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
     managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)
@@ -172,81 +160,6 @@ def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> li
     team = Team(axes.sequence.get_group(), "sequence")
     sequence_parallel(model, team, blocks)
     return [team]
-
-
-def precision_of(config: Config) -> Precision:
-    """The dtypes that the config asks for, spelled out."""
-    compute = torch.float32
-    low_master = False
-    if config.bf16.enabled:
-        compute, low_master = torch.bfloat16, config.bf16.bf16_master_weights_and_grads
-    if config.fp16.enabled:
-        compute, low_master = torch.float16, config.fp16.fp16_master_weights_and_grads
-    if config.data_types.param_dtype is not None:
-        compute = parse_dtype(config.data_types.param_dtype)
-    master = compute if low_master else torch.float32
-    wire = config.communication_data_type or config.data_types.grad_accum_dtype
-    buffer = config.data_types.buffer_dtype
-    return Precision(
-        compute=compute,
-        master=master,
-        reduce=parse_dtype(wire) if wire is not None else master,
-        buffer=None if buffer is None else parse_dtype(buffer),
-    )
-
-
-def shard_options(model: nn.Module, config: Config) -> ShardOptions:
-    """How the model is to be sharded."""
-    zero, precision = config.zero_optimization, precision_of(config)
-    leaf = zero.leaf_module
-    units = UnitPolicy(
-        min_num_params=zero.stage3_module_granularity_threshold,
-        leaf_classes=tuple(leaf.classes or ()),
-        leaf_names=tuple(leaf.names or ()),
-        leaf_suffixes=tuple(leaf.name_suffixes or ()),
-    )
-    return ShardOptions(
-        policy=ZeroPolicy(zero.stage),
-        precision=precision,
-        units=units,
-        sum_gradients=config.gradient_allreduce_op == "sum",
-        fp32_modules=_fp32_modules(model, config, precision),
-        traffic=traffic_of(config),
-        offload=offload_of(config),
-    )
-
-
-def traffic_of(config: Config) -> TrafficPolicy:
-    """What of ZeRO++ and MiCS the config asks for."""
-    zero = config.zero_optimization
-    loco = zero.zeropp_loco_param
-    return TrafficPolicy(
-        quantised_weights=zero.zero_quantized_weights,
-        quantised_frozen=zero.zero_quantized_nontrainable_weights,
-        quantised_gradients=zero.zero_quantized_gradients,
-        feedback=None if loco is None else (loco.err_beta, loco.reset_T),
-        secondary_size=zero.zero_hpz_partition_size,
-        group_size=max(0, zero.mics_shard_size),
-        two_level_gather=zero.mics_hierarchical_params_gather,
-    )
-
-
-def _fp32_modules(model: nn.Module, config: Config, precision: Precision) -> tuple[str, ...]:
-    """Names of the modules that stay in fp32 while the rest computes in a lower precision."""
-    if precision.compute == torch.float32:
-        return ()
-    keys: Iterable[str] = config.data_types.keep_in_fp32_modules or ()
-    if config.data_types.keep_in_fp32_modules == "auto":
-        found: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        if precision.compute == torch.float16:
-            found |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        keys = found
-    wanted = set(keys)
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if name and wanted & {name, name.rpartition(".")[2]} and any(True for _ in module.parameters())
-    )
 
 
 def _recompute(model: nn.Module, units: list[nn.Module], config: Config, device: torch.device) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.assemble import Parts, assemble, degrees_of, model_facts
+from thalweg.assemble import Parts, assemble, degrees_of
 from thalweg.checkpoint.training import TrainingState
 from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
@@ -34,6 +34,7 @@ from thalweg.utils.log import enable_console, get_logger
 from thalweg.zero.init import paused
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
 from thalweg.zero.offload import memory_is_short
+from thalweg.zero.options import model_facts
 
 _log = get_logger(__name__)
 

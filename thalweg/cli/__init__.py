@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "demo": "train a GPT on real text on two processes, from nothing",
     "run": "start a script on several processes of this host",
     "config": "check a ds_config.json and print it resolved",
+    "plan": "what a run will need: bytes, traffic, seconds",
     "ckpt": "inspect, verify or export a checkpoint",
     "bench": "run one of the benchmarks",
     "serve": "serve a model over HTTP (OpenAI's API and a chat page)",

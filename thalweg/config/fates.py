@@ -106,8 +106,6 @@ NOT_BUILT = (
     Switch("health.hang_seconds", present, "remove it; the process group's timeout still ends a hung run"),
     Switch("health.non_finite", more_than_skip, 'set it to "skip"'),
     Switch("health.spike", more_than_skip, 'set it to "ignore"'),
-    Switch("memory.device_limit", present, "remove it"),
-    Switch("memory.host_limit", present, "remove it"),
 )
 
 _FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"

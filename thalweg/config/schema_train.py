@@ -198,6 +198,7 @@ class Memory(Section):
     device_limit: Count | str | None = None
     host_limit: Count | str | None = None
     nvme_path: str | None = None
+    preflight: Literal["refuse", "warn", "off"] = "refuse"
 
 
 class ThroughputTimer(Section):

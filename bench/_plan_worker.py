@@ -1,0 +1,106 @@
+"""One rank of `bench/plan.py`: trains three steps and prints what its memory was, as one JSON line.
+
+import_mib   resident when everything is imported and the process group stands, before the model
+peak_mib     VmHWM at the end; the rest says where it came from (see /proc/self/status)
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def status() -> dict[str, float]:
+    """Return this process's memory in MiB by the kernel's names."""
+    wanted = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
+    found = {}
+    with open("/proc/self/status") as rows:
+        for row in rows:
+            key, _, rest = row.partition(":")
+            if key in wanted:
+                found[key] = int(rest.split()[0]) / 1024
+    return found
+
+
+class _MallInfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def malloc_mib() -> dict[str, float]:
+    """Return what glibc says of its main heap, in MiB: size, mapped apart, in use, free, free at the top."""
+    call = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if call is None:
+        return {}
+    call.restype = _MallInfo
+    info = call()
+    names = ("arena", "hblkhd", "uordblks", "fordblks", "keepcost")
+    return {name: getattr(info, name) / 2**20 for name in names}
+
+
+def main() -> int:
+    """Train and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--store", default="")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--trace", action="store_true")
+    args = parser.parse_args()
+    case = json.loads(args.case)
+
+    import torch
+    import torch.distributed as dist
+    from _plan_cases import build_model, config_of, make_batch, preload
+
+    import thalweg
+
+    torch.set_num_threads(1)
+    _ = thalweg.initialize
+    preload(case)
+    world = case["world"]
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=world)
+    else:
+        thalweg.init_distributed()
+    facts: dict[str, Any] = {"import": status(), "import_malloc": malloc_mib()}
+    model = build_model(case)
+    facts["model"] = {**status(), **malloc_mib()}
+    start = time.perf_counter()
+    engine, *_ = thalweg.initialize(model=model, config=config_of(case))
+    del model
+    facts["initialize_s"] = time.perf_counter() - start
+    facts["initialize"] = {**status(), **malloc_mib()}
+    facts["steps"], facts["seconds"] = [], []
+    for step in range(args.steps):
+        clock = time.perf_counter()
+        for micro in range(case.get("accumulation", 1)):
+            batch = make_batch(case, engine.module, seed=step * 100 + micro * 10 + args.rank)
+            output = engine(**batch)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            del output
+            engine.backward(loss)
+            if args.trace:
+                facts["steps"].append({"at": f"backward {micro}", **status(), **malloc_mib()})
+            engine.step()
+        facts["seconds"].append(time.perf_counter() - clock)
+        facts["steps"].append({"at": f"step {step}", **status(), **malloc_mib()})
+    facts["loss"] = loss.item()
+    facts["ledger"] = {
+        kind: engine.ledger.total(kind).sent_bytes for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    dist.barrier()
+    facts["end"] = status()
+    facts["peak_mib"], facts["import_mib"] = facts["end"]["VmHWM"], facts["import"]["VmRSS"]
+    print(json.dumps(facts), flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,186 @@
+"""Predicted against measured: the peak of each rank, for runs of every kind, each in fresh processes.
+
+A case is measured by ranks that train three steps and report VmHWM; what the process holds
+before the model is there is read by the rank itself, as the preflight does, and the plan
+predicts the rest.  One case at a time; a rank has one thread.
+
+    python bench/plan.py --quick
+    python bench/plan.py --write
+    python bench/plan.py --only gpt2 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT
+from _plan_cases import CASES, HELD_OUT, name_of
+from _report import Row, envelope, machine_line, table, write_result
+
+WORKER = Path(__file__).resolve().parent / "_plan_worker.py"
+
+
+def measure(case: dict[str, Any], timeout: float = 600.0) -> list[dict[str, Any]]:
+    """Train the case in fresh processes; returns each rank's report."""
+    world = case["world"]
+    with tempfile.TemporaryDirectory(prefix="thalweg-bench-plan-") as folder:
+        ranks, logs = [], []
+        for rank in range(world):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+            command = [sys.executable, str(WORKER), "--case", json.dumps(case), "--rank", str(rank)]
+            log = (Path(folder) / f"rank{rank}.log").open("w+")
+            logs.append(log)
+            ranks.append(
+                subprocess.Popen(
+                    [*command, "--store", str(Path(folder) / "store")],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    text=True,
+                )
+            )
+        try:
+            deadline = time.monotonic() + timeout
+            answers = [
+                process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in ranks
+            ]
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        if any(process.returncode for process in ranks):
+            for log in logs:
+                log.seek(0)
+            raise RuntimeError(f"{name_of(case)}: " + "\n".join(log.read()[-1500:] for log in logs))
+    return [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
+
+
+def predict(case: dict[str, Any], process_bytes: int) -> dict[str, Any]:
+    """Return the plan's answer for the case, as JSON."""
+    from _plan_cases import build_model, config_of
+
+    from thalweg.plan import plan
+    from thalweg.plan.cluster import this_machine
+
+    found = plan(
+        build_model(case, "meta"),
+        config_of(case),
+        cluster=this_machine(case["world"]),
+        sequence_length=case.get("sequence"),
+        process_bytes=process_bytes,
+        suggest=False,
+    )
+    return found.to_dict()
+
+
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure and predict one case."""
+    reports = measure(case)
+    worst = max(reports, key=lambda report: report["peak_mib"])
+    answer = predict(case, int(worst["import_mib"] * 2**20))
+    predicted = answer["per_rank"]["total"] / 2**20
+    return {
+        "case": name_of(case),
+        "predicted_mib": predicted,
+        "measured_mib": worst["peak_mib"],
+        "import_mib": worst["import_mib"],
+        "error": predicted / worst["peak_mib"] - 1,
+        "per_rank": answer["per_rank"],
+        "step_predicted": answer["step_seconds"],
+        "step_measured": min(max(r["seconds"][i] for r in reports) for i in range(1, len(worst["seconds"]))),
+        "bottleneck": answer["bottleneck"],
+        "traffic": answer["traffic"],
+        "ledger": worst["ledger"],
+        "heap_mib": worst["steps"][-1]["arena"] - worst["import_malloc"]["arena"],
+        "end": worst["end"],
+        "held_out": case["model"] in HELD_OUT,
+    }
+
+
+def added(one: dict[str, Any]) -> float:
+    """Return the MiB that the run adds to what the process held before the model."""
+    return one["measured_mib"] - one["import_mib"]
+
+
+def show(found: list[dict[str, Any]]) -> str:
+    """Return the table and how many cases lie within 5 and 10%."""
+    lines = [
+        [
+            one["case"] + (" *" if one["held_out"] else ""),
+            f"{one['predicted_mib']:.0f}",
+            f"{one['measured_mib']:.0f}",
+            f"{100 * one['error']:+.1f}%",
+            f"{100 * (one['predicted_mib'] - one['measured_mib']) / added(one):+.1f}%",
+        ]
+        for one in found
+    ]
+    close = [sum(abs(one["error"]) <= bound for one in found) for bound in (0.05, 0.10)]
+    worst = max((abs(one["error"]) for one in found), default=0.0)
+    return "\n".join(
+        [
+            table(["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines),
+            "",
+            f"{len(found)} cases: {close[0]} within 5%, {close[1]} within 10%, the worst {100 * worst:.1f}%. "
+            "* held out: not looked at while the model of memory was made.",
+        ]
+    )
+
+
+def main() -> int:
+    """Run the cases and print or write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="five cases, under a minute")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose name holds one of these")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write results/plan.md and .json")
+    args = parser.parse_args()
+    cases = [case for case in CASES if not args.only or any(word in name_of(case) for word in args.only)]
+    if args.quick:
+        cases = cases[:: max(1, len(cases) // 5)][:5]
+    found = []
+    for case in cases:
+        try:
+            found.append(compare(case))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{name_of(case)} failed: {error}", file=sys.stderr)
+            continue
+        one = found[-1]
+        print(
+            f"{one['case']}: {100 * one['error']:+.1f}% of {one['measured_mib']:.0f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    rows = [
+        Row(one["case"], "measured", "peak_mib", one["predicted_mib"], one["measured_mib"], one["error"] + 1)
+        for one in found
+    ]
+    data = envelope("plan", rows, cases=found)
+    text = show(found)
+    if args.write:
+        head = f"# The plan: predicted and measured peaks\n\n{data['date']}, commit {data['commit']}, "
+        write_result("plan", data, f"{head}{machine_line(data['machine'])}.\n\n{text}")
+    print(json.dumps(data) if args.json else text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

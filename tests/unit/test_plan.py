@@ -1,0 +1,270 @@
+"""The plan: published cases, the tape against real tensors, the heap, depth, the answer's form."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thalweg
+from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.plan.batch import batch_of, batch_of_call
+from thalweg.plan.cluster import DEVICES, Cluster, cluster_of
+from thalweg.plan.depth import at_full_depth
+from thalweg.plan.heap import Heap
+from thalweg.plan.published import transformer_activations, zero_states
+from thalweg.plan.rehearsal import rehearse
+from thalweg.plan.setting import Ranks, Setting, twin_on_meta
+from thalweg.plan.sizes import parse_bytes, show_bytes
+from thalweg.plan.source import open_source
+from thalweg.plan.tape import Tape
+from thalweg.zero.policy import Precision, ZeroPolicy
+
+SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+def on_meta(shape: GPTConfig = SHAPE) -> GPT:
+    with torch.device("meta"):
+        return GPT(shape)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zeros_published_case(stage, gigabytes):
+    """7.5 billion parameters, K = 12, 64 ranks (the paper's figure 1)."""
+    found = zero_states(7.5e9, 64, stage) / 1e9
+    assert round(found, 1) == gigabytes
+    assert round(zero_states(7.5e9, 32, stage) / 1e9, 1) != gigabytes or stage == 0
+
+
+def test_the_lectures_case():
+    """GPT-2 of 1.5 billion parameters, sequence 1,024, batch 32: about 60 GB of activations."""
+    assert transformer_activations(1600, 48, 1024, 32) == pytest.approx(60e9, rel=0.1)
+
+
+def live_peak(events) -> int:
+    sizes, live, peak = {}, 0, 0
+    for number, num_bytes, _ in events:
+        if number > 0:
+            sizes[number], live = num_bytes, live + num_bytes
+            peak = max(peak, live)
+        elif number < 0:
+            live -= sizes.pop(-number)
+    return peak
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
+    shape = GPTConfig(**{**SHAPE.to_dict(), "dropout": dropout})
+    real = GPT(shape)
+    tokens = torch.randint(0, 256, (2, 64))
+    tape = Tape()
+    tape.know([*real.parameters(), tokens])
+    with tape:
+        loss = real(tokens, tokens)
+        loss.backward()
+        del loss
+        for parameter in real.parameters():
+            parameter.grad = None
+    one_rank = Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None)
+    fake = rehearse(on_meta(shape), batch_of_call((tokens, tokens), {}), one_rank)
+    activations = [event for event in fake.window if event[2] != "buffers"]
+    numbers = {number for number, _, label in fake.window if label == "buffers"}
+    activations = [event for event in activations if -event[0] not in numbers]
+    # The real run keeps all gradients to the end; those of the fake one leave unit by unit.
+    assert live_peak(activations) == pytest.approx(live_peak(tape.events), rel=0.02)
+    assert fake.flops == tape.flops
+    short = rehearse(on_meta(shape), batch_of(real, 2, 32), one_rank)
+    assert live_peak(short.window) < 0.7 * live_peak(fake.window)  # negative control
+
+
+def test_views_and_in_place_results_cost_nothing():
+    tape = Tape()
+    x = torch.ones(64, 64)
+    tape.know([x])
+    with tape:
+        y = x.t().reshape(-1)[:100].view(10, 10)
+        x.add_(1)
+        del y
+    made = [event for event in tape.events if event[0] > 0]
+    assert [num_bytes for _, num_bytes, _ in made] == [x.nbytes]  # reshape of a transposed one copies, once
+    assert sum(event[0] for event in tape.events) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(0, 9)), min_size=1, max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_blocks_of_the_heap_never_overlap(steps):
+    heap, blocks, live, highest = Heap(), [], 0, 0
+    for size, choice in steps:
+        if choice < 3 and blocks:
+            block = blocks.pop(choice % len(blocks))
+            heap.free(block)
+            live -= block[1]
+        else:
+            start, length = heap.malloc(size)
+            assert length >= size
+            assert all(start + length <= s or s + n <= start for s, n in blocks)
+            blocks.append((start, length))
+            live += length
+        highest = max(highest, live)
+        assert heap.top >= highest
+    for block in blocks:
+        heap.free(block)
+    heap.settle()
+    assert heap.free_bytes == 0  # all of it is one block again, and that is the top
+
+
+def test_a_hole_is_too_small_for_its_like_while_the_graph_lives():
+    heap = Heap()
+    blocks = [heap.malloc(1 << 20) for _ in range(4)]
+    top = heap.top
+    heap.free(blocks[1])
+    heap.malloc(1 << 20)
+    assert heap.top > top
+    heap.settle()
+    heap.free(blocks[2])
+    grown = heap.top
+    heap.malloc(1 << 20)
+    assert heap.top == grown
+
+
+def test_recomputation_stages_and_precision_move_the_right_bytes():
+    source = {"vocab_size": 512, "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128}
+    gpu = Cluster(num_nodes=1, devices_per_node=8, device_memory=80 << 30, flops=DEVICES["h100"].flops)
+    answers = {}
+    for stage in range(4):
+        answers[stage] = thalweg.plan(source, {**CONFIG, "zero_optimization": {"stage": stage}}, cluster=gpu)
+    states = [answers[stage].per_rank for stage in range(4)]
+    assert states[0].parameters == 8 * states[1].parameters
+    assert states[0].optimizer == pytest.approx(8 * states[1].optimizer, rel=0.01)
+    assert states[3].gathered < states[2].gathered
+    recompute = {**CONFIG, "activation_checkpointing": {"policy": "full"}}
+    full = thalweg.plan(source, recompute, cluster=gpu)
+    assert full.per_rank.activations < 0.6 * states[0].activations
+    assert full.parts["compute"] > 1.2 * answers[0].parts["compute"]
+
+
+def test_a_deep_model_is_continued_from_shallow_ones():
+    shape = GPTConfig(vocab_size=512, n_layer=16, n_head=2, n_embd=64, block_size=64)
+    setting = Setting(Ranks(1, 2), ZeroPolicy(3), Precision(), micro_batch=2)
+
+    def measure(model):
+        found = rehearse(model, batch_of(model, 2, 64), setting)
+        return {"peak": live_peak(found.window), "flops": found.flops}
+
+    continued = at_full_depth(lambda: on_meta(shape), measure)
+    whole = measure(on_meta(shape))
+    assert continued["peak"] == pytest.approx(whole["peak"], rel=0.01)
+    assert continued["flops"] == whole["flops"]
+
+
+def test_the_answer_has_its_keys_and_fits_or_not():
+    tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
+    found = thalweg.plan(tiny, CONFIG, device="h100", device_memory="80GiB").to_dict()
+    wanted = {"parameters", "gradients", "optimizer", "gathered", "buffers", "activations", "total"}
+    assert wanted <= found["per_rank"].keys()
+    assert found["per_rank"]["total"] == sum(v for k, v in found["per_rank"].items() if k != "total")
+    assert {"traffic", "step_seconds", "bottleneck", "fits", "suggestion"} <= found.keys()
+    assert found["fits"] is True
+    assert json.loads(json.dumps(found)) == found
+    small = thalweg.plan(
+        tiny, {**CONFIG, "train_micro_batch_size_per_gpu": 64}, device="h100", device_memory="60MiB"
+    )
+    assert small.fits is False
+    assert small.suggestion
+    changed = thalweg.plan.plan  # the package is callable, and a package
+    assert callable(changed)
+
+
+def test_a_suggestion_fits_when_it_is_followed():
+    from thalweg.plan.changes import with_changes
+
+    tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
+    config = {**CONFIG, "train_micro_batch_size_per_gpu": 64}
+    first = thalweg.plan(tiny, config, device="h100", device_memory="60MiB")
+    second = thalweg.plan(tiny, with_changes(config, first.suggestion), device="h100", device_memory="60MiB")
+    assert second.fits is True
+    assert first.fits is False
+    assert second.tokens == first.tokens
+
+
+def test_the_page_needs_no_network():
+    from thalweg.plan.page import as_page
+
+    tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
+    page = as_page(thalweg.plan(tiny, CONFIG, device="h100"))
+    assert "<svg" in page
+    assert "polygon" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_live_model_is_not_touched():
+    model = GPT(SHAPE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    thalweg.plan(model, {**CONFIG, "activation_checkpointing": {"policy": "full"}}, sequence_length=32)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [type(module) for module in model.modules()] == classes
+    assert not any(p.is_meta for p in model.parameters())
+    assert all(p.is_meta for p in twin_on_meta(model).parameters())
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, "no/such/folder", {"n_layer": 2, "depth": 3}, {"model_type": "nothing"}]
+)
+def test_what_is_no_model_is_a_clear_error(wrong):
+    with pytest.raises((ValueError, FileNotFoundError)):
+        open_source(wrong)
+
+
+def test_a_model_with_other_inputs_asks_for_a_batch():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="batch="):
+        thalweg.plan(model, CONFIG)
+    found = thalweg.plan(model, CONFIG, batch=torch.ones(2, 4))
+    assert found.per_rank.total > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("80GiB", 80 << 30), ("16 GB", 16 * 10**9), ("512m", 512 << 20), (7, 7)]
+)
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+def test_sizes_that_are_none():
+    with pytest.raises(ValueError, match="80GiB"):
+        parse_bytes("many")
+    assert show_bytes(3 << 30) == "3 GiB"
+    with pytest.raises(ValueError, match="h100"):
+        cluster_of(device="abacus")
+
+
+def test_a_big_llama_on_1024_gpus_in_seconds():
+    pytest.importorskip("transformers")
+    llama = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = {
+        **CONFIG,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    config["activation_checkpointing"] = {"policy": "full"}
+    open_source({**llama, "num_hidden_layers": 1})  # the library's import is not the plan's
+    start = time.process_time()
+    found = thalweg.plan(
+        llama, config, num_nodes=128, devices_per_node=8, device="h100", sequence_length=4096
+    )
+    assert time.process_time() - start < 5
+    assert found.num_parameters == 70_553_706_496
+    assert found.per_rank.optimizer == pytest.approx(8 * 70.55e9 / 1024, rel=0.01)
+    assert found.fits is True

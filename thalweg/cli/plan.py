@@ -1,0 +1,90 @@
+"""``thalweg plan``: bytes, traffic and seconds of a run, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_EXAMPLES = """examples:
+  thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
+  thalweg plan --model config.json --config ds_config.json --device-memory 80GiB --sequence-length 4096 --json
+  thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
+
+Without --device and --device-memory the ranks are processes on this machine's processor.
+Exit code 0, also for a run that does not fit: `fits` says so.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``thalweg plan``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what a run will need: bytes, traffic, seconds",
+        description="Say what a run will need: bytes of each rank, bytes over each link, seconds of a step; "
+        "whether it fits, and the cheapest configuration that does.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write one page with the memory timeline of a step"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that name the model, the config and the machines."""
+    parser.add_argument(
+        "--model", required=True, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
+    parser.add_argument("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
+    parser.add_argument("--device", metavar="KIND", help="cpu, h100, h200, a100, v100, rtx4090")
+    parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
+    parser.add_argument(
+        "--sequence-length", type=int, metavar="T", help="tokens (the model's longest, at most 1024)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; returns the exit code."""
+    import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
+    from thalweg.plan import plan
+
+    found = plan(args.model, read_config(args), **cluster_options(args))
+    if args.html:
+        from thalweg.plan.page import as_page
+
+        Path(args.html).write_text(as_page(found))
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 0
+
+
+def read_config(args: argparse.Namespace) -> Any:
+    """The config that the user named, or the default."""
+    if args.config is not None:
+        return args.config
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {}},
+    }
+
+
+def cluster_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of ``thalweg.plan`` for the machines and the sequence."""
+    return {
+        "num_nodes": args.nodes,
+        "devices_per_node": args.devices_per_node,
+        "device": args.device,
+        "device_memory": args.device_memory,
+        "host_memory": args.host_memory,
+        "sequence_length": args.sequence_length,
+    }

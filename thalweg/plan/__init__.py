@@ -1,0 +1,41 @@
+"""The plan: bytes, traffic and seconds of a run, before anything is allocated.
+
+This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg.plan.core.plan`.
+
+    source      a config, a class or a model  ->  the model on meta
+    rehearsal   the model on fake tensors      ->  events of a step (tape, batch, setting)
+    memory      events                         ->  bytes of a rank (heap: what glibc makes of them)
+    traffic     units                          ->  bytes over each link
+    time        both, and the cluster's speeds ->  seconds, and what limits them
+    search      many settings                  ->  the cheapest that fits
+    report      all of it                      ->  a table, JSON, a page
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+_PUBLIC = {
+    "Cluster": "thalweg.plan.cluster",
+    "Plan": "thalweg.plan.core",
+    "plan": "thalweg.plan.core",
+}
+
+__all__ = ["Cluster", "Plan", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'thalweg.plan' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+class _CallablePackage(types.ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return __getattr__("plan")(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,125 @@
+"""What a model is fed with: the shapes of one micro-batch, found from its signature and its config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Field:
+    """One input of a model: shape, dtype, and below which number its values are (integers)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    high: int = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A call's positional and keyword arguments, with a :class:`Field` in the place of each tensor."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> list[Field]:
+        """The tensors' shapes, in order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Field)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Elements of the first two-dimensional integer tensor, else rows of the first tensor."""
+        fields = self.fields
+        for one in fields:
+            if len(one.shape) == 2 and not one.dtype.is_floating_point:
+                return one.shape[0] * one.shape[1]
+        return fields[0].shape[0] if fields and fields[0].shape else 1
+
+    def build(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with empty tensors of these shapes."""
+        return tree_map(_empty, self.args), tree_map(_empty, self.kwargs)
+
+
+def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+    """The shapes of a call's arguments."""
+    return Batch(tree_map(_shape, tuple(args)), tree_map(_shape, dict(kwargs)))
+
+
+def like(batch: Any) -> Batch:
+    """The shapes of a given micro-batch: a mapping (keywords), a sequence of tensors, or one tensor."""
+    if isinstance(batch, Mapping):
+        return batch_of_call((), {str(key): value for key, value in batch.items()})
+    return batch_of_call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+
+
+def batch_of(model: nn.Module, micro_batch: int, sequence_length: int | None = None) -> Batch:
+    """Shapes of one micro-batch of ``model``, by argument name.
+
+    ``sequence_length`` in tokens; None takes the longest that the model's config allows, at most 1,024.
+
+    Raises:
+        ValueError: the model's arguments tell nothing; the message says what to give instead.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    config = getattr(model, "config", None)
+    length = sequence_length or default_length(config)
+    if "pixel_values" in names and "input_ids" not in names:
+        return _images(config, names, micro_batch)
+    vocabulary = _first(config, "vocab_size") or 2
+    tokens = next((name for name in names if name in ("input_ids", "tokens", "tokens_BT", "idx")), None)
+    if tokens is None:
+        raise ValueError(
+            f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: its inputs cannot be "
+            "guessed; give batch=, one micro-batch of tensors (on any device, meta too)"
+        )
+    inputs = {tokens: Field((micro_batch, length), torch.int64, vocabulary)}
+    labels = next((name for name in names if name in ("labels", "labels_BT", "targets")), None)
+    if labels is not None:
+        inputs[labels] = _labels(model, config, micro_batch, length, vocabulary)
+    return Batch(kwargs=inputs)
+
+
+def default_length(config: Any) -> int:
+    """The longest sequence that a model's config allows, at most 1,024."""
+    longest = _first(config, "max_position_embeddings", "n_positions", "block_size", "max_seq_len")
+    return min(longest or 1024, 1024)
+
+
+def _shape(leaf: Any) -> Any:
+    return Field(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _empty(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Field) else leaf
+
+
+def _labels(model: nn.Module, config: Any, rows: int, length: int, vocabulary: int) -> Field:
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return Field((rows,), torch.int64, _first(config, "num_labels") or 2)
+    if name.endswith("ForTokenClassification"):
+        return Field((rows, length), torch.int64, _first(config, "num_labels") or 2)
+    return Field((rows, length), torch.int64, vocabulary)
+
+
+def _images(config: Any, names: list[str], rows: int) -> Batch:
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    inputs = {
+        "pixel_values": Field((rows, _first(config, "num_channels") or 3, height, width), torch.float32)
+    }
+    if "labels" in names:
+        inputs["labels"] = Field((rows,), torch.int64, _first(config, "num_labels") or 2)
+    return Batch(kwargs=inputs)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -1,0 +1,35 @@
+"""A config with a few values exchanged, read and resolved anew, so that every rule is asked again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from thalweg.config import Config, load, resolve
+
+_DERIVED = ("train_batch_size", "data_parallel_size")
+
+
+def changed(config: Config, changes: dict[str, Any], world_size: int) -> Config:
+    """The resolved config with ``changes`` (dotted keys).
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+    return resolve(load(with_changes(config.to_dict(), changes)), world_size=world_size)
+
+
+def with_changes(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config with ``changes`` (dotted keys); the total batch size is left to follow from its factors."""
+    tree = copy.deepcopy(tree)
+    for key in _DERIVED:
+        tree.pop(key, None)
+    for path, value in changes.items():
+        node = tree
+        *outer, last = path.split(".")
+        for key in outer:
+            if not isinstance(node.get(key), dict):
+                node[key] = {}
+            node = node[key]
+        node[last] = value
+    return tree

@@ -1,0 +1,197 @@
+"""``thalweg.plan``: the question, the answer, and the order in which one becomes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from thalweg.config import Config, load, resolve
+from thalweg.observe import resident_mib
+from thalweg.plan.batch import Batch, batch_of, like
+from thalweg.plan.cluster import Cluster, cluster_of
+from thalweg.plan.depth import at_full_depth
+from thalweg.plan.memory import Moment, PerRank, simulate
+from thalweg.plan.rehearsal import rehearse
+from thalweg.plan.setting import Setting, setting_of
+from thalweg.plan.source import Source, open_source
+from thalweg.plan.time import compose, time_of
+from thalweg.plan.traffic import traffic_of
+from thalweg.zero.options import model_facts, shard_options
+
+
+@dataclass
+class Plan:
+    """What a run will need: bytes of each rank, bytes over each link, seconds of a step.
+
+    ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
+    as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
+    none was found or asked for.
+    """
+
+    per_rank: PerRank
+    limit: int | None
+    per_host: int
+    host_limit: int | None
+    traffic: dict[str, int]
+    links: dict[str, int]
+    seconds: float
+    parts: dict[str, float]
+    bottleneck: str
+    num_parameters: int
+    tokens: int
+    world_size: int
+    timeline: list[Moment] = field(default_factory=list)
+    suggestion: dict[str, Any] | None = None
+    reasons: list[str] = field(default_factory=list)
+    model: str = ""
+    config: Config | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank stays within its device, and the ranks of a host together within it."""
+        found = []
+        if self.per_host and self.host_limit is not None:
+            found.append(self.per_host <= self.host_limit)
+        elif self.limit is not None:
+            found.append(self.per_rank.total <= self.limit)
+        return all(found) if found else None
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the limit is exceeded (negative: what is to spare)."""
+        if self.per_host and self.host_limit is not None:
+            return self.per_host - self.host_limit
+        return self.per_rank.total - (self.limit or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the keys that `thalweg plan --json` prints."""
+        from thalweg.plan.report import as_json
+
+        return as_json(self)
+
+    def __str__(self) -> str:
+        from thalweg.plan.report import as_table
+
+        return as_table(self)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a batch and the machines; configs are then asked about, one after the other."""
+
+    source: Source
+    cluster: Cluster
+    batch: Any = None
+    sequence_length: int | None = None
+    process_bytes: int = 0
+
+    def answer(self, config: Config) -> Plan:
+        """The plan of a resolved config."""
+        model = self.source.model
+        setting = setting_of(config, self.cluster.ranks, shard_options(model, config))
+        shapes = self._shapes(model, setting)
+        timeline: list[Moment] = []
+
+        def measure(shallow: nn.Module) -> dict[str, Any]:
+            # A GPU gets the parameters one by one; on a CPU the whole model is there first.
+            on_cpu = self.cluster.device == "cpu"
+            given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
+            found = rehearse(shallow, shapes, setting)
+            memory = simulate(found, setting, process_bytes=self.process_bytes, given_bytes=given)
+            timeline[:] = memory.timeline
+            traffic = traffic_of(found, setting)
+            time = time_of(found, setting, traffic, self.cluster)
+            return {
+                "again": {"bytes": memory.counted_again},
+                "memory": {item.name: getattr(memory.peak, item.name) for item in fields(PerRank)},
+                "traffic": traffic.collectives,
+                "links": traffic.links,
+                "time": time.parts,
+            }
+
+        found = at_full_depth(self.source.fresh, measure)
+        seconds, bottleneck = compose(found["time"], self.cluster)
+        per_rank, cluster = PerRank(**found["memory"]), self.cluster
+        if cluster.device == "cpu":
+            host = cluster.devices_per_node * per_rank.total - found["again"]["bytes"]
+        else:
+            host = 0
+        return Plan(
+            per_rank=per_rank,
+            limit=cluster.limit_per_rank(),
+            per_host=host,
+            host_limit=cluster.host_memory,
+            traffic=found["traffic"],
+            links=found["links"],
+            seconds=seconds,
+            parts=found["time"],
+            bottleneck=bottleneck,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tokens=shapes.num_tokens * setting.accumulation * setting.ranks.world_size,
+            world_size=setting.ranks.world_size,
+            timeline=timeline,
+            model=self.source.name,
+            config=config,
+        )
+
+    def _shapes(self, model: nn.Module, setting: Setting) -> Batch:
+        if self.batch is not None:
+            return self.batch if isinstance(self.batch, Batch) else like(self.batch)
+        return batch_of(model, setting.micro_batch, self.sequence_length)
+
+
+def plan(
+    model: Any,
+    config: Any = None,
+    *,
+    cluster: Cluster | None = None,
+    num_nodes: int = 1,
+    devices_per_node: int = 1,
+    device: str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    batch: Any = None,
+    sequence_length: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    process_bytes: int | None = None,
+    suggest: bool = True,
+) -> Plan:
+    """What a run will need, before anything is allocated.
+
+    ``model``: a module (live or on meta), a class with ``model_kwargs``, a Hugging Face config
+    (object, dict, path).  ``config``: a path, dict or JSON text of DeepSpeed's keys.
+    ``cluster``, or its parts: sizes are bytes or texts such as ``"80GiB"``; ``device`` is
+    ``"cpu"`` or the name of a GPU (``"h100"``).  ``batch``: one micro-batch of tensors on any
+    device, else it is made of ``sequence_length`` tokens.  ``suggest``: look for the cheapest
+    configuration that fits where this one does not.  ``process_bytes``: what a CPU rank holds
+    before the model is there (by default, what this process does).
+
+    Raises:
+        ConfigError: with every problem of the config at once.
+        ValueError: nothing that describes a model; inputs that cannot be guessed.
+    """
+    source = open_source(model, model_kwargs)
+    where = cluster or cluster_of(
+        num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
+    )
+    if process_bytes is None:
+        process_bytes = _process_bytes(source, where)
+    question = Question(source, where, batch, sequence_length, process_bytes)
+    resolved = resolve(load(config), world_size=where.world_size, model=model_facts(source.model))
+    answer = question.answer(resolved)
+    if suggest and answer.fits is False:
+        from thalweg.plan.search import suggest as search
+
+        answer.suggestion, answer.reasons = search(question, resolved)
+    return answer
+
+
+def _process_bytes(source: Source, cluster: Cluster) -> int:
+    """What this process holds without the model: the ranks will be such processes."""
+    if cluster.device != "cpu":
+        return 0
+    resident = int(resident_mib() * 2**20)
+    return max(0, resident - sum(source.given_bytes)) if source.is_live else resident

@@ -1,0 +1,251 @@
+"""Refusing a job that cannot fit, before the kernel kills it.
+
+Twice, as not everything is known at once: when the engine is made, what parameters,
+gradients and optimizer take; at the first forward pass in training, when the shapes of a
+batch are there, what the activations add.  Both ask a cheap bound first and the plan only
+where that leaves a doubt, so a job that is small against its machine pays nothing.
+
+The limit is ``memory.host_limit`` (all ranks of a host together) or ``memory.device_limit``
+of the config, else what the device, the kernel (MemAvailable), the cgroup and the process
+limits leave.  ``memory.preflight``: ``"refuse"``, ``"warn"`` or ``"off"``.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg.config import Config
+from thalweg.observe import resident_mib
+from thalweg.plan.batch import Batch, batch_of, batch_of_call
+from thalweg.plan.cluster import Cluster, host_memory_available
+from thalweg.plan.core import Plan, Question
+from thalweg.plan.rehearsal import shard_bytes, slots_of
+from thalweg.plan.report import byte_table, show_changes
+from thalweg.plan.search import suggest
+from thalweg.plan.setting import Ranks, setting_of
+from thalweg.plan.sizes import parse_bytes, show_bytes
+from thalweg.plan.source import Source, open_source
+from thalweg.utils.log import get_logger
+from thalweg.zero.options import model_facts, shard_options
+
+_log = get_logger(__name__)
+# Optimizer state of an fp32 parameter in bytes, where it is not Adam's two moments.
+_STATE_BYTES = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "Adafactor": 0}
+# Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
+_GENEROUS = 400
+_SEARCH_SECONDS = 3.0
+
+
+class DoesNotFit(ValueError):
+    """A job that cannot fit; ``plan`` is None where the states alone are too much to go on."""
+
+    def __init__(self, message: str, plan: Plan | None = None) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+class Preflight:
+    """The two checks of one job on this rank; collective over ``mesh`` where it is made.
+
+    Raises:
+        DoesNotFit: with the table of bytes and the nearest configuration that fits.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
+        self.mode = config.memory.preflight
+        self._config, self._device = config, device
+        self._ranks = _ranks_of(mesh, device)
+        self._resident = int(resident_mib() * 2**20)
+        held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+        self._process_bytes = max(0, self._resident - held) if device.type == "cpu" else 0
+        self._limit = self._find_limit()
+        self._source: Source | None = None
+        self._states = 0
+        if unmodelled(config):
+            self.mode = "off"
+        if self.mode == "off" or self._limit is None:
+            return
+        self._states = self._bytes_of_states(model)
+        over = self._states > self._limit
+        if mesh.size() > 1:
+            flag = torch.tensor([int(over)], device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group())
+            over = bool(flag.item())
+        if over or self._is_tight():
+            self._source = _twin(model)
+        if over:
+            self._refuse(None, _any_batch(model, config))
+
+    def watch(self, model: nn.Module) -> None:
+        """Check once more when the first batch is there; call when the model is in its final form."""
+        if self.mode == "off" or self._limit is None or self._source is None:
+            return
+
+        def once(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled() and module.training:
+                handle.remove()
+                self._check_batch(batch_of_call(args, kwargs))
+
+        handle = model.register_forward_pre_hook(once, prepend=True, with_kwargs=True)
+
+    def _check_batch(self, batch: Batch) -> None:
+        """Refuse what the activations of this batch make too large.  Not collective: a rank that
+        refuses closes its engine, and its peers notice."""
+        assert self._source is not None and self._limit is not None
+        facts = model_facts(self._source.model)
+        if facts.hidden_size and facts.num_layers:
+            vocabulary = getattr(getattr(self._source.model, "config", None), "vocab_size", 0) or 0
+            width = facts.hidden_size * facts.num_layers * _GENEROUS + vocabulary * 40
+            if self._states + self._num_local * batch.num_tokens * width < self._limit:
+                return
+        plan = self._ask(batch)
+        if plan is not None and plan.fits is False:
+            self._refuse(plan, batch)
+
+    @property
+    def _num_local(self) -> int:
+        return self._ranks.per_node if self._device.type == "cpu" else 1
+
+    def _bytes_of_states(self, model: nn.Module) -> int:
+        """The least that the ranks of this host (or this device) hold between two steps."""
+        ranks = self._ranks
+        setting = setting_of(self._config, ranks, shard_options(model, self._config))
+        slots = slots_of(model, setting)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        state = _STATE_BYTES.get(setting.optimizer or "SGD", 8)
+        shards = sum(shard_bytes(slot) for slot in slots.values())
+        updated = sum(slot.padded_numel // slot.num_shards for name, slot in slots.items() if name in trained)
+        homes = sum(slot.home_bytes for slot in slots.values())
+        own = updated * (setting.precision.master.itemsize + state) if setting.optimizer else 0
+        if setting.placement == "shared":
+            own += 0 if setting.precision.compute == setting.precision.master else shards
+            return self._num_local * (self._process_bytes + own) + homes
+        separate = setting.placement == "private" and setting.precision.compute != setting.precision.master
+        return self._num_local * (self._process_bytes + own + shards + (homes if separate else 0))
+
+    def _find_limit(self) -> int | None:
+        """Bytes that the ranks of this host (or this device) may hold together, from the first byte on."""
+        memory, local = self._config.memory, self._num_local
+        if self._device.type != "cpu":
+            if memory.device_limit is not None:
+                return parse_bytes(memory.device_limit, "memory.device_limit")
+            return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
+        if memory.host_limit is not None:
+            return parse_bytes(memory.host_limit, "memory.host_limit")
+        found = []
+        available = host_memory_available()
+        if available is not None:
+            found.append(available + local * self._resident)
+        for kind, used in ((resource.RLIMIT_AS, _virtual_bytes()), (resource.RLIMIT_DATA, self._resident)):
+            soft = resource.getrlimit(kind)[0]
+            if soft != resource.RLIM_INFINITY:
+                found.append(local * (soft - used + self._resident))
+        return min(found) if found else None
+
+    def _is_tight(self) -> bool:
+        """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""
+        assert self._limit is not None
+        return self._states > self._limit // 16 or self._config.memory.host_limit is not None
+
+    def _ask(self, batch: Batch) -> Plan | None:
+        """The plan with this batch, or None if the model cannot be rehearsed (and then nobody knows)."""
+        try:
+            return self._question(batch).answer(self._config)
+        except Exception as error:
+            _log.debug("the model cannot be rehearsed: %s: %s", type(error).__name__, error)
+            return None
+
+    def _question(self, batch: Batch) -> Question:
+        assert self._source is not None
+        on_cpu = self._device.type == "cpu"
+        cluster = Cluster(
+            num_nodes=self._ranks.num_nodes,
+            devices_per_node=self._ranks.per_node,
+            device="cpu" if on_cpu else "cuda",
+            device_memory=None if on_cpu else self._limit,
+            host_memory=self._limit if on_cpu else None,
+        )
+        return Question(self._source, cluster, batch, None, self._process_bytes)
+
+    def _refuse(self, plan: Plan | None, batch: Batch | None) -> None:
+        if plan is None and batch is not None:
+            plan = self._ask(batch)
+        message = self._explain(plan, batch)
+        if self.mode == "warn":
+            _log.warning("%s", message)
+            return
+        raise DoesNotFit(message, plan)
+
+    def _explain(self, plan: Plan | None, batch: Batch | None) -> str:
+        """What is needed, what there is, and what would fit."""
+        assert self._limit is not None
+        where = f"the {self._num_local} ranks of this host" if self._num_local > 1 else "this rank"
+        need = self._states if plan is None else (plan.per_host or plan.per_rank.total)
+        there = f"{show_bytes(need)}, and there are {show_bytes(self._limit)}"
+        lines = [f"this job does not fit: {where} would need {there}"]
+        if plan is not None and batch is not None:
+            lines.append(byte_table(plan.per_rank, plan.limit, plan.per_host))
+            hopeless = self._num_local * self._process_bytes > self._limit
+            question = self._question(batch)
+            changes = None if hopeless else suggest(question, self._config, _SEARCH_SECONDS)[0]
+            if changes:
+                lines.append(f"The nearest configuration that fits: {show_changes(changes)}.")
+            else:
+                lines.append("No configuration that was tried fits: take a smaller model, or more hosts.")
+        else:
+            lines.append("Parameters, gradients and optimizer state alone are too much.")
+        lines.append(
+            'To go on regardless: "memory": {"preflight": "warn"}; to set another limit: "host_limit".'
+        )
+        return "\n".join(lines)
+
+
+def unmodelled(config: Config) -> list[str]:
+    """Options that make a run smaller and are not counted yet: the plan must not refuse such a run."""
+    zero, section = config.zero_optimization, config.activation_checkpointing
+    split = config.tensor_parallel
+    found = {
+        "tensor_parallel": max(split.autotp_size, split.tp.tp_size) > 1,
+        "sequence_parallel_size": config.sequence_parallel_size > 1,
+        "zero_optimization.offload_param": zero.offload_param.device != "none",
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
+        "activation_checkpointing.offload": section.offload != "none",
+        "activation_checkpointing.cpu_checkpointing": section.cpu_checkpointing,
+        "tiling": config.tiling.loss or config.tiling.mlp > 1,
+    }
+    return [name for name, is_on in found.items() if is_on]
+
+
+def _ranks_of(mesh: DeviceMesh, device: torch.device) -> Ranks:
+    world = mesh.size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local = local if 0 < local <= world and world % local == 0 else world
+    return Ranks(world // local, local, "cpu" if device.type == "cpu" else "cuda")
+
+
+def _twin(model: nn.Module) -> Source | None:
+    try:
+        return open_source(model)
+    except Exception as error:  # a module that cannot be copied: this check is a help, not a duty
+        _log.debug("no memory check of the activations: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _any_batch(model: nn.Module, config: Config) -> Batch | None:
+    """A batch as the model's config suggests it, to fill the table; None where nothing does."""
+    try:
+        return batch_of(model, int(config.train_micro_batch_size_per_gpu))
+    except ValueError:
+        return None
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()

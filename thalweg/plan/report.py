@@ -1,0 +1,100 @@
+"""The plan as JSON and as a table for people; the page is in ``page.py``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from thalweg.observe.table import format_table
+from thalweg.plan.memory import PerRank
+from thalweg.plan.sizes import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from thalweg.plan.core import Plan
+
+WORDS = {
+    "parameters": "this rank's shard, in the master dtype",
+    "gradients": "reduced, as the optimizer reads them",
+    "optimizer": "the optimizer's state",
+    "gathered": "unsharded parameters",
+    "buffers": "communication, and the model's buffers",
+    "activations": "what the backward pass needs, temporaries, unreduced gradients",
+    "logits": "results as wide as the vocabulary",
+    "fragmentation": "holes of the allocator",
+    "process": "interpreter, torch and libraries",
+}
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The object of `thalweg plan --json`."""
+    parts = {item.name: getattr(plan.per_rank, item.name) for item in fields(PerRank)}
+    return {
+        "model": plan.model,
+        "num_parameters": plan.num_parameters,
+        "world_size": plan.world_size,
+        "per_rank": {**parts, "total": plan.per_rank.total},
+        "limit": plan.limit,
+        "per_host": {"total": plan.per_host, "limit": plan.host_limit},
+        "fits": plan.fits,
+        "traffic": {**plan.traffic, "total": sum(plan.traffic.values()), "links": plan.links},
+        "step_seconds": plan.seconds,
+        "step_parts": plan.parts,
+        "bottleneck": plan.bottleneck,
+        "tokens_per_step": plan.tokens,
+        "suggestion": plan.suggestion,
+        "reasons": plan.reasons,
+    }
+
+
+def as_table(plan: Plan) -> str:
+    """The plan in readable lines."""
+    lines = [
+        f"{plan.model}: {plan.num_parameters / 1e6:,.1f} million parameters, "
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {plan.tokens:,} tokens a step",
+        "",
+        byte_table(plan.per_rank, plan.limit, plan.per_host),
+        "",
+        f"step: {show_seconds(plan.seconds)}, limited by {plan.bottleneck} ("
+        + ", ".join(f"{name} {show_seconds(value)}" for name, value in plan.parts.items())
+        + ")",
+    ]
+    if plan.traffic:
+        sent = ", ".join(f"{kind} {show_bytes(value)}" for kind, value in plan.traffic.items())
+        links = ", ".join(f"{link} {show_bytes(value)}" for link, value in plan.links.items())
+        lines.append(f"sent by each rank in a step: {sent}; by link: {links}")
+    lines.append(verdict(plan))
+    return "\n".join(lines)
+
+
+def byte_table(per_rank: PerRank, limit: int | None = None, per_host: int = 0) -> str:
+    """Bytes of one rank by what they are for."""
+    rows = []
+    for item in fields(PerRank):
+        value = getattr(per_rank, item.name)
+        if value:
+            rows.append([item.name, show_bytes(value), WORDS[item.name]])
+    rows.append(["total", show_bytes(per_rank.total), "of one rank at its peak"])
+    if limit is not None:
+        rows.append(["limit", show_bytes(limit), "of one rank"])
+    if per_host and per_host != per_rank.total:
+        rows.append(["host", show_bytes(per_host), "of all its ranks, what they share counted once"])
+    return format_table(["bytes a rank", "", "for"], rows)
+
+
+def verdict(plan: Plan) -> str:
+    """One line: fits or not, and what would."""
+    if plan.fits is None:
+        return "fits: unknown, as no limit was given"
+    if plan.fits:
+        return f"fits: yes, with {show_bytes(-plan.missing_bytes)} to spare"
+    missing = show_bytes(plan.missing_bytes)
+    if plan.suggestion:
+        return f"fits: NO, {missing} too much; this fits: {show_changes(plan.suggestion)}"
+    return f"fits: NO, {missing} too much, and no configuration that was tried fits"
+
+
+def show_changes(changes: dict[str, Any]) -> str:
+    """Changes to a config in one line."""
+    import json
+
+    return ", ".join(f'"{key}": {json.dumps(value)}' for key, value in changes.items())

@@ -1,0 +1,42 @@
+"""Sizes as people write them: ``80GiB``, ``16 GB``, ``512m``; and back."""
+
+from __future__ import annotations
+
+import re
+
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | float | str, what: str = "size") -> int:
+    """Bytes of a size; ``GB`` counts in thousands, ``GiB`` and a bare ``G`` in 1,024s.
+
+    Raises:
+        ValueError: no such size.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{what} is {value!r}; write bytes or a size such as 80GiB, 512MiB, 2TB")
+    number, letter, binary, unit = match.groups()
+    table = _DECIMAL if unit and not binary else _BINARY
+    return int(float(number) * table[letter.lower()])
+
+
+def show_bytes(num_bytes: float) -> str:
+    """A size with three digits and a unit of 1,024s."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1000 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def show_seconds(seconds: float) -> str:
+    """A time with three digits and a unit."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,131 @@
+"""The model of a plan, on the meta device, from whatever describes it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thalweg.plan.setting import twin_on_meta
+
+_OURS = {"vocab_size", "n_layer", "n_head", "n_embd", "block_size", "dropout", "tied"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """``model`` on meta; ``given_bytes``: its parameters as the user's program holds them before sharding."""
+
+    model: nn.Module
+    given_bytes: tuple[int, ...]
+    name: str
+    is_live: bool = False
+
+    def fresh(self) -> nn.Module:
+        """A copy that may be changed."""
+        return twin_on_meta(self.model)
+
+
+def open_source(model: Any, model_kwargs: Mapping[str, Any] | None = None) -> Source:
+    """Find the model that ``model`` describes, without allocating it.
+
+    ``model``: a module (live or on meta), a class or function that makes one (with
+    ``model_kwargs``), a Hugging Face config (object, dict, JSON file, or a folder with
+    ``config.json``).
+
+    Raises:
+        ValueError: nothing of this kind.
+        FileNotFoundError: no such file or folder.
+    """
+    if isinstance(model, nn.Module):
+        live = not all(parameter.is_meta for parameter in model.parameters())
+        return _source(twin_on_meta(model), type(model).__name__, live)
+    if isinstance(model, str | Path):
+        return _from_path(Path(model))
+    if isinstance(model, Mapping):
+        return _from_dict(dict(model))
+    if inspect.isclass(model) or inspect.isfunction(model):
+        with torch.device("meta"):
+            made = model(**(model_kwargs or {}))
+        if not isinstance(made, nn.Module):
+            raise ValueError(
+                f"{model.__name__} makes a {type(made).__name__}; the plan needs a torch.nn.Module"
+            )
+        return _source(made, type(made).__name__)
+    if hasattr(model, "model_type") and hasattr(model, "to_dict"):
+        return _from_hugging_face(model)
+    raise ValueError(
+        f"cannot plan a {type(model).__name__}: give a module, a class with model_kwargs, a Hugging Face "
+        "config, or the path of a folder with config.json"
+    )
+
+
+def _source(model: nn.Module, name: str, live: bool = False) -> Source:
+    return Source(model, tuple(p.nbytes for p in model.parameters()), name, live)
+
+
+def _from_path(path: Path) -> Source:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is not there: --model takes a folder with config.json, or that file")
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} holds a {type(fields).__name__}; a model's config is an object")
+    return _from_dict(fields)
+
+
+def _from_dict(fields: dict[str, Any]) -> Source:
+    if "model_type" not in fields and fields and set(fields) <= _OURS:
+        ours = importlib.import_module("thalweg.nn.transformer")
+        with torch.device("meta"):
+            return _source(ours.GPT(ours.GPTConfig(**fields)), "GPT")
+    if "model_type" not in fields:
+        raise ValueError(
+            "the model's config has no model_type: a Hugging Face config.json has one, and the reference GPT "
+            f"takes {', '.join(sorted(_OURS))} alone"
+        )
+    library = _transformers()
+    rest = {key: value for key, value in fields.items() if key != "model_type"}
+    try:
+        config = library.AutoConfig.for_model(fields["model_type"], **rest)
+    except ValueError as error:
+        raise ValueError(f"model_type {fields['model_type']!r}: {str(error).splitlines()[0]}") from None
+    return _from_hugging_face(config)
+
+
+def _from_hugging_face(config: Any) -> Source:
+    library = _transformers()
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(library, name) for name in names if hasattr(library, name)), None)
+    with torch.device("meta"):
+        if cls is not None:
+            model = cls(config)
+        else:
+            model = _guess(library, config)
+    model = model.float()  # what from_config gives; a checkpoint in bf16 is loaded as fp32 masters
+    return _source(model, type(model).__name__)
+
+
+def _guess(library: Any, config: Any) -> nn.Module:
+    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
+        try:
+            return getattr(library, name).from_config(config)
+        except ValueError:
+            continue
+    raise ValueError(f"no model class is known for model_type {config.model_type!r}")
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError("a Hugging Face config needs transformers: pip install 'thalweg[hf]'") from None

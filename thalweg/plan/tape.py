@@ -1,0 +1,111 @@
+"""The tape: what a model allocates and frees in a training step, without allocating it.
+
+The picture: the model's operators run on fake tensors (shapes without data) under a
+dispatch mode that sees each of them.  A storage that an operator makes is written down
+with its bytes, and once more when its last reference is gone, wherever that was: a
+Python variable, autograd's saved tensors, a gradient.  Views and in-place results share a
+storage and so cost nothing.  What is left is one list of events in the order of the run,
+
+    (+id, bytes, label)   a storage is made       label: who made it, see :class:`Tape`
+    (-id, 0, "")          it is gone
+
+from which peaks, the timeline and the allocator's behaviour follow.  Besides, the tape
+adds up the arithmetic (torch's own formulas) and the bytes that operators read and write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Event = tuple[int, int, str]
+
+
+class Tape(TorchDispatchMode):
+    """Records the storages made while it is on; ``label`` names what is made now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.label = "activations"
+        self.wide: int | None = None  # results of this width have a label of their own: logits
+        self.flops = 0
+        self.moved_bytes = 0
+        self.calls = 0
+        self._ids: dict[int, int] = {}
+        self._next = 1
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of ``tensors`` out: they are counted elsewhere."""
+        for tensor in tensors:
+            self._ids[tensor.untyped_storage()._cdata] = 0
+
+    def note(self, num_bytes: int, label: str) -> int:
+        """Write a storage down that no operator has made; returns its id for :meth:`drop`."""
+        number = self._next
+        self._next += 1
+        self.events.append((number, num_bytes, label))
+        return number
+
+    def drop(self, number: int) -> None:
+        """The storage that :meth:`note` wrote down is gone."""
+        self.events.append((-number, 0, ""))
+
+    def mark(self, name: str) -> None:
+        """Write down that ``name`` (a phase, a module) begins."""
+        self.events.append((0, 0, name))
+
+    def take(self) -> list[Event]:
+        """The events so far; the list begins anew."""
+        events, self.events = self.events, []
+        return events
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Make storages under another label."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = 0
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                made += self._see(leaf)
+        self._count(func, args, kwargs, result, made)
+        return result
+
+    def _see(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._ids:
+            return 0
+        num_bytes = storage.nbytes()
+        logits = self.wide is not None and tensor.ndim > 1 and tensor.shape[-1] == self.wide
+        self._ids[key] = number = self.note(num_bytes, "logits" if logits else self.label)
+        weakref.finalize(storage, self._gone, key, number).atexit = False
+        return num_bytes
+
+    def _gone(self, key: int, number: int) -> None:
+        self._ids.pop(key, None)
+        self.drop(number)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> None:
+        self.calls += 1
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        if made or func._schema.name.endswith("_"):
+            read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.moved_bytes += read + made

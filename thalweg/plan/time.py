@@ -1,0 +1,62 @@
+"""Seconds of a step: arithmetic, memory, links and disk; the longest is the bottleneck.
+
+On a CPU rank everything runs on the same cores, so the parts add up.  On a GPU transfers
+overlap with arithmetic, and a step takes the longer of the two and a tenth of the shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thalweg.plan.cluster import Cluster
+from thalweg.plan.rehearsal import Rehearsal
+from thalweg.plan.setting import Setting
+from thalweg.plan.traffic import Traffic
+
+_MICROS_TRACED = 3
+_ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
+
+
+@dataclass
+class StepTime:
+    """Seconds of one optimizer step by cause, their composition, and the largest cause."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    bottleneck: str = ""
+
+
+def time_of(found: Rehearsal, setting: Setting, traffic: Traffic, cluster: Cluster) -> StepTime:
+    """How long one optimizer step takes on each rank."""
+    scale = setting.accumulation / min(setting.accumulation, _MICROS_TRACED)
+    flops = cluster.flops_of(setting.precision.compute) * cluster.efficiency
+    shard = sum(
+        slot.padded_numel // slot.num_shards for name, slot in found.slots.items() if name not in found.frozen
+    )
+    update = shard * _ADAM_BYTES.get(setting.optimizer or "", 28)
+    parts = {
+        "compute": found.flops * scale / flops,
+        "memory bandwidth": (found.moved_bytes * scale + update) / cluster.memory_bandwidth,
+        "calls": found.num_calls * scale * cluster.call_seconds,
+    }
+    if traffic.links.get("inside a node"):
+        parts["links inside a node"] = traffic.links["inside a node"] / cluster.intra_bandwidth
+    if traffic.links.get("between nodes"):
+        parts["network between nodes"] = traffic.links["between nodes"] / cluster.inter_bandwidth
+    seconds, bottleneck = compose(parts, cluster)
+    return StepTime(parts, seconds, bottleneck)
+
+
+def compose(parts: dict[str, float], cluster: Cluster) -> tuple[float, str]:
+    """Seconds of the whole step, and which part is the longest."""
+    bottleneck = max(parts, key=lambda key: parts[key])
+    if cluster.device == "cpu":
+        seconds = sum(parts.values())
+    else:
+        own = parts["compute"] + parts["memory bandwidth"]
+        moved = sum(
+            value for key, value in parts.items() if key.startswith(("links", "network", "host", "disk"))
+        )
+        longer, shorter = max(own, moved, parts["calls"]), min(own, moved)
+        seconds = longer + 0.1 * shorter
+    return seconds, bottleneck
