@@ -273,9 +273,8 @@ class Sharded:
         if self._crossing is not None:  # which has counted what moved
             self._arena.fence(what)
             return
-        # Replicated parameters are there already: the fence gathers nothing.
-        gathers = self.placement == "shared"
-        home_bytes = sum(store.slot.home_bytes for store in self._constant_stores) if gathers else 0
+        gathered = self._constant_stores if self.placement == "shared" else []
+        home_bytes = sum(store.slot.home_bytes for store in gathered)
         with self.ledger.timed(
             "all_gather", "parameters", "shared", full_bytes=home_bytes, world_size=self._world_size
         ):
