@@ -132,7 +132,10 @@ class PlainAllReduce(MeshOfOneReducer):
         self._group, self._sum = group, Everywhere(group, route)
 
     def reduce(self, output: Tensor) -> None:
-        """Replace ``output`` (1-D) by the mean over all ranks."""
+        """Replace ``output`` (1-D) by the mean over all ranks, now or later."""
+        self.do(lambda: self._mean(output))
+
+    def _mean(self, output: Tensor) -> None:
         world_size = self._group.size()
         with self._ledger.timed(
             "all_reduce", self._name, "wire", full_bytes=output.nbytes, world_size=world_size

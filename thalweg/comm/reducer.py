@@ -12,6 +12,8 @@ from torch import Tensor
 from thalweg.comm.buffer import Lender, Pool
 from thalweg.comm.ledger import Call, Ledger
 
+# Takes a piece of work to do it in the background, or returns False.
+Later = Callable[[Callable[[], None]], bool]
 # Adds up a 1-D tensor over the ranks that hold the same shard, in place.
 Total = Callable[[Tensor, Call], None]
 
@@ -27,6 +29,7 @@ class Reducer:
     A subclass adds up in :meth:`sum_shards` and multiplies by the scale it is given: one over
     the ranks where FSDP2 asks for a mean, over ``divisor`` (the loss scale), and over
     ``num_copies``, the ranks that hold the same shard.  ``total``, if set, adds up over those.
+    ``later``, if set, may do the work in the background.
     """
 
     carrier = "wire"
@@ -40,6 +43,7 @@ class Reducer:
         self.divisor = 1.0
         self.num_copies = 1
         self.total: Total | None = None
+        self.later: Later | None = None
 
     def __call__(
         self,
@@ -49,7 +53,22 @@ class Reducer:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """FSDP2's hook: add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``."""
+        """FSDP2's hook: :meth:`_reduce`, now or later."""
+        self.do(lambda: self._reduce(output_tensor, input_tensor, group, op))
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do a reduction's work now, or hand it to ``later`` if that takes it."""
+        if self.later is None or not self.later(work):
+            work()
+
+    def _reduce(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    ) -> None:
+        """Add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``."""
         world_size = group.size()
         scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
         with self._ledger.timed(
@@ -66,7 +85,6 @@ class Reducer:
                 self.sum_shards(rows, output_tensor, group, 1.0, call)
                 self.total(output_tensor, call)
                 output_tensor.mul_(scale)
-        return None
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call

@@ -30,6 +30,7 @@ class Group:
 
     def __init__(self, name: str, module: FSDPModule, inner: Any) -> None:
         self.name, self.module, self._inner = name, module, inner
+        self._is_watched = False
 
     @property
     def is_sharded(self) -> bool:
@@ -106,6 +107,7 @@ class Group:
     def around_reduction(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call these before and after a backward pass that has gone through this unit is reduced."""
         inner, plain = self._inner, self._inner.post_backward
+        self._is_watched = True
 
         def post_backward(*unused: Any) -> None:
             before()
@@ -113,6 +115,24 @@ class Group:
             after()
 
         inner.post_backward = post_backward
+
+    def reads_reduced(self, output_dtype: torch.dtype) -> bool:
+        """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
+        inner = self._inner
+        if self._is_watched or inner._reduce_dtype == torch.float16:  # which is divided after the sum
+            return True
+        return any(
+            param.sharded_param.grad is not None
+            or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+            or (param.orig_dtype != output_dtype and param.sharded_param.requires_grad)
+            for param in inner.fsdp_params
+        )
+
+    def prefetch(self, following: Group) -> None:
+        """Begin to gather ``following`` before this unit's forward, without waiting for it."""
+        self.module.set_modules_to_forward_prefetch([following.module])
+        for group in (self, following):
+            group._inner.unshard_async_op = True
 
     def flush(self) -> bool:
         """Reduce gradients that earlier backwards kept unsharded; whether there were any."""
@@ -214,6 +234,16 @@ def abandon_iteration(root: FSDPModule) -> None:
     """Bring FSDP2 back to rest after a forward or backward that raised."""
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Run ``call`` when the backward pass at hand has computed everything, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def _has_unsharded_grad(param: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Sharded:
         self.ledger: Ledger = wiring.ledger
         self._mesh, self._arena = mesh, wiring.arena
         self._crossing, self.notes = wiring.crossing, wiring.notes
+        self._overlap = wiring.overlap
         self._group = mesh.get_group()
         self._world_size = mesh.size()
         self.groups = _fsdp2.groups_of(module)
@@ -106,6 +108,7 @@ class Sharded:
 
     def finish_window(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
+        self._settle()
         for group in self.groups:
             if group.flush():
                 self._flags = None
@@ -121,6 +124,10 @@ class Sharded:
         if self._arena is not None:
             self._arena.fence("the end of an accumulation window")
 
+    def _settle(self) -> None:
+        if self._overlap is not None:
+            self._overlap.drain()
+
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
         self.loss_scale = scale
@@ -133,6 +140,7 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
+        self._settle()
         for group in self.groups:
             group.drop_unsharded_grads()
 
@@ -201,6 +209,8 @@ class Sharded:
             call()
         if self.paging is not None:
             self.paging.close()
+        if self._overlap is not None:
+            self._overlap.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -345,13 +355,18 @@ def shard(
     frees = {name: keeps or name in pages for name in units}
     spread = SpreadGradients([parameter for parameter in model.parameters() if is_spread(parameter)])
     _wrap(model, units, alone, options, frees, on_host)
+    if options.offload.pages:  # units are read while a gather would begin early
+        wiring.overlap = None
     sharded = Sharded(model, options, mesh, device, stores, wiring, paging)
     sharded.spread = spread
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _plant(sharded, places, shown_layouts(mesh, grid, states, replicate))
     assert isinstance(model, FSDPModule)
     _fsdp2.lazy_init(model)
-    sharded._reducers = wiring.connect(sharded.groups)
+    sharded._reducers = wiring.connect(sharded.groups, options.precision.master)
+    if wiring.overlap is not None and wiring.placement == "wire":
+        for group, following in pairwise(sharded.groups):
+            group.prefetch(following)
     if wiring.placement != "wire":
         sharded._install_homes()
     if paging is not None:

@@ -49,11 +49,14 @@ from thalweg.comm import (
     TwoLevelAllGather,
     TwoLevelReduceScatter,
     local_arena,
+    subgroup,
 )
 from thalweg.comm.quantised import GRADIENTS, GRADIENTS_IN_HOST, WEIGHTS, PackingOf, one_piece
+from thalweg.comm.reducer import Reducer
 from thalweg.zero._fsdp2 import Group
 from thalweg.zero.crossing import Crossing
 from thalweg.zero.homes import Placement, Slot, arena_bytes
+from thalweg.zero.overlap import Overlap
 from thalweg.zero.policy import TrafficPolicy, ZeroPolicy
 
 Maker = Callable[[str, Group], Any]
@@ -68,8 +71,9 @@ class Wiring:
     """The makers of each unit's collectives; ``arena`` holds the homes where there are any.
 
     ``apart``: parameters whose shards lie beside the homes; ``crossing``: what brings homes of
-    several hosts up to date; ``secondary``: ranks among which FSDP2 keeps gathered parameters
-    for the backward pass; ``notes``: what an option comes to here, by its name.
+    several hosts up to date; ``overlap``: what reduces during the backward pass; ``secondary``:
+    ranks among which FSDP2 keeps gathered parameters for the backward pass; ``notes``:
+    what an option comes to here, by its name.
     """
 
     placement: Placement
@@ -83,9 +87,13 @@ class Wiring:
     secondary: int = 1
     copies: Copies | None = None
     notes: dict[str, str] = field(default_factory=dict)
+    overlap: Overlap | None = None
 
-    def connect(self, groups: Iterable[Group]) -> list[Any]:
-        """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's."""
+    def connect(self, groups: Iterable[Group], output_dtype: torch.dtype) -> list[Any]:
+        """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's.
+
+        ``output_dtype``: of reduced gradients.
+        """
         reducers: list[Any] = []
         for group in groups:
             name = group.name or "<root>"
@@ -95,6 +103,8 @@ class Wiring:
                 reducers.append(reducer := self.reducer(name, group))
                 if self.copies is not None:
                     reducer.num_copies, reducer.total = self.copies.number, self.copies.total
+                if self.overlap is not None and isinstance(reducer, Reducer):
+                    reducer.later = self.overlap.later(group, output_dtype)
                 group.module.set_custom_reduce_scatter(reducer)
                 if self.all_reduces:
                     group.module.set_all_reduce_hook(reducer.reduce)
@@ -278,13 +288,16 @@ def _on_both_levels(here: Situation, arena: Arena, hosts: Hosts, slot_bytes: int
 
 def _on_the_wire(here: Situation, route: Route, hosts: Hosts | None = None) -> Wiring:
     ledger, dtype, traffic, cpu = here.ledger, here.output_dtype, here.traffic, here.device.type == "cpu"
+    overlap = Overlap() if cpu and here.mesh.size() > 1 and here.copies is None else None
+    # Of its own, as the thread's collectives and the main thread's come in no common order.
+    everyone = here.group if overlap is None else subgroup(range(here.mesh.size()), here.group)
     if here.replicate or here.mesh.size() == 1:
-        everyone = here.group
         return Wiring(
             "private",
             ledger,
             reducer=lambda name, group: PlainAllReduce(everyone, name, ledger, dtype, route),
             all_reduces=True,
+            overlap=overlap,
         )
     size = here.mesh.size()
     secondary = (
@@ -304,17 +317,26 @@ def _on_the_wire(here: Situation, route: Route, hosts: Hosts | None = None) -> W
     elif cpu:
         wiring.gatherer = lambda name, group: PlainAllGather(name, ledger, route)
     if traffic.quantised_gradients or cpu or here.copies is not None:
-        wiring.reducer = lambda name, group: _wire_reducer(here, route, hosts, name, group)
+        wiring.reducer = lambda name, group: _wire_reducer(here, everyone, route, hosts, name, group)
+    # Between the two levels of a quantised reduction lie groups that gathers use as well.
+    wiring.overlap = overlap if not (traffic.quantised_gradients and hosts is not None) else None
     return wiring
 
 
-def _wire_reducer(here: Situation, route: Route, hosts: Hosts | None, name: str, group: Group) -> Any:
+def _wire_reducer(
+    here: Situation,
+    everyone: dist.ProcessGroup,
+    route: Route,
+    hosts: Hosts | None,
+    name: str,
+    group: Group,
+) -> Any:
     ledger, dtype, traffic = here.ledger, here.output_dtype, here.traffic
     if not traffic.quantised_gradients:
-        return AllToAllReduceScatter(name, ledger, dtype, Swap(here.group, route))
+        return AllToAllReduceScatter(name, ledger, dtype, Swap(everyone, route))
     if hosts is None:
         made = AllToAllReduceScatter(name, ledger, dtype)
-        made.swap = _gradient_swap(traffic, here.group, route, group, made)
+        made.swap = _gradient_swap(traffic, everyone, route, group, made)
         return made
     inner = QuantisedSwap(hosts.local, hosts.local_route, one_piece(GRADIENTS_IN_HOST))
     made = TwoLevelReduceScatter(

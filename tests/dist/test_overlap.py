@@ -1,0 +1,71 @@
+"""Reductions over the wire during the backward pass: the same bits, whenever they are done (row 5)."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from tests.dist.models import batch, tiny_gpt
+from tests.dist.parity import full
+from tests.harness import run_ranks
+
+STEPS = 3
+
+
+def _train(rank, world, stage, accumulation, shared, delay):
+    import os
+
+    import thalweg
+    from thalweg.comm.background import Background
+
+    os.environ["THALWEG_SHARED_MEMORY"] = "1" if shared else "0"
+    count = 0
+    submit = Background.submit
+
+    def slow(self, work):
+        nonlocal count
+        count += 1
+        seconds = random.Random(1000 * rank + count).random() * delay
+
+        def late():
+            time.sleep(seconds)
+            work()
+
+        submit(self, late)
+
+    Background.submit = slow  # in this rank's process alone
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.5,
+        "cpu_kernels": "torch",
+    }
+    engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+    grads = None
+    for step in range(STEPS * accumulation):
+        tokens, labels = batch(step, 2 * world)
+        loss = engine(tokens[rank::world], labels[rank::world])
+        engine.backward(loss)
+        if step == 0 and accumulation == 1:
+            # Complete as soon as backward() has returned.
+            grads = [full(p.grad).flatten().tolist() for p in engine.module.parameters()]
+        engine.step()
+    weights = [full(p).flatten().tolist() for p in engine.module.parameters()]
+    engine.close()
+    return count, grads, weights
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_delays_change_no_bit(stage, accumulation):
+    known = run_ranks(_train, 2, stage, accumulation, True, 0.0)[0]
+    found = run_ranks(_train, 2, stage, accumulation, False, 0.01)
+    assert known[0] == 0
+    assert found[0][0] > 0, "nothing was reduced in the background"
+    assert found[0][1:] == found[1][1:]
+    assert found[0][1] == known[1]
+    assert found[0][2] == known[2]
