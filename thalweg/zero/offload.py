@@ -130,6 +130,29 @@ def choose_paged(units: dict[str, list[Slot]], offload: Offload, keep: Iterable[
     return names
 
 
+def page_units(
+    slots: dict[str, Slot],
+    units: Iterable[str],
+    offload: Offload,
+    fixed: Sequence[str],
+    rank: int,
+    placement: Placement,
+    arena: Arena | None,
+) -> Paging | None:
+    """The paging of the units that do not stay in memory, or None; those in ``fixed`` always do."""
+    if not offload.pages:
+        return None
+    names = [*fixed, *units]
+    members: dict[str, list[Slot]] = {}
+    for name, slot in slots.items():
+        unit = next((key for key in names if name.startswith(f"{key}.")), "")
+        members.setdefault(unit, []).append(slot)
+    paged = choose_paged(members, offload, fixed)
+    if not paged:
+        return None
+    return build_paging(members, paged, offload, rank=rank, placement=placement, arena=arena)
+
+
 def build_paging(
     units: dict[str, list[Slot]],
     paged: Sequence[str],

@@ -32,7 +32,7 @@ from thalweg.zero.fill import Places, fill, places_of
 from thalweg.zero.gather import track
 from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
 from thalweg.zero.homes import Slot, Store, publish
-from thalweg.zero.offload import Offload, PagedStore, Paging, build_paging, choose_paged
+from thalweg.zero.offload import Offload, PagedStore, Paging, page_units
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.spread import SpreadGradients, is_spread, reduce_scalars
 from thalweg.zero.states import Layout, States
@@ -336,7 +336,8 @@ def shard(
     rank = 0 if replicate else inner.get_local_rank()
     if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
         wiring.placement, units = "wire", blocks
-    paging = _page(slots, units, options, rank, wiring)
+    fixed = options.fp32_modules
+    paging = page_units(slots, units, options.offload, fixed, rank, wiring.placement, wiring.arena)
     paged = paging.stores if paging is not None else {}
     shards_on = torch.device("cpu") if on_host else device
     stores = {
@@ -388,25 +389,6 @@ def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: in
             compute = master
         slots[name] = Slot(name, parameter.shape, master, compute, num_shards, trains=parameter.requires_grad)
     return slots
-
-
-def _page(
-    slots: dict[str, Slot], units: dict[str, nn.Module], options: ShardOptions, rank: int, wiring: Wiring
-) -> Paging | None:
-    """The paging of the units that do not stay in memory, or None."""
-    if not options.offload.pages:
-        return None
-    fixed = options.fp32_modules
-    members: dict[str, list[Slot]] = {}
-    for name, slot in slots.items():
-        unit = next((key for key in (*fixed, *units) if name.startswith(f"{key}.")), "")
-        members.setdefault(unit, []).append(slot)
-    paged = choose_paged(members, options.offload, fixed)
-    if not paged:
-        return None
-    return build_paging(
-        members, paged, options.offload, rank=rank, placement=wiring.placement, arena=wiring.arena
-    )
 
 
 def _largest_unit(slots: dict[str, Slot], units: dict[str, nn.Module], reduce: torch.dtype) -> int:
