@@ -25,6 +25,7 @@ FSDP2_HOME = "thalweg/zero/_fsdp2.py"
 OPERATORS_HOME = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
 PRIVATE_HOMES = {
+    "_C._current_graph_task_id": "thalweg/zero/_fsdp2.py",  # whether a backward pass runs, as FSDP2 asks
     "_C._swap_tensor_impl": "thalweg/zero/exchange.py",  # what torch.utils.swap_tensors does after its checks
     "_C._nn": "thalweg/zero/pending.py",  # the argument parser of nn.Module.to
     "_C._DisableTorchDispatch": "thalweg/zero/pending.py",  # the guard that FakeTensor is built with
