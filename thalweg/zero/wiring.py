@@ -52,7 +52,6 @@ from thalweg.comm import (
     subgroup,
 )
 from thalweg.comm.quantised import GRADIENTS, GRADIENTS_IN_HOST, WEIGHTS, PackingOf, one_piece
-from thalweg.comm.reducer import Reducer
 from thalweg.zero._fsdp2 import Group
 from thalweg.zero.crossing import Crossing
 from thalweg.zero.homes import Placement, Slot, arena_bytes
@@ -103,7 +102,7 @@ class Wiring:
                 reducers.append(reducer := self.reducer(name, group))
                 if self.copies is not None:
                     reducer.num_copies, reducer.total = self.copies.number, self.copies.total
-                if self.overlap is not None and isinstance(reducer, Reducer):
+                if self.overlap is not None:
                     reducer.later = self.overlap.later(group, output_dtype)
                 group.module.set_custom_reduce_scatter(reducer)
                 if self.all_reduces:
