@@ -18,7 +18,7 @@ from _peers import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 NAMES = ("thalweg", "transformers", "transformers-cb", "vllm")
-_START_SECONDS = 240.0
+_START_SECONDS = 600.0
 
 
 def missing(name: str) -> str | None:
