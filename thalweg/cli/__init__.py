@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "run": "start a script on several processes of this host",
     "config": "check a ds_config.json and print it resolved",
     "plan": "what a run will need: bytes, traffic, seconds",
+    "tune": "find the fastest configuration that fits",
     "ckpt": "inspect, verify or export a checkpoint",
     "bench": "run one of the benchmarks",
     "serve": "serve a model over HTTP (OpenAI's API and a chat page)",

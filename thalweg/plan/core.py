@@ -173,20 +173,51 @@ def plan(
         ConfigError: with every problem of the config at once.
         ValueError: nothing that describes a model; inputs that cannot be guessed.
     """
-    source = open_source(model, model_kwargs)
-    where = cluster or cluster_of(
-        num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
+    question = question_of(
+        model,
+        cluster=cluster,
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        batch=batch,
+        sequence_length=sequence_length,
+        model_kwargs=model_kwargs,
+        process_bytes=process_bytes,
     )
-    if process_bytes is None:
-        process_bytes = _process_bytes(source, where)
-    question = Question(source, where, batch, sequence_length, process_bytes)
-    resolved = resolve(load(config), world_size=where.world_size, model=model_facts(source.model))
+    world_size, facts = question.cluster.world_size, model_facts(question.source.model)
+    resolved = resolve(load(config), world_size=world_size, model=facts)
     answer = question.answer(resolved)
     if suggest and answer.fits is False:
         from thalweg.plan.search import suggest as search
 
         answer.suggestion, answer.reasons = search(question, resolved)
     return answer
+
+
+def question_of(
+    model: Any,
+    *,
+    cluster: Cluster | None = None,
+    num_nodes: int = 1,
+    devices_per_node: int = 1,
+    device: str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    batch: Any = None,
+    sequence_length: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    process_bytes: int | None = None,
+) -> Question:
+    """The model and the machines of :func:`plan`, to be asked about one config after the other."""
+    source = open_source(model, model_kwargs)
+    where = cluster or cluster_of(
+        num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
+    )
+    if process_bytes is None:
+        process_bytes = _process_bytes(source, where)
+    return Question(source, where, batch, sequence_length, process_bytes)
 
 
 def _process_bytes(source: Source, cluster: Cluster) -> int:

@@ -70,7 +70,16 @@ def _source(model: nn.Module, name: str, live: bool = False) -> Source:
     return Source(model, tuple(p.nbytes for p in model.parameters()), name, live)
 
 
+def build_real(path: str | Path) -> nn.Module:
+    """The model of a config file or folder with its own initial values, on the CPU."""
+    return _make(_fields_of(Path(path)))
+
+
 def _from_path(path: Path) -> Source:
+    return _from_dict(_fields_of(path))
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there: --model takes a folder with config.json, or that file")
@@ -80,14 +89,20 @@ def _from_path(path: Path) -> Source:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds a {type(fields).__name__}; a model's config is an object")
-    return _from_dict(fields)
+    return fields
 
 
 def _from_dict(fields: dict[str, Any]) -> Source:
+    with torch.device("meta"):
+        model = _make(fields)
+    return _source(model, type(model).__name__)
+
+
+def _make(fields: dict[str, Any]) -> nn.Module:
+    """The model of a config, on the default device."""
     if "model_type" not in fields and fields and set(fields) <= _OURS:
         ours = importlib.import_module("thalweg.nn.transformer")
-        with torch.device("meta"):
-            return _source(ours.GPT(ours.GPTConfig(**fields)), "GPT")
+        return ours.GPT(ours.GPTConfig(**fields))
     if "model_type" not in fields:
         raise ValueError(
             "the model's config has no model_type: a Hugging Face config.json has one, and the reference GPT "
@@ -99,20 +114,21 @@ def _from_dict(fields: dict[str, Any]) -> Source:
         config = library.AutoConfig.for_model(fields["model_type"], **rest)
     except ValueError as error:
         raise ValueError(f"model_type {fields['model_type']!r}: {str(error).splitlines()[0]}") from None
-    return _from_hugging_face(config)
+    return _make_hugging_face(config)
 
 
 def _from_hugging_face(config: Any) -> Source:
+    with torch.device("meta"):
+        model = _make_hugging_face(config)
+    return _source(model, type(model).__name__)
+
+
+def _make_hugging_face(config: Any) -> nn.Module:
     library = _transformers()
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(library, name) for name in names if hasattr(library, name)), None)
-    with torch.device("meta"):
-        if cls is not None:
-            model = cls(config)
-        else:
-            model = _guess(library, config)
-    model = model.float()  # what from_config gives; a checkpoint in bf16 is loaded as fp32 masters
-    return _source(model, type(model).__name__)
+    model = _guess(library, config) if cls is None else cls(config)
+    return model.float()  # a checkpoint in bf16 is loaded as fp32 masters
 
 
 def _guess(library: Any, config: Any) -> nn.Module:

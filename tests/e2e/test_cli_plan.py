@@ -1,0 +1,70 @@
+"""`thalweg plan` and `thalweg tune` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
+    return ["--model", str(tmp_path), "--config", str(tmp_path / "ds_config.json")]
+
+
+def thalweg(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "thalweg", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
+
+
+def test_plan_prints_one_json_object_and_writes_a_page(files, tmp_path):
+    page = tmp_path / "plan.html"
+    gpus = ["--nodes", "2", "--devices-per-node", "4", "--device-memory", "80GiB"]
+    done = thalweg("plan", *files, *gpus, "--html", str(page), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["world_size"] == 8
+    assert found["fits"] is True
+    assert found["per_rank"]["total"] > found["per_rank"]["parameters"] > 0
+    assert found["traffic"]["links"]["between nodes"] > 0
+    assert "<svg" in page.read_text()
+
+
+def test_plan_names_the_cure_of_wrong_use(files, tmp_path):
+    done = thalweg("plan", "--model", str(tmp_path / "none"), "--device", "h100")
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
+    done = thalweg("plan", *files, "--device", "abacus")
+    assert done.returncode == 2
+    assert "h100" in done.stderr
+
+
+def test_tune_measures_the_best_and_writes_a_config(files, tmp_path):
+    output = tmp_path / "tuned.json"
+    done = thalweg(
+        "tune", *files, "--best", "1", "--output", str(output), "--json", "--sequence-length", "32"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["trials"][0]["seconds"] > 0
+    assert found["trials"][0]["peak_bytes"] > 0
+    tuned = json.loads(output.read_text())
+    assert tuned == found["best"]
+    batch = tuned["train_micro_batch_size_per_gpu"] * tuned["gradient_accumulation_steps"]
+    assert batch == CONFIG["train_micro_batch_size_per_gpu"]
+    assert "measuring 1 of 1" in done.stderr

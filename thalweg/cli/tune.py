@@ -1,0 +1,85 @@
+"""``thalweg tune``: the fastest configuration that fits, found by the plan and measured in the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from thalweg.cli.plan import add_model_options, cluster_options, read_config
+
+_EXAMPLES = """examples:
+  thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
+  thalweg tune --model ./gpt2 --config ds_config.json --best 5 --timeout 300 --json
+
+The batch of a step stays what the config says; stage, recomputation and its split into micro-batches
+are searched.  Candidates are planned first; the best few are measured on this machine's processor, each
+in processes of their own.  The result is a config that `thalweg.initialize` takes.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``thalweg tune``."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="find the fastest configuration that fits",
+        description="Search configurations with the plan, measure the best few, write the best one.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--best", type=int, default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the best config there")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, measure, write; returns the exit code (1 if nothing fits)."""
+    import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
+    from thalweg.config import load, resolve
+    from thalweg.plan.changes import with_changes
+    from thalweg.plan.core import question_of
+    from thalweg.plan.tuner import tune
+    from thalweg.zero.options import model_facts
+
+    question = question_of(args.model, **cluster_options(args))
+    source = read_config(args)
+    config = resolve(
+        load(source), world_size=question.cluster.world_size, model=model_facts(question.source.model)
+    )
+    found = tune(question, config, args.model, best=args.best, timeout=args.timeout, say=_say)
+    if found.best is None:
+        print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
+        return 1
+    best = with_changes(_given(source), found.best.changes)
+    if args.output:
+        Path(args.output).write_text(json.dumps(best, indent=2) + "\n")
+    if args.json:
+        trials = [trial.to_dict() for trial in found.trials]
+        print(
+            json.dumps(
+                {"best": best, "changes": found.best.changes, "ruled_out": found.ruled_out, "trials": trials}
+            )
+        )
+    else:
+        print(json.dumps(best, indent=2))
+    return 0
+
+
+def _given(source: Any) -> dict[str, Any]:
+    """The user's config as it was written, so that what is left open stays open."""
+    from thalweg.config.source import read
+
+    return source if isinstance(source, dict) else dict(read(source)[0].tree)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
