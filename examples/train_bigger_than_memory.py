@@ -4,7 +4,7 @@
     python examples/train_bigger_than_memory.py --layers 48 --width 1600 --heads 25 --vocabulary 50257
 
 The second line is GPT-2's largest shape: 1.56 billion parameters, whose fp32 states are 25 GB; the disk of
-``--folder`` needs 19 GB of them, and memory stays below 4 GiB (printed at the end, as the kernel counts it).
+``--folder`` needs 25 GB of them, and memory stays below 4 GiB (printed at the end, as the kernel counts it).
 """
 
 from __future__ import annotations
