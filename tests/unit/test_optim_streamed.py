@@ -386,7 +386,7 @@ def test_a_slow_disk_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
             import time
 
             done = super().preadv(handle, buffers, offset)
-            time.sleep(done / 200e6)
+            time.sleep(done / 60e6)
             return done
 
     logging.getLogger("thalweg").propagate = True
