@@ -123,7 +123,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_hostile_texts_are_refused_within_a_second_of_work(name: str) -> None:
-    start = time.process_time()
+    # Of this thread: others of the process may be at work for tests that came before.
+    start = time.thread_time()
     with pytest.raises(ConfigError):
         load_config(HOSTILE[name])
-    assert time.process_time() - start < 1.0
+    assert time.thread_time() - start < 1.0

@@ -96,13 +96,15 @@ def _interleaved(job: _Job) -> Orders:
         forwards, backwards = [], []
         # As many micro-batches as there are ranks go through all chunks before the next lot.
         for first in range(0, job.num_micro, ranks):
-            lot = range(first, min(first + ranks, job.num_micro))
+            lot = range(first, first + ranks)
             forwards += [Action("F", chunk * ranks + rank, micro) for chunk in range(chunks) for micro in lot]
             backwards += [
                 Action("B", chunk * ranks + rank, micro) for chunk in reversed(range(chunks)) for micro in lot
             ]
         warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-        orders.append(_warm_up_then_alternate(forwards, backwards, warm_up))
+        full = _warm_up_then_alternate(forwards, backwards, warm_up)
+        # The last lot is filled up and what does not exist left out again: an order without waits stays one.
+        orders.append(tuple(action for action in full if action.micro < job.num_micro))
     return tuple(orders)
 
 
