@@ -5,9 +5,12 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from thalweg.parallel.pipeline._torch import finish_weights, halve_backward
 from thalweg.parallel.pipeline.actions import Action, Schedule, check
 from thalweg.parallel.pipeline.cut import partition
 from thalweg.parallel.pipeline.draw import as_svg, as_text
@@ -96,3 +99,16 @@ def test_pictures_hold_every_action():
     titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 1 + 2 * 2 * 3
     assert "bubble 25.0%" in str(titles[0])
+
+
+def test_halves_add_up_where_one_gradient_is_a_view_of_another():
+    weight = nn.Parameter(torch.zeros(4))
+    sent = []
+    for _ in range(3):
+        value = torch.zeros(4, requires_grad=True)
+        # The gradient of a sum is one number seen four times, here the same one for both.
+        grads, rest = halve_backward([(value + weight).sum()], None, [value], [weight])
+        finish_weights([weight], rest)
+        sent.append(grads[0])
+    assert weight.grad.tolist() == [3.0] * 4
+    assert [grad.tolist() for grad in sent] == [[1.0] * 4] * 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward, schedules
 
@@ -62,4 +63,14 @@ def halve_backward(
 
 def finish_weights(weights: list[nn.Parameter], rest: Any) -> None:
     """Add the gradients of ``weights`` to their ``.grad``."""
+    kept = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
     _backward.stage_backward_weight(iter(weights), rest)
+    for weight, before in zip(weights, kept, strict=True):
+        found = weight.grad
+        if before is not None:
+            weight.grad = before if found is None else before.add_(found)
+        elif found is not None:
+            # It may be a view that repeats one number, or the very tensor that is being sent upstream.
+            weight.grad = found.clone(memory_format=torch.contiguous_format)
