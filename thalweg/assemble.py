@@ -12,7 +12,7 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from thalweg.plan.preflight import Preflight
 from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
+from thalweg.utils.trees import tensors_of
 from thalweg.zero.logical import like
 from thalweg.zero.options import model_facts, shard_options
 from thalweg.zero.shard import Sharded, shard
@@ -225,22 +226,11 @@ def _scale_plain_backwards(model: nn.Module, config: Config, window: Window, sha
         return grad if window.in_backward else grad * sharded.loss_scale
 
     def mark(module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(scale)
 
     model.register_forward_hook(mark)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
 
 
 def _parameter_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:

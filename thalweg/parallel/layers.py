@@ -20,7 +20,7 @@ from thalweg.ops.linear import conv1d, linear
 from thalweg.ops.subclass import Disguised, subclass_of
 from thalweg.parallel.cuts import Cut
 from thalweg.parallel.logits import VocabularyShards
-from thalweg.parallel.team import Team, fold, gather, summed
+from thalweg.parallel.team import Team, gather, summed
 
 Forward = Callable[..., Any]
 
@@ -49,40 +49,21 @@ class Shared:
 
 @dataclass(frozen=True)
 class Flow:
-    """How activations run between split layers: whole, or cut along the sequence (dim 1)."""
+    """How activations run between split layers: whole on every rank."""
 
     team: Team
     name: str
-    sequence: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
         """A layer's input, whole."""
-        entered = self._gathered(x) if self.sequence else self.team.enter(x, self.name)
+        entered = self.team.enter(x, self.name)
         self.team.own_stream()
         return entered
 
     def leave(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """A layer's partial output, summed, and its bias added once."""
-        if self.sequence:
-            sizes = sequence_sizes(x.shape[1], self.team.size)
-            y = fold(x, 1, sizes, self.team, self.name)
-            self.team.forget()
-            return y if bias is None else y + summed(bias, self.team, self.name)
         y = self.team.leave(x, self.name)
         return y if bias is None else y + bias
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        return self.team.remember(x, lambda: gather(x, 1, self.lengths(x), self.team, self.name))
-
-    def lengths(self, x: Tensor) -> list[int]:
-        """The lengths of all ranks' shards, from this rank's own and the length of the whole."""
-        return sequence_sizes(self.team.sequence_length, self.team.size)
-
-
-def sequence_sizes(length: int, world: int) -> list[int]:
-    """Lengths of the shards of a sequence: they differ by at most one."""
-    base, rest = divmod(length, world)
-    return [base + (rank < rest) for rank in range(world)]
 
 
 def multiply(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:

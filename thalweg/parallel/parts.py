@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.parallel.layers import sequence_sizes
-
 IGNORED = -100
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels")
 
@@ -23,6 +21,12 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
     if not bool(begins.any()):
         return None
     return F.pad(begins.long().cumsum(-1), (1, 0))
+
+
+def sequence_sizes(length: int, world: int) -> list[int]:
+    """Lengths of the shards of a sequence: they differ by at most one."""
+    base, rest = divmod(length, world)
+    return [base + (rank < rest) for rank in range(world)]
 
 
 @dataclass(frozen=True)

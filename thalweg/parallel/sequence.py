@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thalweg.parallel.heads import Heads, deal
-from thalweg.parallel.layers import give_forward, sequence_sizes
-from thalweg.parallel.parts import Signature, Splitter, documents_of
+from thalweg.parallel.layers import give_forward
+from thalweg.parallel.parts import Signature, Splitter, documents_of, sequence_sizes
 from thalweg.parallel.team import Team
 
 _serial = itertools.count()

@@ -7,9 +7,7 @@ Megatron's pairs (Shoeybi et al. 2019, "Megatron-LM", section 3), each an
     enter      identity          all-reduce        the input of column-parallel layers
     leave      all-reduce        identity          the output of row-parallel layers
     whole      all-gather        own slice         logits that somebody wants whole
-    scatter    own slice         all-gather        into sequence shards
-    gather     all-gather        reduce-scatter    out of them
-    fold       reduce-scatter    all-gather        partial sums into sequence shards
+    gather     all-gather        reduce-scatter    rows that several ranks use parts of
     summed     identity          all-reduce        a whole parameter that is used on a part
 
 Between ``enter`` and ``leave`` activations differ by rank; everywhere else they are equal,
@@ -19,7 +17,6 @@ one that each rank derives from a common draw, which makes recomputation see it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,23 +35,18 @@ class Team:
         self.rank = dist.get_rank(group)
         self.ledger = Ledger()
         self.draws = False  # whether the model draws random numbers inside its split layers
-        self.sequence_length = 0  # of the whole, where activations are cut along the sequence
         self._entered: tuple[Tensor, bool, Tensor] | None = None
         self._outside: Tensor | None = None
 
     def enter(self, x: Tensor, name: str) -> Tensor:
         """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
-        return self.remember(x, lambda: _Enter.apply(x, self, name) if x.requires_grad else x)  # type: ignore[arg-type, return-value]
-
-    def remember(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """``make()``, or what it gave the last time, if that was for the same ``x``."""
         mode = torch.is_grad_enabled()
         held = self._entered
         if held is not None and held[0] is x and held[1] == mode:
             return held[2]
-        entered = make()
-        self._entered = (x, mode, entered)
-        return entered
+        entered = _Enter.apply(x, self, name) if x.requires_grad else x
+        self._entered = (x, mode, entered)  # type: ignore[assignment]
+        return entered  # type: ignore[return-value]
 
     def leave(self, x: Tensor, name: str) -> Tensor:
         """The sum of all ranks' ``x``."""
@@ -199,25 +191,6 @@ def whole(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tenso
     return _Whole.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
-    ) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, team, name
-        return x.narrow(dim, sum(sizes[: team.rank]), sizes[team.rank]).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        full = ctx.team.all_gather(grads[0], ctx.dim, ctx.sizes, ctx.name)
-        return full, None, None, None, None
-
-
-def scatter(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
-    """This rank's part along ``dim`` of a tensor that all ranks hold."""
-    return _Scatter.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -235,22 +208,3 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
     return _Gather.apply(x, dim, sizes, team, name)  # type: ignore[return-value]
-
-
-class _Fold(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, dim: int, sizes: list[int], team: Team, name: str
-    ) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, team, name
-        return team.reduce_scatter(x, dim, sizes, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        full = ctx.team.all_gather(grads[0], ctx.dim, ctx.sizes, ctx.name)
-        return full, None, None, None, None
-
-
-def fold(x: Tensor, dim: int, sizes: list[int], team: Team, name: str) -> Tensor:
-    """This rank's part along ``dim`` of the sum of all ranks' ``x``."""
-    return _Fold.apply(x, dim, sizes, team, name)  # type: ignore[return-value]

@@ -209,14 +209,10 @@ class StagedModel:
 
     def weights(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""
-        modules: list[nn.Module] = [self.blocks[index] for index in self._cuts_of(stage)]
+        modules = [self.blocks.get_submodule(str(index)) for index in self._cuts[stage]]
         modules += self._entry if stage == 0 else []
         modules += self._exit if stage + 1 == self._num_stages else []
         return list(dict.fromkeys(p for module in modules for p in module.parameters()))
-
-    def _cuts_of(self, stage: int) -> range:
-        self.blocks.active = self._cuts[stage]
-        return self._cuts[stage]
 
 
 class _Ones(TorchDispatchMode):

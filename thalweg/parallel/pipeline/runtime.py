@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from thalweg.parallel.pipeline._torch import finish_weights, halve_backward
 from thalweg.parallel.pipeline.actions import Action, Schedule
 from thalweg.parallel.pipeline.wire import Wire
+from thalweg.utils.trees import tensors_of
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,11 @@ class StageCalls:
     ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
     first); the last one returns the loss (0-dim).  ``weights(stage)``: its parameters as its
     graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.
-    ``before(action, last)`` and ``after(action)``: around each backward; ``last`` says that no
-    other backward of this rank follows.
     """
 
     run: Callable[[int, Any, Any], Any]
     weights: Callable[[int], list[nn.Parameter]]
     scale: Callable[[Tensor], Tensor]
-    before: Callable[[Action, bool], None] = lambda action, last: None
-    after: Callable[[Action], None] = lambda action: None
 
 
 @dataclass
@@ -84,17 +81,12 @@ class Runner:
                     source, (message for a in order for message in self._messages(a, self.rank))
                 )
         losses: dict[int, Tensor] = {}
-        mine = orders[self.rank]
-        backwards = [index for index, action in enumerate(mine) if action.kind != "F"]
-        final = backwards[-1] if backwards else -1
         try:
-            for index, action in enumerate(mine):
+            for action in orders[self.rank]:
                 if action.kind == "F":
                     self._forward(action, batches[action.micro], losses, backward)
-                    continue
-                self._calls.before(action, index == final)
-                self._backward(action)
-                self._calls.after(action)
+                else:
+                    self._backward(action)
             self._wire.drain()
         finally:
             self._cells.clear()
@@ -149,7 +141,7 @@ class Runner:
         kind, stage, micro = action
         cell = self._cells[stage, micro]
         if kind == "W":
-            self._weights(cell, stage)
+            _finish(cell)
             del self._cells[stage, micro]
             return
         if stage + 1 < self.schedule.num_stages:
@@ -171,11 +163,12 @@ class Runner:
         if self._target(action) is not None:
             self._hand_over(action, grads)
 
-    def _weights(self, cell: _Cell, stage: int) -> None:
-        if cell.rest is None:
-            _differentiate(cell)
-        else:
-            finish_weights(cell.weights, cell.rest)
+
+def _finish(cell: _Cell) -> None:
+    if cell.rest is None:
+        _differentiate(cell)
+    else:
+        finish_weights(cell.weights, cell.rest)
 
 
 def _carries(action: Action) -> str:
@@ -202,11 +195,3 @@ def _as_leaves(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_as_leaves(child) for child in value)
     return value
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree of tuples, lists and dicts, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    return [tensor for child in children for tensor in tensors_of(child)]

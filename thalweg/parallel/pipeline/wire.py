@@ -33,7 +33,6 @@ class Wire:
         self._seen_headers: dict[tuple[int, Hashable], bytes] = {}
         self._expected: dict[int, deque[tuple[Hashable, Hashable]]] = {}
         self._arrived: dict[tuple[int, Hashable, Hashable], Any] = {}
-        self.bytes_sent = 0
 
     def expect(self, source: int, messages: Iterable[tuple[Hashable, Hashable]]) -> None:
         """Say in which order ``source`` will send: its (kind, name) pairs from now on."""
@@ -58,7 +57,6 @@ class Wire:
         work = dist.isend(tensor, group_dst=destination, group=self._group)
         assert work is not None
         self._going.append((work, tensor))
-        self.bytes_sent += tensor.nbytes
 
     def receive(self, source: int, kind: Hashable, name: Hashable) -> Any:
         """The message (kind, name) of ``source``; waits for it."""
