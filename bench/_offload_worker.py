@@ -73,7 +73,10 @@ def build(args: argparse.Namespace) -> Any:
     if args.engine == "deepspeed":
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.init_distributed("gloo", init_method=f"file://{args.store}", rank=0, world_size=1)
-        return deepspeed.initialize(model=GPT(shape), config=config_of(args))[0]
+        # Built in its context: `initialize` alone would make paged parameters 16-bit under fp32 on CPU.
+        with deepspeed.zero.Init(config_dict_or_path=config_of(args)):
+            model = GPT(shape)
+        return deepspeed.initialize(model=model, config=config_of(args))[0]
     import thalweg
 
     with thalweg.zero.Init():
