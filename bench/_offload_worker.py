@@ -42,7 +42,8 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": args.optimizer, "nvme_path": args.folder, "pin_memory": False}
     if args.engine == "deepspeed":
         if args.param != "none":
-            zero["offload_param"] |= {"buffer_size": 60_000_000, "buffer_count": 5}
+            # Each parameter in flight takes a buffer, and its prefetching asks for dozens at once.
+            zero["offload_param"] |= {"buffer_size": 26_000_000, "buffer_count": 80}
         if args.optimizer == "nvme":
             zero["offload_optimizer"] |= {"buffer_count": 5, "pipeline_read": True, "pipeline_write": True}
     config: dict[str, Any] = {
