@@ -2,8 +2,9 @@
 
     python bench/_infer_peers.py install
 
-installs ctranslate2 below .venv-infer-peers/.  It gets the same weights, converted once into a temporary
-folder, and the same prompts.  Where it is not installed, or cannot convert the model, it has no rows.
+installs ctranslate2, llama.cpp (compiled from its sdist, for this processor) and onnxruntime below
+.venv-infer-peers/; `make bench-vllm` installs vLLM.  They get the same weights, converted once into a
+temporary folder, and the same prompts.  What is not installed, or cannot convert the model, has no rows.
 """
 
 from __future__ import annotations
@@ -12,33 +13,88 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from _peers import ROOT
 
-FOLDER = ROOT / ".venv-infer-peers" / "ctranslate2"
+FOLDER = ROOT / ".venv-infer-peers"
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+MAIN = Path(__file__).with_name("_infer_peer.py")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form of one engine: its packages' folder (or its interpreter) and how it names the form."""
+
+    engine: str
+    form: str
+    packages: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As the rows call it."""
+        return f"{self.engine} {self.form}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can take part."""
+        return VLLM.exists() if self.engine == "vllm" else (FOLDER / self.engine).is_dir()
+
+    def command(self, *words: str) -> tuple[list[str], dict[str, str]]:
+        """Return a command line for `_infer_peer.py` and its environment."""
+        python = str(VLLM) if self.engine == "vllm" else sys.executable
+        environment = dict(os.environ)
+        environment.pop("PYTHONPATH", None)
+        if self.engine != "vllm":
+            environment["PYTHONPATH"] = str(FOLDER / self.engine)
+        return [python, str(MAIN), words[0], self.engine, self.form, *words[1:]], environment
+
+
+_ONNX = ("onnxruntime-genai", "onnxruntime", "onnx", "onnx-ir", "protobuf", "ml_dtypes", "flatbuffers")
+KINDS = (
+    Kind("ctranslate2", "fp32", ("--no-deps", "ctranslate2", "pyyaml")),
+    Kind("ctranslate2", "int8"),
+    Kind("llama.cpp", "f32", ("llama-cpp-python", "gguf")),
+    Kind("llama.cpp", "q8_0"),
+    Kind("llama.cpp", "q4_0"),
+    Kind("onnxruntime", "fp32", ("--no-deps", *_ONNX)),
+    Kind("onnxruntime", "int8"),
+    Kind("onnxruntime", "int4"),
+    Kind("vllm", "bf16"),
+)
 
 
 class Peer:
     """A process that takes turns: a JSON object a line in, one out."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, threads: int) -> None:
-        self.name = name
-        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(threads)}
+    def __init__(self, kind: Kind, folder: str, threads: int) -> None:
+        self.name = kind.name
+        command, environment = kind.command("serve", folder, str(threads))
+        environment["OMP_NUM_THREADS"] = str(threads)
+        self._log = open(f"{folder}.log", "wb+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
         )
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self._process.wait()}")
-        return json.loads(line)
+        for line in self._process.stdout:
+            if line.startswith("{") and "first" in line:
+                return json.loads(line)
+        code = self._process.wait()
+        self._log.seek(0)
+        raise RuntimeError(f"{self.name} ended with {code}: {self._log.read()[-300:].decode()}")
 
     def turn(self, prompts: list[list[int]], new: int) -> tuple[float, float]:
         """Return seconds to the first token and in all."""
@@ -53,26 +109,32 @@ class Peer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._log.close()
 
 
-def peers(model: Any, threads: int) -> list[Peer]:
-    """Return the peers that are installed, with this model loaded."""
-    if not (FOLDER / "ctranslate2").is_dir():
-        return []
-    found = []
-    with tempfile.TemporaryDirectory(prefix="thalweg-bench-") as folder:
-        _save(model, Path(folder) / "model")
-        for label, kind in (("fp32", "float32"), ("int8", "int8")):
-            target = f"{folder}/{label}"
-            command = [sys.executable, __file__, "convert", f"{folder}/model", target, kind]
-            environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"ctranslate2 {label}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-                continue
-            command = [sys.executable, __file__, "serve", target, kind, str(threads)]
-            found.append(Peer(f"ctranslate2 {label}", command, FOLDER, threads))  # returns once it has loaded
-    return found
+@contextmanager
+def peers(model: Any, threads: int, forms: tuple[str, ...] = ()) -> Iterator[list[Peer]]:
+    """Give the peers that are installed, with this model loaded; of the named forms, or all."""
+    found: list[Peer] = []
+    kinds = [kind for kind in KINDS if kind.installed and (not forms or kind.form in forms)]
+    with TemporaryDirectory(prefix="thalweg-bench-") as folder:
+        if kinds:
+            _save(model, Path(folder) / "model")
+        try:
+            for kind in kinds:
+                target = f"{folder}/{kind.engine}-{kind.form}"
+                command, environment = kind.command("convert", f"{folder}/model", target)
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                try:
+                    if done.returncode:
+                        raise RuntimeError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
+                    found.append(Peer(kind, target, threads))  # returns once it has loaded
+                except RuntimeError as error:
+                    print(f"{kind.name}: left out: {error}", file=sys.stderr)
+            yield found
+        finally:
+            for peer in found:
+                peer.close()
 
 
 def _save(model: Any, folder: Path) -> None:
@@ -87,42 +149,15 @@ def _save(model: Any, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def _convert(source: str, target: str, kind: str) -> None:
-    import ctranslate2  # pyright: ignore[reportMissingImports]
-
-    ctranslate2.converters.TransformersConverter(source).convert(target, quantization=kind)
-
-
-def _serve(folder: str, kind: str, threads: int) -> None:
-    import ctranslate2  # pyright: ignore[reportMissingImports]
-
-    generator = ctranslate2.Generator(folder, device="cpu", compute_type=kind, intra_threads=threads)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        prompts = [[f"t{token}" for token in prompt] for prompt in job["prompts"]]
-        times = []
-        for count in (1, job["new"]):
-            start = time.perf_counter()
-            generator.generate_batch(
-                prompts, max_length=count, min_length=count, beam_size=1, include_prompt_in_result=False
-            )
-            times.append(time.perf_counter() - start)
-        print(json.dumps({"first": times[0], "whole": times[1]}), flush=True)
+def install() -> int:
+    """Install each engine into a folder of its own; 1 if one could not be."""
+    failed = 0
+    for kind in (kind for kind in KINDS if kind.packages):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(FOLDER / kind.engine)]
+        environment = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+        failed |= subprocess.run([*command, *kind.packages], env=environment, check=False).returncode != 0
+    return int(failed)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "install":
-        raise SystemExit(
-            subprocess.run(
-                [
-                    sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER),
-                    "ctranslate2", "pyyaml",
-                ],
-                check=False,
-            ).returncode
-        )  # fmt: skip
-    if sys.argv[1] == "convert":
-        _convert(*sys.argv[2:5])
-    else:
-        _serve(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    raise SystemExit(install() if sys.argv[1:] == ["install"] else __doc__)

@@ -14,6 +14,7 @@ engine on.  `thalweg torch` is the same engine on torch's operators alone, witho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _infer_peers import Peer, peers
+from _infer_peers import peers
 from _peers import ROOT
 from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
 
@@ -40,10 +41,10 @@ GOALS = {  # issue 6: tokens a second at batch 1 and 8
     "fp32": (125, 500), "bf16": (190, 650), "int8": (300, 1100), "int4": (340, 1100),
 }  # fmt: skip
 PEERS_OF = {
-    "fp32": ("hugging face fp32", "ctranslate2 fp32"),
-    "bf16": ("hugging face bf16",),
-    "int8": ("hugging face fp32", "ctranslate2 int8"),
-    "int4": ("hugging face fp32",),
+    "fp32": ("hugging face fp32", "ctranslate2 fp32", "onnxruntime fp32", "llama.cpp f32"),
+    "bf16": ("hugging face bf16", "vllm bf16"),
+    "int8": ("hugging face fp32", "ctranslate2 int8", "onnxruntime int8", "llama.cpp q8_0"),
+    "int4": ("hugging face fp32", "onnxruntime int4", "llama.cpp q4_0"),
 }
 Turn = Callable[[list[list[int]], int], tuple[float, float]]
 
@@ -110,9 +111,8 @@ def read_speed(buffer: torch.Tensor) -> float:
     return buffer.numel() * buffer.element_size() / (time.perf_counter() - start)
 
 
-def contestants(args: argparse.Namespace) -> tuple[dict[str, Turn], dict[str, Engine], list[Peer]]:
-    """Return everybody's turn by name, our engines among them, and the processes to end afterwards."""
-    model = build(args.layers)
+def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], dict[str, Engine]]:
+    """Return the turns of this process by name, our engines among them."""
     turns: dict[str, Turn] = {"hugging face fp32": hugging_face(model)}
     engines: dict[str, Engine] = {}
     for form in args.forms:
@@ -120,24 +120,24 @@ def contestants(args: argparse.Namespace) -> tuple[dict[str, Turn], dict[str, En
         if not args.quick:
             engines[f"thalweg torch {form}"] = engine_for(model, form, "eager")
     turns |= {name: thalweg(engine) for name, engine in engines.items()}
-    others = [] if args.quick else peers(model, args.threads)
-    turns |= {peer.name: peer.turn for peer in others}
     if "bf16" in args.forms:
         import copy
 
         turns["hugging face bf16"] = hugging_face(copy.deepcopy(model).bfloat16())
-    return turns, engines, others
+    return turns, engines
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take every measurement and return the JSON object."""
     torch.set_num_threads(args.threads)
-    turns, engines, others = contestants(args)
+    model = build(args.layers)
+    turns, engines = contestants(args, model)
     buffer = torch.ones(2**27)
     speeds: list[float] = []
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
     generator = torch.Generator().manual_seed(1)
-    try:
+    with contextlib.nullcontext([]) if args.quick else peers(model, args.threads) as others:
+        turns |= {peer.name: peer.turn for peer in others}
         for number in range(args.rounds + 1):  # the first round warms up
             for batch in args.batches:
                 prompts = torch.randint(SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
@@ -147,9 +147,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     times = turns[name](prompts.tolist(), args.new)
                     if number:
                         taken.setdefault((name, batch), []).append(times)
-    finally:
-        for peer in others:
-            peer.close()
     speed = max(speeds)
     cells = {key: summary(args, key, times, engines, speed) for key, times in taken.items()}
     return envelope(
