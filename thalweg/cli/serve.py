@@ -76,6 +76,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-memory", metavar="SIZE", help="memory of the KV cache, as in 4GiB")
     add("--no-prefix-cache", action="store_true", help="do not keep the KV of prompts' beginnings")
     add("--device", default="cpu")
+    add("--stream", choices=("cpu", "nvme"),
+        help="weights stay in a file: cpu reads the page cache, nvme the disk, layer by layer")
+    add("--stream-folder", metavar="DIR", help="where the packed weights are kept")
+    add("--stream-memory", metavar="SIZE", help="weights in memory at a time with nvme")
     add("--trust-remote-code", action="store_true", help="run the model's own code")
     add("--loader", help=argparse.SUPPRESS)  # module:function that makes the engine; tests
     # fmt: on
@@ -95,6 +99,9 @@ def engine_task(args: argparse.Namespace) -> Any:
         max_step_tokens=args.max_step_tokens,
         prefix_cache=not args.no_prefix_cache,
         device=args.device,
+        stream=args.stream,
+        stream_folder=args.stream_folder,
+        stream_memory=parse_size(args.stream_memory) if args.stream_memory else None,
         trust_remote_code=args.trust_remote_code,
     )
     return EngineTask(args.model, options, args.loader or LOADER)

@@ -268,7 +268,7 @@ class EngineOptions:
     block_size: int = 16
     """Tokens in a KV block."""
     max_batch: int = 64
-    """Sequences that run together."""
+    """Sequences that run together; with ``stream``, 0 leaves it to the plan: as many as cost nothing more."""
     max_step_tokens: int = 512
     """Tokens of one step: decoding ones and pieces of prompts together (Dynamic SplitFuse)."""
     prefix_cache: bool = True
@@ -276,14 +276,23 @@ class EngineOptions:
     """Compute each sequence alone, with shapes that do not depend on the batch: slow, bitwise repeatable."""
     device: str = "cpu"
     trust_remote_code: bool = False
+    stream: str | None = None
+    """Weights larger than memory stay in a file and pass by layer by layer (ZeRO-Inference): ``cpu`` reads
+    them where the page cache has them, ``nvme`` from the disk into buffers, past the page cache."""
+    stream_folder: str | None = None
+    """Where the packed weights are kept, to be found again; by default in the user's cache directory."""
+    stream_memory: int | None = None
+    """Bytes of weights in memory at a time with ``nvme``; by default a quarter of what is free."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16", "fp16"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto, fp32, bf16 or fp16")
         if self.quantize not in (None, "int8", "int4"):
             raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
+        if self.stream not in (None, "cpu", "nvme"):
+            raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
         for name in ("block_size", "max_batch", "max_step_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) < (0 if name == "max_batch" and self.stream else 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 

@@ -7,7 +7,7 @@ weights are (outputs, inputs); queries, keys and values are stacked in one, gate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,31 @@ class Unsupported(ValueError):
     """The family's file does not know this variant: the model runs through its own modelling code."""
 
 
-@dataclass(frozen=True)
 class Linear:
-    """y = x @ weight.T + bias."""
+    """y = x @ weight.T + bias.
 
-    weight: Tensor
-    bias: Tensor | None = None
+    A weight that is stacked or reordered out of the model's own ones is put together each time it is asked
+    for: describing copies nothing, and a model that lies in a file stays there.
+    """
+
+    def __init__(
+        self, weight: Tensor | Callable[[], Tensor], bias: Tensor | None = None, shape: Any = None
+    ) -> None:
+        self._weight, self.bias = weight, bias
+        if isinstance(weight, Tensor):
+            shape = weight.shape
+        assert shape is not None, "a weight made on demand says what shape it will have"
+        self.outputs, self.inputs = int(shape[0]), int(shape[1])
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (outputs, inputs)."""
+        return self._weight if isinstance(self._weight, Tensor) else self._weight()
+
+    def part(self, start: int, stop: int) -> Linear:
+        """Return the layer of outputs ``start`` to ``stop`` alone."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        return Linear(lambda: self.weight[start:stop], bias, (stop - start, self.inputs))
 
 
 @dataclass(frozen=True)
@@ -148,16 +167,18 @@ def linear(*modules: nn.Module) -> Linear:
         weights.append((weight.t() if transposed else weight).detach())
         bias: Any = getattr(module, "bias", None)
         biases.append(None if bias is None else bias.detach())
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weight = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
+    shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
     if all(bias is None for bias in biases):
-        return Linear(weight)
+        return Linear(weight, None, shape)
     filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    return Linear(weight, filled[0] if len(filled) == 1 else torch.cat(filled))
+    return Linear(weight, filled[0] if len(filled) == 1 else torch.cat(filled), shape)
 
 
 def rows(layer: Linear, order: Tensor) -> Linear:
     """Return the layer with its outputs in another order."""
-    return Linear(layer.weight[order], None if layer.bias is None else layer.bias[order])
+    bias = None if layer.bias is None else layer.bias[order]
+    return Linear(lambda: layer.weight[order], bias, (len(order), layer.inputs))
 
 
 def interleaved_heads(layer: Linear, heads: int, dim: int) -> Linear:

@@ -27,7 +27,11 @@ MakeLinear = Callable[[Linear], Callable[[Tensor], Tensor]]
 
 
 class EagerRunner:
-    """Runs a :class:`Decoder` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers."""
+    """Runs a :class:`Decoder` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
+
+    Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
+    (a mapped file, the host's memory) and come anew each time.
+    """
 
     def __init__(
         self,
@@ -40,11 +44,12 @@ class EagerRunner:
         block_size: int = 16,
         device: torch.device | str = "cpu",
         make_linear: MakeLinear | None = None,
+        keep: bool = True,
     ) -> None:
         self.decoder, self.dtype, self.device = decoder, dtype, torch.device(device)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.tables = np.zeros((num_slots, -(-max_length // block_size)), dtype=np.int32)
-        self._make = make_linear or self._plain
+        self._make, self._keep = make_linear or self._plain, keep
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
         self._cast: dict[int, Tensor] = {}
         slots = num_blocks * block_size
@@ -63,6 +68,8 @@ class EagerRunner:
 
     def _linear(self, layer: Linear, x: Tensor) -> Tensor:
         made = self._linears.get(id(layer))
+        if not self._keep:
+            return self._make(layer)(x)
         if made is None:
             made = self._linears[id(layer)] = self._make(layer)
         return made(x)

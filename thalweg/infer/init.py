@@ -14,6 +14,7 @@ from thalweg.infer.api import EngineOptions
 from thalweg.infer.engine import Engine
 from thalweg.infer.generate import generate, unsupported
 from thalweg.infer.load import load_engine
+from thalweg.infer.source import load_model, load_tokenizer, map_model
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 from thalweg.utils.log import get_logger
 
@@ -26,7 +27,11 @@ _NO_MATTER = {
     "checkpoint_config", "transposed_mode", "keep_module_on_host", "base_dir", "max_batch_size", "replace",
 }  # fmt: skip
 """DeepSpeed's keys that choose among its kernels; here the choice is measured or made by the processor."""
-_OURS = {"max_length", "kv_memory", "max_batch", "max_step_tokens", "prefix_cache", "batch_invariant"}
+_OURS = {
+    "max_length", "kv_memory", "max_batch", "max_step_tokens", "prefix_cache", "batch_invariant", "stream",
+    "stream_folder", "stream_memory", "trust_remote_code",
+}  # fmt: skip
+_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
 
 class InferenceEngine(nn.Module):
@@ -37,10 +42,12 @@ class InferenceEngine(nn.Module):
     :meth:`refresh`.
     """
 
-    def __init__(self, module: nn.Module, options: EngineOptions, tokenizer: Any = None) -> None:
+    def __init__(
+        self, module: nn.Module, options: EngineOptions, tokenizer: Any = None, source: Any = None
+    ) -> None:
         super().__init__()
         self.module = module.eval()
-        self.options, self.tokenizer = options, tokenizer
+        self.options, self.tokenizer, self._source = options, tokenizer, source
         self.core: Engine | None = None
         self.refresh()
 
@@ -52,7 +59,9 @@ class InferenceEngine(nn.Module):
         config: Any = getattr(self.module, "config", None)
         causal = hasattr(self.module, "generate") and not getattr(config, "is_encoder_decoder", False)
         if config is not None and causal:
-            self.core = load_engine(self.module, self.options, self.tokenizer)
+            # What is known by its source are the weights as they were loaded, not as they may be by now.
+            source, self._source = self._source, None
+            self.core = load_engine(self.module, self.options, self.tokenizer, source=source)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, without gradients."""
@@ -90,25 +99,34 @@ def init_inference(
 
     ``config``: DeepSpeed's keys, as a dict or a JSON file; keywords go over it.  ``dtype``: by default the
     model's own; ``torch.int8`` (or ``"int8"``, ``"int4"``) quantises the weights of linear layers.  Also
-    ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineOptions`' fields.  Raises
+    ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineOptions`' fields.
+
+    ``zero`` with stage 3 and ``offload_param`` streams the weights (ZeRO-Inference): ``device`` ``cpu`` or
+    ``nvme``, ``nvme_path``, and ``buffer_count`` times ``buffer_size``, which bounds the bytes in memory.  A
+    directory is then not loaded: its files stay mapped, and the batch is chosen for throughput.  Raises
     ValueError for a key that is unknown or asks for what does not exist here yet.
     """
     read: Any = json.loads(Path(config).read_text()) if isinstance(config, str | Path) else config
     wanted: dict[str, Any] = {**(read or {}), **kwargs}
     if dtype is not None:
         wanted["dtype"] = dtype
+    wanted |= _streaming(wanted)
+    source = None
     if isinstance(model, str | Path):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        source = model
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+        plain = EngineOptions(trust_remote_code=bool(wanted.get("trust_remote_code", False)))
+        tokenizer = tokenizer or load_tokenizer(model, plain)
+        if wanted.get("stream"):
+            model, source = map_model(model, plain)
+        else:
+            model = load_model(model, plain)
     assert isinstance(model, nn.Module)
-    return InferenceEngine(model, _options(wanted, model), tokenizer)
+    return InferenceEngine(model, _options(wanted, model), tokenizer, source)
 
 
 def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
     fields: dict[str, Any] = {key: wanted.pop(key) for key in _OURS & set(wanted)}
+    if fields.get("stream"):
+        fields.setdefault("max_batch", 0)
     parallel = wanted.pop("tensor_parallel", wanted.pop("tp", {})) or {}
     degree = max(int(dict(parallel).get("tp_size", 1)), int(wanted.pop("mp_size", 1)))
     if degree > 1:
@@ -129,11 +147,34 @@ def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
         fields["dtype"] = dtype_name(parse_dtype(text))
     if bits is not None:
         fields["quantize"] = f"int{bits}"
-    unknown = [key for key in wanted if key not in _NO_MATTER and key not in ("zero", "moe", "ep_size")]
+    unknown = [key for key in wanted if key not in _NO_MATTER and key not in ("moe", "ep_size")]
     if unknown:
-        known = sorted(_OURS | _NO_MATTER | {"dtype", "max_out_tokens", "quant", "tensor_parallel"})
+        known = sorted(_OURS | _NO_MATTER | {"dtype", "max_out_tokens", "quant", "tensor_parallel", "zero"})
         raise ValueError(f"init_inference does not know {', '.join(unknown)}; it knows {', '.join(known)}")
     return EngineOptions(**fields)
+
+
+def _streaming(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Take DeepSpeed's ``zero`` section out of the keys and say it in ours."""
+    zero = wanted.pop("zero", None) or wanted.pop("zero_optimization", None) or {}
+    if not isinstance(zero, Mapping):
+        raise ValueError(f"zero is {zero!r}; it must be a section with stage and offload_param")
+    offload = zero.get("offload_param") or {}
+    if int(zero.get("stage", 0)) != 3 or not offload:
+        return {}
+    device = offload.get("device", "none")
+    if device not in _TIERS:
+        raise ValueError(f"zero.offload_param.device is {device!r}; it must be cpu, nvme or none")
+    made: dict[str, Any] = {"stream": _TIERS[device]}
+    if made["stream"] is None:
+        return {}
+    if device == "nvme":
+        if not offload.get("nvme_path"):
+            raise ValueError("zero.offload_param.nvme_path is missing: name the folder for the weights")
+        made["stream_folder"] = str(offload["nvme_path"])
+        if "buffer_count" in offload and "buffer_size" in offload:
+            made["stream_memory"] = int(offload["buffer_count"]) * int(offload["buffer_size"])
+    return made
 
 
 def _quantised_bits(quant: Any) -> int | None:

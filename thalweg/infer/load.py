@@ -8,8 +8,8 @@ used, so a family that has changed under us costs speed, never a wrong token.
 
 from __future__ import annotations
 
-import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from thalweg.infer.engine import Engine
 from thalweg.infer.foreign import ForeignRunner
 from thalweg.infer.models import describe
 from thalweg.infer.pack import packing
+from thalweg.infer.source import load_model, load_tokenizer, map_model
 from thalweg.ops import native
-from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -42,23 +42,29 @@ def load_engine(
     tokenizer: Any = None,
     *,
     runner: str | None = None,
+    source: Any = None,
 ) -> Engine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
     by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
-    ``foreign``.  Raises ValueError where the model has no causal form or the runner cannot run it.
+    ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
+    again.  Raises ValueError where the model has no causal form or the runner cannot run it.
     """
     options = options or EngineOptions()
     form = _form(options)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    key = source
     if not isinstance(model, nn.Module):
-        tokenizer = tokenizer or _tokenizer(model, options)
-        model = _from_pretrained(model, options)
+        tokenizer = tokenizer or load_tokenizer(model, options)
+        if options.stream:
+            model, key = map_model(model, options)
+        else:
+            model = load_model(model, options)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise ValueError(f"{name} is no Hugging Face causal model: it has no config or no generate()")
-    made, max_length = _runner(model, options, form, runner)
+    made, max_length = _runner(model, options, form, runner, key)
     facts = ModelFacts(
         name=name,
         kind="causal",
@@ -74,7 +80,7 @@ def load_engine(
         made,
         facts,
         tokenizer,
-        max_batch=options.max_batch,
+        max_batch=len(made.tables),
         max_step_tokens=options.max_step_tokens,
         prefix_cache=options.prefix_cache and not isinstance(made, ForeignRunner),
     )
@@ -99,35 +105,23 @@ def _ends(model: Any) -> tuple[int, ...]:
     return ()
 
 
-def _tokenizer(model: str | Path, options: EngineOptions) -> Any:
-    from transformers import AutoTokenizer
-
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=options.trust_remote_code)
-    return None
-
-
-def _from_pretrained(model: str | Path, options: EngineOptions) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, trust_remote_code=options.trust_remote_code
-    )
-    return loaded.to(options.device).eval()
-
-
-def _runner(model: Any, options: EngineOptions, form: str, wanted: str | None) -> tuple[Runner, int]:
+def _runner(
+    model: Any, options: EngineOptions, form: str, wanted: str | None, key: Any
+) -> tuple[Runner, int]:
     reasons = []
     if wanted in (None, "native", "eager"):
         try:
             decoder = describe(model)
+            if options.stream:
+                return _streamed(model, decoder, options, form, wanted, key)
             _compare(model, decoder)
             return _described(decoder, options, form, wanted)
         except Unsupported as reason:
             if wanted is not None:
                 raise
             reasons.append(str(reason))
+    if options.stream:
+        raise ValueError(f"streamed weights need a described model: {'; '.join(reasons)}")
     if options.quantize:
         raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
@@ -176,6 +170,48 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
     return made, length
 
 
+def _streamed(
+    model: Any, decoder: Decoder, options: EngineOptions, form: str, wanted: str | None, key: Any
+) -> tuple[Runner, int]:
+    """Return a runner whose weights pass by (``stream.py``), or come from the model's own tensors."""
+    from thalweg.infer.native import NativeRunner, check
+    from thalweg.infer.stream import planned_batch, streamed_weights
+
+    length = min(options.max_length or decoder.max_length, decoder.max_length)
+    slots = options.max_batch or planned_batch(decoder, form, options, length)
+    blocks = _num_blocks(decoder, replace(options, max_batch=slots), length, 4 if form == "fp32" else 2)
+    shape: dict[str, Any] = {"num_blocks": blocks, "num_slots": slots, "max_length": length}
+    try:
+        if wanted == "eager" or options.device != "cpu" or form == "fp16":
+            raise Unsupported("the native kernels are not for this")
+        check(decoder, form)
+    except Unsupported as reason:
+        if wanted == "native":
+            raise
+        if options.quantize:
+            raise ValueError(f"{options.quantize} weights cannot be streamed here: {reason}") from None
+        log.info("streaming through torch's operators: %s", reason)
+        dtype = next(model.parameters()).dtype
+        _compare(model, decoder, keep=False)
+        plain = EagerRunner(
+            decoder, dtype=dtype, block_size=_BLOCK, device=options.device, keep=False, **shape
+        )
+        return plain, length
+    weights = streamed_weights(decoder, form, options, key)
+    try:
+        if not weights.file.complete:
+            _compare(model, decoder, keep=False)
+        made = NativeRunner(
+            decoder, form=form, max_tokens=options.max_step_tokens, bf16_cache=form != "fp32",
+            weights=weights, **shape,
+        )  # fmt: skip
+        weights.seal()
+    except BaseException:
+        weights.close()
+        raise
+    return made, length
+
+
 def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, itemsize: int) -> int:
     """Return how many KV blocks the memory asked for, or a share of what is free, holds."""
     per_token = sum(2 * x.attention.kv_heads * x.attention.dim * itemsize for x in decoder.layers)
@@ -193,7 +229,7 @@ def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, itemsize:
 
 
 @torch.inference_mode()
-def _compare(model: Any, decoder: Decoder) -> None:
+def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
     """Raise Unsupported unless the description gives the model's own logits."""
     parameter = next(model.parameters())
     tokens = torch.randint(decoder.vocab, (_PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -204,8 +240,9 @@ def _compare(model: Any, decoder: Decoder) -> None:
     finally:
         model.train(training)
     plain = EagerRunner(
-        decoder, dtype=parameter.dtype, num_blocks=1, num_slots=1, max_length=_BLOCK, device=parameter.device
-    )
+        decoder, dtype=parameter.dtype, num_blocks=1, num_slots=1, max_length=_BLOCK,
+        device=parameter.device, keep=keep,
+    )  # fmt: skip
     got = plain.run(Batch(tokens, [Span(0, 0, _PROBE)], range(_PROBE)))
     error = ((got - want).abs().max() / want.std().clamp(min=1e-6)).item()
     if not error < _TOLERANCE.get(parameter.dtype, 1e-1):

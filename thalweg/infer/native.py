@@ -1,6 +1,6 @@
 """The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
 
-At load the weights are packed (``ops/native/gemm.py``) and the model is laid down once as a list of kernel
+At load the weights are packed (``ops/native/panels.py``) and the model is laid down once as a list of kernel
 calls on preallocated buffers; a step fills in tokens, positions and block tables and runs the list.  Nothing
 in it depends on how many tokens there are or whose they are, so that prompts, pieces of prompts and decoding
 tokens mix freely, and a token's result is the same, bit for bit, in any company.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thalweg.infer.batch import Batch
 from thalweg.infer.describe import Attention, Decoder, Experts, Layer, Linear, Norm, Unsupported
+from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
 
 _KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
@@ -34,7 +35,7 @@ def check(decoder: Decoder, form: str) -> None:
         if isinstance(layer.mlp, Experts):
             raise Unsupported("a mixture of experts")
         a = layer.attention
-        sizes += [a.dim, layer.mlp.down.weight.shape[1]]
+        sizes += [a.dim, layer.mlp.down.inputs]
         if (a.q_norm is not None) != (a.k_norm is not None):
             raise Unsupported("a norm on queries or keys alone")
         if a.q_norm is not None and a.q_norm.style != "rms":
@@ -44,7 +45,10 @@ def check(decoder: Decoder, form: str) -> None:
 
 
 class NativeRunner:
-    """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8)."""
+    """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
+
+    ``weights`` keeps them (by default in memory).  The decoder's embedding is read row by row where it lies.
+    """
 
     block_size = native.BLOCK
 
@@ -58,14 +62,16 @@ class NativeRunner:
         max_length: int,
         max_tokens: int,
         bf16_cache: bool,
+        weights: Weights | None = None,
     ) -> None:
         check(decoder, form)
+        self._weights = weights or Resident(decoder, form)
         self.vocab, self.width, self.num_blocks = decoder.vocab, decoder.width, num_blocks
         self._softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         self.tables = np.zeros((num_slots, -(-max_length // self.block_size)), dtype=np.int32)
         self._max_tokens = max_tokens
-        embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
-        self._embed = decoder.embed.to(embed_dtype)
+        self._embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
+        self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._positions_table = None if decoder.positions is None else decoder.positions.float()
         laid = _Layout(self, decoder, form, max_tokens, max_length, bf16_cache)
         self._x, self._logits = laid.x, laid.logits
@@ -73,7 +79,7 @@ class NativeRunner:
         self._counts = laid.counts
         # numpy views of the same memory: cheaper to fill, item by item
         self._np = [t.numpy() for t in (*laid.inputs, laid.counts)]
-        self._tape, self._head = laid.finish()
+        self._body, self._head = laid.finish()
         self._final = laid.final
         self.weight_bytes = laid.weight_bytes
 
@@ -81,11 +87,12 @@ class NativeRunner:
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
         self._fill(batch)
-        self._tape.run()
+        self._weights.run(self._body, 0)
         count = len(batch.rows)
         if count == 0:
+            self._weights.skip(len(self._body))
             return self._logits[:0, : self.vocab]
-        self._head.run()
+        self._weights.run(self._head, len(self._body))
         logits = self._logits[:count, : self.vocab]
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
@@ -96,8 +103,7 @@ class NativeRunner:
         """Return the final hidden states, fp32 (tokens, width)."""
         whole = Batch(batch.tokens, batch.spans, range(len(batch.tokens)))
         self._fill(whole)
-        self._tape.run()
-        self._head.run()
+        self._weights.run([*self._body, *self._head], 0)
         return self._final[: len(batch.tokens)].clone()
 
     def _fill(self, batch: Batch) -> None:
@@ -118,7 +124,7 @@ class NativeRunner:
         num_rows = len(batch.rows)
         rows[:num_rows] = batch.rows
         counts[0], counts[1] = count, num_rows
-        x = F.embedding(self._tokens[:count], self._embed)
+        x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
         if self._embed_scale != 1.0:
             x = x.float() * self._embed_scale
         if self._positions_table is not None:
@@ -130,6 +136,8 @@ class NativeRunner:
 
     def close(self) -> None:
         """Drop the weights and the cache."""
+        if "_weights" in self.__dict__:
+            self._weights.close()
         self.__dict__.clear()
 
 
@@ -142,7 +150,7 @@ class _Layout:
         self.form, self.kind, self.tokens, self.bf16_cache = form, _KINDS[form], tokens, bf16_cache
         self.kernels = native.Kernels()
         self.keep: list[Any] = [owner.tables]
-        self.weight_bytes = 0
+        self.weights, self.weight_bytes = owner._weights, 0
         self.inputs = [torch.zeros(tokens, dtype=torch.int64) for _ in range(4)]
         self.counts = torch.zeros(2, dtype=torch.int64)
         self._tables = owner.tables.ctypes.data
@@ -150,14 +158,19 @@ class _Layout:
         self._ready: dict[tuple[int, str, str], native.Rows] = {}
         self._tables_of_rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self.tape: list[native.Call] = []
+        self.body = [self.tape]
         self.scratch = torch.zeros(256, native.padded(max_length, 16))
         if d.embed_norm is not None:
             self._norm_into(d.embed_norm, self.x, self.x)
-        for layer in d.layers:
+        for number, layer in enumerate(d.layers):
+            if self.weights.begin() and number:
+                self.tape = []
+                self.body.append(self.tape)
             self._layer(layer, owner.num_blocks)
         self.head_tape: list[native.Call] = []
+        self.head = [self.head_tape]
         self.logits = torch.empty(tokens, native.padded(d.vocab, 32))
-        self.final = self._finish(d, "int8" if form == "int4" else form)
+        self.final = self._finish(d, head_form(form))
 
     def _hold(self, tensor: Tensor) -> Tensor:
         self.keep.append(tensor)
@@ -210,14 +223,13 @@ class _Layout:
     def _product(
         self, rows: native.Rows, layer: Linear, out: Tensor, form: str, add: bool = False, head: bool = False
     ) -> None:
-        packed = native.pack(layer.weight, form)
-        self.weight_bytes += sum(t.numel() * t.element_size() for t in packed.values())
-        self.keep.append(packed)
-        bias = self._vector(layer.bias, layer.weight.shape[0])
-        panels = native.padded(layer.weight.shape[0], 32) // native.FORMATS[form].columns
+        packed = self.weights.put(layer, form)
+        self.weight_bytes += packed.nbytes
+        bias = self._vector(layer.bias, layer.outputs)
+        panels = native.padded(layer.outputs, 32) // native.FORMATS[form].columns
         call = native.Call(self.kernels.product(form), [
-            rows.ready, packed["weight"], out, self._count(head), native.padded(rows.width), panels,
-            rows.stride, out.stride(0) * 4, bias, out if add else 0, rows.scale, packed.get("scale", 0),
+            rows.ready, packed.weight, out, self._count(head), native.padded(rows.width), panels,
+            rows.stride, out.stride(0) * 4, bias, out if add else 0, rows.scale, packed.scale,
             *rows.sums_for(form),
         ])  # fmt: skip
         (self.head_tape if head else self.tape).append(call)
@@ -233,12 +245,12 @@ class _Layout:
         a, m = layer.attention, layer.mlp
         assert not isinstance(m, Experts)
         form = self.form
-        qkv = self._buffer("qkv", a.qkv.weight.shape[0])
+        qkv = self._buffer("qkv", a.qkv.outputs)
         self._product(self._prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
         attended = self._buffer("attended", a.heads * a.dim)
         self._attention(a, qkv, attended, num_blocks)
-        inner = m.down.weight.shape[1]
-        up = self._buffer("up", m.up.weight.shape[0])
+        inner = m.down.inputs
+        up = self._buffer("up", m.up.outputs)
         rows = self._prepare(None, attended[:, : a.heads * a.dim], form, "attended")
         if layer.parallel:
             self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
@@ -256,7 +268,7 @@ class _Layout:
         if post is None and self.width_fits():
             self._product(rows, layer, self.x, self.form, add=True)
             return
-        part = self._buffer("part", layer.weight.shape[0])
+        part = self._buffer("part", layer.outputs)
         self._product(rows, layer, part, self.form)
         if post is not None:
             self._norm_into(post, part[:, : self.x.shape[1]], part)
@@ -304,11 +316,19 @@ class _Layout:
 
     def _finish(self, d: Decoder, form: str) -> Tensor:
         rows = self._prepare(d.norm, self.x, form, "head", index=True)
-        self._product(rows, d.head, self.logits, form, head=True)
+        start = 0
+        for stop in self.weights.head_cuts:
+            if self.weights.begin() and start:
+                self.head_tape = []
+                self.head.append(self.head_tape)
+            part = d.head if stop - start == d.head.outputs else d.head.part(start, stop)
+            self._product(rows, part, self.logits[:, start:], form, head=True)
+            start = stop
         return rows.y
 
-    def finish(self) -> tuple[native.Tape, native.Tape]:
-        """Compile the kernels and return the tapes of the body and of the head."""
+    def finish(self) -> tuple[list[native.Tape], list[native.Tape]]:
+        """Compile the kernels and return the tapes of the body and of the head, a list of segments each."""
         library = self.kernels.compile()
         keep = [*self.keep, self.inputs, self.counts, self.x, self.logits, self.scratch, library]
-        return native.lay(self.tape, library, keep), native.lay(self.head_tape, library, keep)
+        body, head = ([native.lay(calls, library, keep) for calls in part] for part in (self.body, self.head))
+        return body, head

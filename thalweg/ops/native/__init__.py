@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
     from thalweg.ops.native.attend import BLOCK, Heads
-    from thalweg.ops.native.gemm import FORMATS, pack, padded
     from thalweg.ops.native.layout import Call, Kernels, Rows, lay, row_buffer
+    from thalweg.ops.native.panels import FORMATS, pack, pack_blocks, packed_sizes, padded
     from thalweg.ops.native.tape import Tape, runnable
 
     _FOUND = True
@@ -20,8 +20,8 @@ else:
     BLOCK, FORMATS, _FOUND = 16, {}, False
 
 __all__ = [
-    "BLOCK", "FORMATS", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing", "pack", "padded",
-    "row_buffer",
+    "BLOCK", "FORMATS", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing", "pack",
+    "pack_blocks", "packed_sizes", "padded", "row_buffer",
 ]  # fmt: skip
 
 

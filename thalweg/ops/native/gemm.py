@@ -1,32 +1,17 @@
 """Matrix products with packed weights: one row streams at memory speed, many rows at the multiplier's.
 
-A weight (N, K) is packed once into panels of 16 or 32 output columns, each panel a single stream over k, so
-that every weight is read once per product whatever the number of rows.  A panel meets up to 12 rows at a
-time; their sums stay in registers.
-
-======  =======================================================  =====================================
-format  a panel's stream                                         what meets it
-======  =======================================================  =====================================
-fp32    for each k: 32 floats                                    fp32 rows
-bf16    for each pair of k: 32 pairs                             bf16 rows (``vdpbf16ps``)
-int8    for each four k: 32 x 4 bytes, weight + 128              int8 rows with a scale (``vpdpbusd``)
-int4    for each group of 32 k: 16 scales and 16 offsets in      int8 rows with a scale and their sums
-        fp16, then 4 x 16 x 8 nibbles                            over each group
-======  =======================================================  =====================================
-
-K is padded to a multiple of 64 with zero weights.  Arguments of a product: see :data:`ARGUMENTS`.
+A weight lies in panels (``panels.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
+Arguments of a product: see :data:`ARGUMENTS`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from llvmlite import ir
-from torch import Tensor
 
-from thalweg.ops.native.ir import BF16, F16, F32, I8, I16, I32, I64, VOID, Code, vec
+from thalweg.ops.native.ir import BF16, F16, F32, I8, I32, I64, VOID, Code, vec
+from thalweg.ops.native.panels import FORMATS, GROUP, Format
 
 ARGUMENTS = (
     "a", "weight", "out", "rows", "k", "panels", "a_stride", "out_stride", "bias", "residual", "a_scale",
@@ -36,102 +21,7 @@ ARGUMENTS = (
 
 ``sums``: for int8 the int32 sum of each row, for int4 the fp32 sums of each row's groups of 32.
 """
-GROUP = 32
 _CHUNK = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a kind of weight is laid out and how many rows fit in the registers."""
-
-    name: str
-    columns: int  # of a panel
-    k_step: int  # what the innermost loop takes at once
-    rows: int  # at a time, at most
-    feature: str  # of the processor
-
-
-FORMATS = {
-    "fp32": Format("fp32", 32, 1, 12, "avx512f"),
-    "bf16": Format("bf16", 32, 2, 12, "avx512bf16"),
-    "int8": Format("int8", 32, 4, 12, "avx512vnni"),
-    "int4": Format("int4", 16, GROUP, 10, "avx512vnni"),
-}
-
-
-def padded(size: int, to: int = 64) -> int:
-    """Round up to a multiple."""
-    return -(-size // to) * to
-
-
-def pack(weight: Tensor, name: str, out_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Pack a weight (N, K), of any floating dtype, for the format: ``weight`` and, for int8, ``scale``."""
-    n, k = weight.shape
-    columns = FORMATS[name].columns
-    np_, kp = padded(n, 32), padded(k)
-    dtype = torch.bfloat16 if name == "bf16" else torch.float32
-    full = torch.zeros(np_, kp, dtype=dtype)
-    full[:n, :k] = weight
-    panels = full.view(np_ // columns, columns, kp)
-    if name == "fp32":
-        return {"weight": _aligned(panels.transpose(1, 2))}
-    if name == "bf16":
-        return {"weight": _aligned(panels.view(-1, columns, kp // 2, 2).transpose(1, 2))}
-    if name == "int8":
-        scale = full.abs().amax(1).div_(127).clamp_(min=1e-30)
-        q = torch.round(full / scale[:, None]).add_(128).to(torch.uint8)
-        q = q.view(-1, columns, kp // 4, 4).transpose(1, 2)
-        return {"weight": _aligned(q), "scale": _aligned(scale)}
-    return {"weight": _pack_int4(full)}
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Copy to memory that starts on a cache line (of 64 bytes)."""
-    nbytes = tensor.numel() * tensor.element_size()
-    raw = torch.empty(nbytes + 64, dtype=torch.uint8)
-    start = -raw.data_ptr() % 64
-    flat = raw[start : start + nbytes].view(tensor.dtype)
-    flat.view(tensor.shape).copy_(tensor)
-    return flat
-
-
-def quantise_int4(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return nibbles (N, K/32, 32), scales and offsets (N, K/32): weight = scale * nibble + offset.
-
-    The range of each group is shrunk by the factor, out of a few, that makes the squared error smallest.
-    """
-    groups = full.float().view(full.shape[0], -1, GROUP)
-    low, high = groups.amin(2), groups.amax(2)
-    best = torch.full_like(low, float("inf"))
-    scale, offset = torch.zeros_like(low), torch.zeros_like(low)
-    for shrink in (1.0, 0.95, 0.9, 0.85, 0.8):
-        middle, half = (low + high) / 2, (high - low) / 2 * shrink
-        s = (half / 7.5).half().float().clamp_(min=2e-7)
-        o = (middle - half).half().float()
-        q = ((groups - o[..., None]) / s[..., None]).round_().clamp_(0, 15)
-        error = (q * s[..., None] + o[..., None] - groups).square_().sum(2)
-        better = error < best
-        best = torch.where(better, error, best)
-        scale, offset = torch.where(better, s, scale), torch.where(better, o, offset)
-    nibbles = ((groups - offset[..., None]) / scale[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    return nibbles, scale, offset
-
-
-def _pack_int4(full: Tensor) -> Tensor:
-    n, kp = full.shape
-    out = torch.empty(n // 16, kp // GROUP, 320, dtype=torch.uint8)
-    for start in range(0, n, 4096):  # keeps the temporaries small
-        part = full[start : start + 4096]
-        nibbles, scale, offset = quantise_int4(part)
-        rows = part.shape[0] // 16
-        q = nibbles.view(rows, 16, kp // GROUP, 4, 2, 4)  # column, group, eight, half, k
-        q = (q[..., 0, :] | (q[..., 1, :] << 4)).permute(0, 2, 3, 1, 4)  # panel, group, eight, column, k
-        target = out[start // 16 : start // 16 + rows]
-        target[..., 64:] = q.reshape(rows, kp // GROUP, 256)
-        for at, values in ((0, scale), (32, offset)):
-            halves = values.view(rows, 16, -1).transpose(1, 2).half().contiguous()
-            target[..., at : at + 32] = halves.view(torch.uint8)
-    return _aligned(out)
 
 
 def product(module: Any, name: str) -> str:
@@ -312,6 +202,3 @@ def _int4_sums(
             part = code.load(F32, code.add(sums[r], code.div(at, GROUP // 4)))
             acc[r].value = code.fma(offset, code.splat(part, 16), value)
     return {(r, 0): acc[r].value for r in range(rows)}
-
-
-__all__ = ["ARGUMENTS", "FORMATS", "GROUP", "I16", "Format", "pack", "padded", "product", "quantise_int4"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from thalweg.ops.native import attend, gemm, pointwise
+from thalweg.ops.native import attend, gemm, panels, pointwise
 from thalweg.ops.native.ir import Library
 from thalweg.ops.native.tape import Tape, pointer
 
@@ -24,13 +25,13 @@ class Rows:
 
     def __init__(self, rows: int, width: int, kind: str, y: Tensor) -> None:
         self.width, self.kind, self.y = width, kind, y
-        columns = gemm.padded(width)
+        columns = panels.padded(width)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
         plain = kind == "fp32" and y.stride(0) >= columns
         self.ready = y if plain else row_buffer(rows, columns, dtype)
         self.stride = self.ready.stride(0) * self.ready.element_size()
         self.scale = torch.zeros(rows)
-        self.sums = torch.zeros(rows, columns // gemm.GROUP)
+        self.sums = torch.zeros(rows, columns // panels.GROUP)
         self.total = torch.zeros(rows, dtype=torch.int32)
 
     def arguments(self) -> list[Any]:
@@ -47,7 +48,7 @@ class Rows:
 def row_buffer(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return zeros (rows, columns) whose rows do not all start in the same set of the first cache."""
     per_line = 64 // dtype.itemsize
-    stride = gemm.padded(columns)
+    stride = panels.padded(columns)
     if stride * dtype.itemsize % 1024 == 0:
         stride += per_line
     return torch.zeros(rows, stride, dtype=dtype)[:, :columns]
@@ -99,8 +100,13 @@ class Kernels:
         return self._kernel(attend.attend, heads)
 
     def compile(self) -> Library:
-        """Turn everything into machine code."""
-        return Library(self._module)
+        """Turn everything into machine code, once for all engines that need the same."""
+        return _compiled(str(self._module))
+
+
+@lru_cache(16)
+def _compiled(text: str) -> Library:
+    return Library(text)
 
 
 def lay(calls: Sequence[Call], library: Library, keep: Sequence[Any]) -> Tape:

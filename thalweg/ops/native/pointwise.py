@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.native.gemm import GROUP
 from thalweg.ops.native.ir import BF16, F32, I8, I32, I64, VOID, Code, vec
+from thalweg.ops.native.panels import GROUP
 
 OUTPUTS = ("y", "y_stride", "ready", "ready_stride", "scale", "sums", "sums_stride", "total")
 """Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes."""

@@ -1,0 +1,268 @@
+"""ZeRO-Inference: weights in a file give what weights in memory give, within the memory asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thalweg
+from tests.unit.infer_models import tiny
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer.packfile import DamagedFile, PackedFile
+from thalweg.infer.source import map_model
+from thalweg.infer.stream import best_batch, circuit
+from thalweg.ops import native
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
+kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
+    """Decode all prompts greedily, in steps that cut the longest in pieces."""
+    found: dict[str, list[int]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=new)))
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+def options(folder: Path | None = None, **fields: Any) -> EngineOptions:
+    fields = {"max_batch": 4, "max_length": 96, "max_step_tokens": 16} | fields
+    return EngineOptions(stream_folder=None if folder is None else str(folder), **fields)
+
+
+def load_with_less(model: Any, folder: Path, share: float, **fields: Any) -> Any:
+    """Load with direct reads and room for a share of the weights."""
+    width = {"fp32": 4, "bf16": 2}.get(fields.get("dtype", ""), 1)
+    weights = width * sum(p.numel() for p in model.parameters())
+    for least in range(int(share * weights), 2 * weights, weights // 16):
+        with contextlib.suppress(ValueError):
+            return load_engine(model, options(folder, stream="nvme", stream_memory=least, **fields))
+    raise AssertionError("no memory was enough")
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("kind", "form"), [("llama", "fp32"), ("gpt2", "int8"), ("falcon40", "bf16"), ("gpt_neox", "int4")]
+)
+def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: Path) -> None:
+    model = tiny(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 6})
+    fields = {"quantize": form} if form.startswith("int") else {"dtype": form}
+    plain = load_engine(model, options(**fields))
+    want = tokens(plain)
+    plain.close()
+    mapped = load_engine(model, options(tmp_path, stream="cpu", **fields))
+    read = load_with_less(model, tmp_path, 0.5, **fields)
+    c = read.runner._weights.circuit
+    assert c.passing > 0 and c.memory < sum(c.sizes)
+    for engine in (mapped, read):
+        assert tokens(engine) == want and tokens(engine) == want
+        engine.close()
+    assert not list(tmp_path.iterdir()), "a live model's file has no name"
+
+
+@kernels
+def test_a_segment_in_anothers_place_would_be_noticed(tmp_path: Path) -> None:
+    """Negative control: layer 3 gets what layer 2 should."""
+    model = tiny("llama", num_hidden_layers=6)
+    engine = load_with_less(model, tmp_path, 0.5, dtype="fp32")
+    want = tokens(engine)
+    weights, read = engine.runner._weights, engine.runner._weights.file.read
+    weights.file.read = lambda segment, into: read(2 if segment == 3 else segment, into)
+    tokens(engine)  # what was read ahead is used up
+    assert tokens(engine) != want
+
+
+@kernels
+def test_a_directory_is_mapped_and_its_packed_weights_are_found_again(tmp_path: Path) -> None:
+    model, source = tiny("llama"), tmp_path / "model"
+    model.save_pretrained(source)
+    want = tokens(load_engine(model, options(quantize="int8")))
+    folder = tmp_path / "weights"
+    stamps = set()
+    for stream in ("cpu", "nvme"):
+        engine = load_engine(source, options(folder, stream=stream, quantize="int8"))
+        assert tokens(engine) == want
+        engine.close()
+        (file,) = folder.iterdir()
+        stamps.add(file.stat().st_mtime_ns)
+    assert len(stamps) == 1, "written once"
+    # Another model at the same place is another file, never the old one's weights.
+    other = tiny("llama", seed=5)
+    other.save_pretrained(source)
+    again = load_engine(source, options(folder, stream="cpu", quantize="int8"))
+    assert tokens(again) == tokens(load_engine(other, options(quantize="int8"))) != want
+    again.close()
+    assert len(list(folder.iterdir())) == 2
+
+
+@kernels
+@pytest.mark.parametrize("stream", ["cpu", "nvme"])
+def test_a_damaged_file_is_an_error_never_a_wrong_token(tmp_path: Path, stream: str) -> None:
+    source, folder = tmp_path / "model", tmp_path / "weights"
+    tiny("llama").save_pretrained(source)
+    ask = options(folder, stream=stream, dtype="fp32", stream_memory=400_000)
+    engine = load_engine(source, ask)
+    want = tokens(engine)
+    engine.close()
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for position in (len(whole) - 5000, len(whole) // 2):
+        flipped = bytearray(whole)
+        flipped[position] ^= 64
+        file.write_bytes(flipped)
+        with pytest.raises(DamagedFile, match="delete it"):
+            tokens(load_engine(source, ask))
+    for bad in (whole[:-4096], whole[:100], b""):  # cut short: seen at once, and written anew
+        file.write_bytes(bad)
+        engine = load_engine(source, ask)
+        assert tokens(engine) == want
+        engine.close()
+
+
+def test_an_error_of_the_disk_is_an_error_of_the_step(tmp_path: Path) -> None:
+    from thalweg.store.disk import Disk
+
+    class Failing(Disk):
+        broken = False
+
+        def preadv(self, handle: int, buffers: Any, offset: int) -> int:
+            if self.broken:
+                raise OSError(5, os.strerror(5))
+            return super().preadv(handle, [buffers[0][: max(4096, len(buffers[0]) // 2)]], offset)
+
+    disk = Failing()
+    file = PackedFile(tmp_path, [8192, 4096], disk=disk)
+    data = torch.randint(0, 255, (8192,), dtype=torch.uint8)
+    file.write(0, 0, data)
+    file.write(1, 0, data[:4096])
+    file.seal()
+    from thalweg.store.paged import PagedMemory
+
+    into = PagedMemory(8192).tensor(0, (8192,), torch.uint8)
+    file.read(0, into).wait()  # short reads are gone on with
+    assert torch.equal(into, data)
+    disk.broken = True
+    with pytest.raises(DamagedFile, match="Input/output"):
+        file.read(0, into).wait()
+    file.close()
+
+
+def test_a_mapped_model_takes_no_memory(tmp_path: Path) -> None:
+    model = tiny("llama", hidden_size=512, intermediate_size=1024, vocab_size=8192)  # 48 MiB
+    model.save_pretrained(tmp_path)
+    largest = anonymous()
+    mapped, key = map_model(tmp_path, EngineOptions())
+    assert anonymous() - largest < 16 << 20 and key
+    for name, value in mapped.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    assert anonymous() - largest < 16 << 20
+    copies = [value.clone() for value in mapped.state_dict().values()]  # negative control
+    assert copies and anonymous() - largest > 32 << 20
+
+
+def anonymous() -> int:
+    """Bytes of this process's anonymous memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    pytest.skip("this kernel does not tell")
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    file = PackedFile(tmp_path, [4096, 8192], ["source"])
+    file.write(1, 64, torch.arange(100, dtype=torch.uint8))
+    file.seal()
+    assert file.path is not None
+    with safe_open(file.path, "pt") as opened:
+        assert list(opened.keys()) == ["segment.0", "segment.1"]
+        assert torch.equal(opened.get_tensor("segment.1")[64:164], torch.arange(100, dtype=torch.uint8))
+    file.close()
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=40), st.integers(2, 200))
+def test_every_segment_has_one_place_and_nobody_overwrites_a_neighbour(sizes: list[int], memory: int) -> None:
+    sizes = [4096 * size for size in sizes]
+    try:
+        c = circuit(sizes, 4096 * memory)
+    except ValueError as error:
+        least = int(str(error).rsplit(" ", 1)[1])
+        assert least > 4096 * memory and circuit(sizes, least).memory <= least
+        return
+    assert c.memory <= 4096 * memory
+    if c.passing == 0:
+        assert sum(sizes) <= 4096 * memory
+        return
+    # Play two steps: what lies where, as reads overwrite it.
+    held = {c.offset(s): s for s in range(c.resident + c.slots)}
+    spans = sorted((c.offset(s), c.offset(s) + sizes[s]) for s in range(c.resident + c.slots))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    for segment in [*range(len(sizes))] * 2:
+        assert held[c.offset(segment)] == segment
+        if segment >= c.resident:
+            assert c.offset(c.after(segment)) == c.offset(segment)
+            held[c.offset(segment)] = c.after(segment)
+
+
+def test_the_batch_grows_until_arithmetic_or_memory_ends_it() -> None:
+    fields: dict[str, Any] = {"read_rate": 1e9, "macs": 10**8, "mac_rate": 1e11, "sequence_bytes": 10**6}
+    assert best_batch(read_bytes=10**8, memory=10**9, **fields) == 100
+    assert best_batch(read_bytes=10**8, memory=10**7, **fields) == 10
+    assert best_batch(read_bytes=10**5, memory=10**9, **fields) == 1
+    assert best_batch(read_bytes=10**8, memory=10, **fields) == 1
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama", "odd_sizes"])
+def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    model.save_pretrained(tmp_path / "model")
+    runner = "eager" if kind == "llama" else None
+    want = tokens(load_engine(model, options(dtype="fp32"), runner="eager"))
+    engine = load_engine(tmp_path / "model", options(tmp_path, stream="cpu", dtype="fp32"), runner=runner)
+    assert tokens(engine) == want
+    assert not engine.runner._linears  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        load_engine(model, options(stream="cpu", quantize="int8"), runner="eager")
+
+
+@kernels
+def test_init_inference_takes_deepspeeds_section(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "model")
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    want = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 4, "buffer_size": 10**6}
+    for offload in ({"device": "cpu"}, nvme):
+        config = {"zero": {"stage": 3, "offload_param": offload}, "dtype": "fp32"}
+        extra = {} if offload is nvme else {"stream_folder": str(tmp_path)}
+        given: Any
+        for given in (model, tmp_path / "model"):
+            engine = thalweg.init_inference(given, config=config, **extra)
+            assert engine.core is not None and 1 <= len(engine.core.runner.tables) < 10**4
+            assert torch.equal(engine.generate(prompt, max_new_tokens=6, min_new_tokens=6), want)
+            engine.close()
+    with pytest.raises(ValueError, match="nvme_path"):
+        thalweg.init_inference(model, {"zero": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    with pytest.raises(ValueError, match=r"too little.*least is"):
+        load_engine(model, options(tmp_path, stream="nvme", dtype="fp32", stream_memory=10_000))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="Name a folder"):
+        load_engine(model, options(file, stream="cpu", dtype="fp32"))

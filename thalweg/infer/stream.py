@@ -1,0 +1,316 @@
+"""ZeRO-Inference: weights that lie in a file and pass by layer by layer (Aminabadi et al. 2022, section 5).
+
+The picture, for a model of 8 segments (6 layers, a head cut in two) and memory for 4 of them::
+
+    file     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      packed weights, as the kernels read them (packfile.py)
+    memory   | 0 | a | b | c |                      segment 0 stays; a, b, c are a ring
+    a step     0  1a  2b  3c  4a  5b ...            compute i, and read i + 3 into the slot that i has left
+
+A step takes the segments in a fixed order, the next step begins where this one ends, and the number of
+segments that are not resident is a multiple of the ring's slots: each segment has one address for good, and
+the runner's tapes are laid once.  The more sequences a step works on, the more tokens a byte read is worth.
+
+Two ways to get at the file:
+
+- *mapped* (``stream="cpu"``): the kernels read the page cache itself.  Nothing is copied, several replicas
+  share the pages, and under pressure the system drops pages instead of killing anybody.
+- *read* (``stream="nvme"``): threads read ahead into the ring, past the page cache, which a model larger
+  than it would only churn.  Memory is bounded by what was asked for.
+
+Invariants: a slot is read into only after its tape has run; a tape runs only when its segment has arrived; an
+error of the disk is an exception of the step that needed the bytes, never a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.api import EngineOptions
+from thalweg.infer.describe import MLP, Decoder, Linear
+from thalweg.infer.packfile import PackedFile, bytes_of
+from thalweg.infer.weights import Packed, head_form, line_up, linears, packed_bytes
+from thalweg.ops import native
+from thalweg.ops.table import cache_directory
+from thalweg.plan.cluster import host_memory_available, this_machine
+from thalweg.store.io import Ticket
+from thalweg.store.paged import PagedMemory
+from thalweg.store.regions import round_up
+
+_SLOTS = (4, 3, 2)
+_SHARE = 0.25  # of the free memory, for weights, where nobody says how much
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """The segments of a step and where each of them lies: the first ``resident`` for good, the others in
+    turns in ``slots`` buffers."""
+
+    sizes: tuple[int, ...]
+    resident: int
+    slots: int
+
+    @property
+    def passing(self) -> int:
+        """Segments that are read in every step."""
+        return len(self.sizes) - self.resident
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a buffer."""
+        return max(self.sizes[self.resident :], default=0)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all buffers."""
+        return sum(self.sizes[: self.resident]) + self.slots * self.slot_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read in every step."""
+        return sum(self.sizes[self.resident :])
+
+    def offset(self, segment: int) -> int:
+        """Where a segment begins in memory."""
+        if segment < self.resident:
+            return sum(self.sizes[:segment])
+        turn = (segment - self.resident) % self.slots
+        return sum(self.sizes[: self.resident]) + turn * self.slot_bytes
+
+    def after(self, segment: int) -> int:
+        """The segment that takes the place of this one."""
+        return self.resident + (segment - self.resident + self.slots) % self.passing
+
+
+def circuit(sizes: Sequence[int], memory: int) -> Circuit:
+    """Return the circuit that reads least in each step within ``memory`` bytes.
+
+    Raises ValueError, naming the least that will do, where there is none.
+    """
+    count = len(sizes)
+    if sum(sizes) <= memory:
+        return Circuit(tuple(sizes), count, 0)
+    found = [
+        Circuit(tuple(sizes), resident, slots)
+        for slots in _SLOTS
+        for resident in range(count)
+        if (count - resident) % slots == 0
+    ]
+    fitting = [c for c in found if c.memory <= memory]
+    if not fitting:
+        least = min((c.memory for c in found), default=sum(sizes))
+        raise ValueError(
+            f"stream_memory of {memory} bytes is too little for weights that pass by: the least is {least}"
+        )
+    # Two buffers keep a disk busy only while nothing stalls, so a third is worth as much as it holds.
+    return min(fitting, key=lambda c: (c.read_bytes + (c.slots == 2) * c.slot_bytes, -c.slots))
+
+
+def segment_sizes(decoder: Decoder, form: str) -> tuple[list[int], list[int]]:
+    """Return the bytes of every segment, in whole pages, and the outputs at which the head is cut.
+
+    The head's segments are no larger than the largest layer, so that they do not set the buffers' size.
+    """
+    sizes = [
+        round_up(sum(packed_bytes(x.outputs, x.inputs, form) for x in linears(layer)))
+        for layer in decoder.layers
+    ]
+    outputs, inputs, head = decoder.head.outputs, decoder.head.inputs, head_form(form)
+    panels = -(-outputs // 32)
+    parts = min(-(-packed_bytes(outputs, inputs, head) // max(sizes)), panels)
+    cuts = [min(panels * (i + 1) // parts * 32, outputs) for i in range(parts)]
+    sizes += [round_up(packed_bytes(b - a, inputs, head)) for a, b in pairwise([0, *cuts])]
+    return sizes, cuts
+
+
+class _InFile:
+    """What both ways have in common: on the first load the weights are packed into the file."""
+
+    def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any) -> None:
+        self.head_cuts: Sequence[int]
+        sizes, self.head_cuts = segment_sizes(decoder, form)
+        self.file = PackedFile(folder, sizes, key)
+        self._segment, self._at = -1, 0
+
+    def _begin(self) -> None:
+        self._segment, self._at = self._segment + 1, 0
+
+    def _put(self, layer: Linear, form: str, base: int) -> Packed:
+        start, nbytes = {}, 0
+        for part, size in native.packed_sizes(layer.outputs, layer.inputs, form).items():
+            start[part] = self._at
+            self._at += line_up(size)
+            nbytes += size
+        if not self.file.complete:
+            place = dict(start)
+            for block in native.pack_blocks(layer.weight, form):
+                for part, piece in block.items():
+                    self.file.write(self._segment, place[part], piece)
+                    place[part] += piece.numel()
+        scale = base + start["scale"] if "scale" in start else 0
+        return Packed(base + start["weight"], scale, nbytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class Mapped(_InFile):
+    """The kernels read the file where the page cache has it."""
+
+    def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any) -> None:
+        super().__init__(decoder, form, folder, key)
+        self._bases = self.file.map()
+
+    def begin(self) -> bool:
+        """The next segment; one tape does for all."""
+        self._begin()
+        return False
+
+    def put(self, layer: Linear, form: str) -> Packed:
+        """Write the weights to the file, unless they are there; return where they are mapped."""
+        return self._put(layer, form, self._bases[self._segment])
+
+    def seal(self) -> None:
+        """All weights were put."""
+        self.file.seal()
+
+    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+        """Run the tapes."""
+        for tape in tapes:
+            tape.run()
+
+    def skip(self, first: int) -> None:
+        """Nothing is under way."""
+
+
+class Streamed(_InFile):
+    """Threads read the file into a ring, ahead of the tapes; ``circuit`` says what lies where."""
+
+    def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any, memory: int | None) -> None:
+        super().__init__(decoder, form, folder, key)
+        if memory is None:
+            memory = int(_SHARE * (host_memory_available() or 2**32))
+            memory = max(memory, len(_SLOTS) * max(self.file.sizes))
+        try:
+            self.circuit = circuit(self.file.sizes, memory)
+        except ValueError:
+            self.file.close()
+            raise
+        self._memory = PagedMemory(self.circuit.memory)
+        self._tickets: dict[int, Ticket] = {}
+        self._seen: set[int] = set()
+
+    def begin(self) -> bool:
+        """The next segment, with a tape of its own."""
+        self._begin()
+        return True
+
+    def put(self, layer: Linear, form: str) -> Packed:
+        """Write the weights to the file, unless they are there; return where they will come to lie."""
+        return self._put(layer, form, self._place(self._segment).data_ptr())
+
+    def _place(self, segment: int) -> Tensor:
+        offset = self.circuit.offset(segment)
+        return self._memory.tensor(offset, (self.file.sizes[segment],), torch.uint8)
+
+    def seal(self) -> None:
+        """All weights were put: fill the memory."""
+        if not self.file.complete:
+            self.file.seal()
+            self.file.forget_cached()
+        c = self.circuit
+        for segment in range(min(c.resident + c.slots, len(c.sizes))):
+            self._fetch(segment)
+
+    def _fetch(self, segment: int) -> None:
+        self._tickets[segment] = self.file.read(segment, self._place(segment))
+
+    def _arrive(self, segment: int) -> None:
+        ticket = self._tickets[segment]
+        ticket.wait()
+        if segment not in self._seen:
+            self.file.verify(segment, bytes_of(self._place(segment)))
+            self._seen.add(segment)
+
+    def _leave(self, segment: int) -> None:
+        if segment >= self.circuit.resident:
+            del self._tickets[segment]
+            self._fetch(self.circuit.after(segment))
+
+    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+        """Run each tape when its segment has arrived, then let another take its place."""
+        for segment, tape in enumerate(tapes, first):
+            self._arrive(segment)
+            tape.run()
+            self._leave(segment)
+
+    def skip(self, first: int) -> None:
+        """Let the segments pass that this step does not need."""
+        for segment in range(first, len(self.file.sizes)):
+            self._arrive(segment)
+            self._leave(segment)
+
+    def close(self) -> None:
+        """Wait for what is under way; close the file."""
+        for ticket in self._tickets.values():
+            ticket.settle()
+        self._tickets.clear()
+        super().close()
+
+
+def streamed_weights(decoder: Decoder, form: str, options: EngineOptions, key: Any) -> Mapped | Streamed:
+    """Return weights in a file, as ``options.stream`` asks; the runner that uses them puts them there.
+
+    ``key``: what the model was loaded from, or None for a live one.
+    """
+    folder = Path(options.stream_folder) if options.stream_folder else _default_folder()
+    key = None if key is None else [key, form]
+    if options.stream == "cpu":
+        return Mapped(decoder, form, folder, key)
+    return Streamed(decoder, form, folder, key, options.stream_memory)
+
+
+def _default_folder() -> Path:
+    base = cache_directory()
+    if base is None:
+        raise ValueError("there is no cache directory for streamed weights: set stream_folder")
+    return base / "weights"
+
+
+def best_batch(
+    *, read_bytes: int, read_rate: float, macs: int, mac_rate: float, sequence_bytes: int, memory: int
+) -> int:
+    """Return how many sequences a step should work on, at least 1.
+
+    More of them cost nothing while the weights take longer to come than to be used: up to
+    ``read_bytes / read_rate = batch * macs / mac_rate`` (bytes of a step, products of a token), and as many
+    as the ``memory`` for KV holds at ``sequence_bytes`` each.
+    """
+    balance = (read_bytes / read_rate) / (macs / mac_rate)
+    return max(1, min(int(balance + 0.999), memory // sequence_bytes))
+
+
+def planned_batch(decoder: Decoder, form: str, options: EngineOptions, length: int) -> int:
+    """Return the batch for the most tokens a second on this machine: see :func:`best_batch`."""
+    machine = this_machine()
+    every = [x for layer in decoder.layers if isinstance(layer.mlp, MLP) for x in linears(layer)]
+    every.append(decoder.head)
+    per_token = sum(2 * x.attention.kv_heads * x.attention.dim for x in decoder.layers)
+    speed = machine.flops_of(torch.float32 if form == "fp32" else torch.bfloat16)
+    free = host_memory_available() or 2**32
+    rate = machine.host_memory_bandwidth if options.stream == "cpu" else machine.disk_read_bandwidth
+    return best_batch(
+        read_bytes=sum(packed_bytes(x.outputs, x.inputs, form) for x in every),
+        read_rate=rate,
+        macs=sum(x.outputs * x.inputs for x in every),
+        mac_rate=speed / 2 * (2 if options.quantize else 1),  # integer products run at twice bf16's rate
+        sequence_bytes=per_token * length * (4 if form == "fp32" else 2),
+        memory=options.kv_memory or int(_SHARE * free),
+    )

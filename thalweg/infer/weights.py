@@ -1,0 +1,122 @@
+"""Where a runner's packed weights lie, seen from the runner.
+
+A runner lays its model down segment by segment (one for each layer, one or more for the head).  For each
+linear layer it hands the weights over and gets back addresses that stand for them in its calls; at each step
+it has the tapes of all segments run in order.  Whether the bytes have been there all along or arrive just in
+time is not its business: ``Resident`` keeps them in memory, ``stream.py`` brings them from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thalweg.infer.describe import MLP, Decoder, Layer, Linear
+from thalweg.ops import native
+from thalweg.store.paged import PagedMemory
+
+LINE = 64  # bytes: every part of a packed weight begins on a cache line
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Addresses of a packed weight and of its scales (0: the format has none), and the bytes of both."""
+
+    weight: int
+    scale: int
+    nbytes: int
+
+
+class Weights(Protocol):
+    """Keeps packed weights."""
+
+    head_cuts: Sequence[int]
+    """Outputs of the head at which a segment of it ends; the last is the vocabulary."""
+
+    def begin(self) -> bool:
+        """A segment begins; tells whether it has to be a tape of its own."""
+        ...
+
+    def put(self, layer: Linear, form: str) -> Packed:
+        """Take the next weights of the segment."""
+        ...
+
+    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+        """Run the tapes of segments ``first`` and on, each when its weights are there."""
+        ...
+
+    def skip(self, first: int) -> None:
+        """The segments from ``first`` to the last are not needed this time."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
+
+def linears(layer: Layer) -> list[Linear]:
+    """Return a layer's linear layers in the order in which a runner lays them down."""
+    a, m = layer.attention, layer.mlp
+    assert isinstance(m, MLP), "mixtures have runners of their own"
+    return [a.qkv, m.up, a.out, m.down] if layer.parallel else [a.qkv, a.out, m.up, m.down]
+
+
+def head_form(form: str) -> str:
+    """Return the form of the head for weights in a form: int4 keeps it in int8."""
+    return "int8" if form == "int4" else form
+
+
+def line_up(nbytes: int) -> int:
+    """Round up to whole cache lines."""
+    return -(-nbytes // LINE) * LINE
+
+
+def packed_bytes(outputs: int, inputs: int, form: str) -> int:
+    """Return the bytes that a packed layer takes, its parts on lines of their own."""
+    return sum(line_up(size) for size in native.packed_sizes(outputs, inputs, form).values())
+
+
+class Resident:
+    """All weights in one piece of memory, on huge pages where the system has them."""
+
+    def __init__(self, decoder: Decoder, form: str) -> None:
+        total = sum(packed_bytes(x.outputs, x.inputs, form) for y in decoder.layers for x in linears(y))
+        total += packed_bytes(decoder.head.outputs, decoder.head.inputs, head_form(form))
+        self._memory = PagedMemory(total)
+        self._bytes = self._memory.tensor(0, (total,), torch.uint8)
+        self._at = 0
+        self.head_cuts: Sequence[int] = [decoder.head.outputs]
+
+    def begin(self) -> bool:
+        """One tape for everything."""
+        return False
+
+    def put(self, layer: Linear, form: str) -> Packed:
+        """Pack into the memory."""
+        start = {}
+        for part, size in native.packed_sizes(layer.outputs, layer.inputs, form).items():
+            start[part] = self._at
+            self._at += line_up(size)
+        place = dict(start)
+        for block in native.pack_blocks(layer.weight, form):
+            for part, piece in block.items():
+                self._bytes[place[part] : place[part] + piece.numel()] = piece
+                place[part] += piece.numel()
+        base = self._bytes.data_ptr()
+        scale = base + start["scale"] if "scale" in start else 0
+        return Packed(base + start["weight"], scale, sum(place[part] - start[part] for part in start))
+
+    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+        """Run the tapes."""
+        for tape in tapes:
+            tape.run()
+
+    def skip(self, first: int) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Drop the memory."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
