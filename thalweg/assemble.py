@@ -37,7 +37,7 @@ from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
 from thalweg.parallel.expert import spread_experts
-from thalweg.parallel.sequence import sequence_parallel
+from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
 from thalweg.plan.preflight import Preflight
@@ -79,7 +79,11 @@ class Parts:
 def degrees_of(config: Config) -> Degrees:
     """How many ranks each axis has by the config."""
     split = config.tensor_parallel
-    return Degrees(sequence=config.sequence_parallel_size, tensor=max(1, split.autotp_size, split.tp.tp_size))
+    return Degrees(
+        sequence=config.sequence_parallel_size,
+        tensor=max(1, split.autotp_size, split.tp.tp_size),
+        context=config.context_parallel_size,
+    )
 
 
 def assemble(
@@ -158,9 +162,13 @@ def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> li
     """Let the model work on parts of sequences, if there are ranks for it."""
     if axes.sequence is None:
         return []
-    team = Team(axes.sequence.get_group(), "sequence")
-    sequence_parallel(model, team, blocks)
-    return [team]
+    teams = SequenceTeams(
+        Team(axes.sequence.get_group(), "sequence"),
+        None if axes.heads is None else Team(axes.heads.get_group(), "sequence"),
+        None if axes.ring is None else Team(axes.ring.get_group(), "context"),
+    )
+    sequence_parallel(model, teams, blocks)
+    return teams.all
 
 
 def _recompute(model: nn.Module, units: list[nn.Module], config: Config, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Ranks and the mesh they form; the names of its axes live here.
 
 Axes, outermost first: ``pp`` pipeline, ``dp_outer`` and ``dp`` data (replicated, sharded),
-``cp`` context, ``tp`` tensor, ``ep`` expert.  ``tp`` varies fastest, so that a tensor group is
+``cp`` context (a ring), ``sp`` sequence (heads against tokens), ``tp`` tensor, ``ep`` expert.  ``tp`` varies fastest, so that a tensor group is
 a run of neighbouring ranks, which are on one host.  MiCS cuts the data axis into ``dp_outer`` x ``dp``.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thalweg.device import pick_device
 from thalweg.utils.env import RankInfo, read_ranks
 
-AXES = ("pp", "dp_outer", "dp", "cp", "tp", "ep")
+AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
 DATA_AXIS = "dp"
 
 
@@ -29,6 +29,7 @@ class Degrees:
 
     sequence: int = 1
     tensor: int = 1
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Axes:
 
     ``data``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
     them.  ``batch``: 1-D, those that have other rows.  ``sequence``, ``tensor``: 1-D, the ranks
-    that split a sequence, or each layer, with this one; None for a degree of 1.  ``states``: 2-D
+    that split a sequence, or each layer, with this one; None for a degree of 1.  ``ring`` and
+    ``heads``: 1-D, the two ways in which those of ``sequence`` share attention.  ``states``: 2-D
     over ("tp", "dp"), where parameters lie, if there is a tensor axis.
     """
 
@@ -46,6 +48,8 @@ class Axes:
     sequence: DeviceMesh | None = None
     tensor: DeviceMesh | None = None
     states: DeviceMesh | None = None
+    ring: DeviceMesh | None = None
+    heads: DeviceMesh | None = None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -138,23 +142,30 @@ def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: De
     if degrees == Degrees():
         data = mesh[DATA_AXIS] if mesh is not None else _line(device)
         return Axes(data, data)
-    world, inner = dist.get_world_size(), degrees.sequence * degrees.tensor
+    world, inner = dist.get_world_size(), degrees.context * degrees.sequence * degrees.tensor
     if world % inner:
         raise ValueError(
-            f"{world} ranks cannot be divided into groups of {inner}: sequence_parallel_size = "
-            f"{degrees.sequence} times tensor_parallel.autotp_size = {degrees.tensor}"
+            f"{world} ranks cannot be divided into groups of {inner}: context_parallel_size = "
+            f"{degrees.context} times sequence_parallel_size = {degrees.sequence} times "
+            f"tensor_parallel.autotp_size = {degrees.tensor}"
         )
-    shape = (world // inner, degrees.sequence, degrees.tensor)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, "cp", "tp"))
+    shape = (world // inner, degrees.context, degrees.sequence, degrees.tensor)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, "cp", "sp", "tp"))
     batch = grid[DATA_AXIS]
-    data = batch if degrees.sequence == 1 else grid[DATA_AXIS, "cp"]._flatten("dp_cp")
+    ring = grid["cp"] if degrees.context > 1 else None
+    heads = grid["sp"] if degrees.sequence > 1 else None
+    data, sequence = batch, ring or heads
+    if sequence is not None:
+        data = grid[DATA_AXIS, "cp", "sp"]._flatten("dp_cp_sp")
+    if ring is not None and heads is not None:
+        sequence = grid["cp", "sp"]._flatten("cp_sp")
     tensor = grid["tp"] if degrees.tensor > 1 else None
     states = None
     if tensor is not None:
         ranks = torch.arange(world).view(-1, degrees.tensor).T.contiguous()
         groups = [tensor.get_group(), data.get_group()]
         states = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
-    return Axes(data, batch, grid["cp"] if degrees.sequence > 1 else None, tensor, states)
+    return Axes(data, batch, sequence, tensor, states, ring, heads)
 
 
 def _line(device: torch.device) -> DeviceMesh:
@@ -163,7 +174,7 @@ def _line(device: torch.device) -> DeviceMesh:
 
 def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
     names = mesh.mesh_dim_names or ()
-    wanted = {DATA_AXIS: None, "cp": degrees.sequence, "tp": degrees.tensor}
+    wanted = {DATA_AXIS: None, "cp": degrees.context, "sp": degrees.sequence, "tp": degrees.tensor}
     for name in names:
         size = mesh[name].size()
         if name not in wanted and size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,24 +45,54 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-def run_plain(model: nn.Module, rows: int, steps: int, lr: float = 0.05) -> Run:
+LossAt = Callable[[Any, int], Tensor]
+"""The loss of a model, or an engine, at a step."""
+
+
+def train_plain(model: nn.Module, loss_at: LossAt, steps: int, lr: float = 0.05) -> Run:
     """Plain PyTorch in one process: SGD with momentum, so that a gradient's scale shows."""
     model = copy.deepcopy(model)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=lr, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):
-        loss = loss_of(model, batch(step, rows))
+        loss = loss_at(model, step)
         loss.backward()
         if step == 0:
-            gradients = {
-                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-            }
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Run(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def train_engine(model: nn.Module, config: dict[str, Any], loss_at: LossAt, steps: int) -> Run:
+    """The engine on all ranks, each with its own batches; gathers everything."""
+    import thalweg
+
+    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=config)
+    engine.train()
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = loss_at(engine, step)
+        engine.backward(loss)
+        if step == 0:
+            engine._parts.sharded.finish_window()
+            gradients = {n: full(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    parameters = {n: full(p) for n, p in engine.module.named_parameters()}
+    engine.close()
+    return Run(losses, gradients, parameters)
+
+
+def run_plain(model: nn.Module, rows: int, steps: int, lr: float = 0.05) -> Run:
+    """One process on the model's own batches of ``rows``."""
+    return train_plain(model, lambda own, step: loss_of(own, batch(step, rows)), steps, lr)
 
 
 def config_of(stage: int, tensor: int, rows: int, ranks: int, lr: float = 0.05, **extra: Any) -> dict[str, Any]:
@@ -80,28 +111,8 @@ def config_of(stage: int, tensor: int, rows: int, ranks: int, lr: float = 0.05, 
 def run_engine(
     model: nn.Module, rank: int, world: int, *, stage: int, tensor: int, rows: int, steps: int, **extra: Any
 ) -> Run:
-    """The engine on ``world`` ranks, ``tensor`` of them a team; gathers everything."""
-    import thalweg
-
+    """The engine on ``world`` ranks, ``tensor`` of them a team, on the same batches as :func:`run_plain`."""
     ranks = world // tensor
-    engine, *_ = thalweg.initialize(
-        model=copy.deepcopy(model), config=config_of(stage, tensor, rows, ranks, **extra)
-    )
-    engine.train()
-    losses, gradients = [], {}
-    for step in range(steps):
-        tokens = batch(step, rows)[rank // tensor :: ranks]
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        if step == 0:
-            engine._parts.sharded.finish_window()
-            gradients = {
-                name: full(p.grad) for name, p in engine.module.named_parameters() if p.grad is not None
-            }
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / world)
-    parameters = {name: full(p) for name, p in engine.module.named_parameters()}
-    engine.close()
-    return Run(losses, gradients, parameters)
+    own = slice(rank // tensor, None, ranks)
+    config = config_of(stage, tensor, rows, ranks, **extra)
+    return train_engine(model, config, lambda engine, step: loss_of(engine, batch(step, rows)[own]), steps)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist.parity import full
-from tests.dist.tensor_parity import Run, config_of
+from tests.dist.tensor_parity import Run, config_of, train_engine, train_plain
 from tests.harness import run_ranks
 from thalweg.moe import MoE
 
@@ -63,44 +61,17 @@ def _batch(step: int, rows: int, disjoint: bool) -> tuple[Tensor, Tensor]:
 
 
 def _plain(model: nn.Module, rows: int, steps: int, disjoint: bool) -> Run:
-    model = copy.deepcopy(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    losses, gradients = [], {}
-    for step in range(steps):
-        loss = model(*_batch(step, rows, disjoint))
-        loss.backward()
-        if step == 0:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return train_plain(model, lambda own, step: own(*_batch(step, rows, disjoint)), steps)
 
 
 def _engine(model: nn.Module, rank: int, world: int, stage: int, steps: int, disjoint: bool, **extra: Any) -> Run:
-    import thalweg
-
     rows = 2 * world
-    engine, *_ = thalweg.initialize(
-        model=copy.deepcopy(model), config=config_of(stage, 1, rows, world, **extra)
-    )
-    losses, gradients = [], {}
-    for step in range(steps):
+
+    def loss_at(engine: Any, step: int) -> Tensor:
         tokens, labels = _batch(step, rows, disjoint)
-        loss = engine(tokens[rank::world], labels[rank::world])
-        engine.backward(loss)
-        if step == 0:
-            engine._parts.sharded.finish_window()
-            gradients = {n: full(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / world)
-    parameters = {n: full(p) for n, p in engine.module.named_parameters()}
-    engine.close()
-    return Run(losses, gradients, parameters)
+        return engine(tokens[rank::world], labels[rank::world])
+
+    return train_engine(model, config_of(stage, 1, rows, world, **extra), loss_at, steps)
 
 
 def _parity(rank: int, world: int, cases: list[tuple[int, int, int, bool]], steps: int) -> list[str]:

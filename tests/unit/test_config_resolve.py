@@ -496,13 +496,9 @@ def test_blocks_that_are_switched_off_are_accepted() -> None:
     load_config(tree, world_size=4)
 
 
-def test_parallel_axes_are_refused_before_the_batch_equation_is_blamed() -> None:
-    problem = only_problem({"context_parallel_size": 2, TOTAL: 8, MICRO: 4, STEPS: 1}, world_size=4)
-    assert isinstance(problem, NotBuiltYet)
-    assert (
-        only_problem({"tensor_parallel": {"autotp_size": 1}, "context_parallel_size": 3}, 3).path
-        == "context_parallel_size"
-    )
+def test_a_degree_that_does_not_divide_is_blamed_before_the_batch_equation() -> None:
+    problem = only_problem({"context_parallel_size": 3, TOTAL: 8, MICRO: 4, STEPS: 1}, world_size=4)
+    assert problem.path == "world_size" and "context_parallel_size = 3" in problem.expected
 
 
 # ---- accepted, no effect ----

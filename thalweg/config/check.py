@@ -29,7 +29,12 @@ def _both(first: Any, second: Any) -> bool:
     return bool(first and second)
 
 
-_SPLIT = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "sequence_parallel_size")
+_SPLIT = (
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "sequence_parallel_size",
+    "context_parallel_size",
+)
 CONFLICTS = (
     Conflict(
         ("bf16.enabled", "fp16.enabled"), _both, "false, because fp16.enabled is true; keep one of the two"
@@ -242,13 +247,13 @@ CONFLICTS = (
     Conflict(
         ("tiling.loss", *_SPLIT),
         lambda on, *sizes: on and max(sizes) > 1,
-        "false, or tensor_parallel.autotp_size and sequence_parallel_size to be 1; a loss over "
+        "false, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1; a loss over "
         "their ranks is not tiled yet",
     ),
     Conflict(
         ("tiling.mlp", *_SPLIT),
         lambda tiles, *sizes: tiles > 1 and max(sizes) > 1,
-        "1, or tensor_parallel.autotp_size and sequence_parallel_size to be 1",
+        "1, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1",
     ),
     Conflict(
         ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),

@@ -48,7 +48,6 @@ NOT_BUILT = (
     ),
     Switch("tensor_parallel.partition_config.layer_specs", bool, "remove it; layers are found by themselves"),
     Switch("tensor_parallel.sequence_parallel", bool, "set it to false"),
-    Switch("context_parallel_size", above_1, _ONE),
     Switch("pipeline.stages", above_1, _ONE),
     Switch("expert_parallel.enabled", bool, _BLOCK),
     Switch("expert_parallel.autoep_size", above_1, _ONE),

@@ -1,6 +1,6 @@
-"""Sequence parallelism (Ulysses): each rank has a part of every sequence, and all of it for some heads.
+"""Sequence parallelism: each rank has a part of every sequence, and attention brings them together.
 
-The picture, for one attention on a team of two (Jacobs et al. 2023, "DeepSpeed Ulysses"):
+Two ways, alone or one inside the other.  Ulysses (:mod:`.ulysses`; Jacobs et al. 2023), on a team of two:
 
     everywhere else     all heads, own tokens      (B, H, T/2, D)
          | all-to-all: q, k, v
@@ -9,12 +9,14 @@ The picture, for one attention on a team of two (Jacobs et al. 2023, "DeepSpeed 
     everywhere else     all heads, own tokens
 
 so activations shrink by the size of the team, and a rank sends (n-1)/n of its part of q, k,
-v and the output, whatever the sequence's length.
+v and the output, whatever the sequence's length; it takes as many heads as ranks.  The ring
+(:mod:`.context`) moves keys instead, and takes any number of ranks.  Together, Ulysses gathers the tokens
+of one ring rank, and the ring those of all.
 
-* **Shards.**  Lengths differ by at most one token, heads are dealt out like tensor ranks'
+* **Shares.**  Lengths differ by at most one token (:mod:`.shares`), heads are dealt out like tensor ranks'
   (:mod:`.heads`), so neither has to divide.
-* **Masks** are made for the whole sequence from what the user gave for the whole: padding,
-  and documents packed one behind the other (positions that begin again).
+* **Masks** are made from what the user gave for the whole sequence: padding, and documents
+  packed one behind the other (positions that begin again); on a ring, piece by piece.
 * **Loss.**  Each rank sums over its own targets, and the team's number of targets divides, so
   the mean over ranks is the mean over tokens, also where a shard has none.
 
@@ -36,123 +38,117 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from thalweg.parallel.context import Layout, Ring, Seen
 from thalweg.parallel.heads import Heads, deal
 from thalweg.parallel.layers import give_forward
-from thalweg.parallel.parts import Signature, Splitter, documents_of, sequence_sizes
+from thalweg.parallel.parts import PART, Signature, Splitter, Whole, splitter_of, whole_of
+from thalweg.parallel.shares import Shares
 from thalweg.parallel.team import Team
+from thalweg.parallel.ulysses import to_heads, to_tokens
 
 _serial = itertools.count()
+_KEYS = "sequence_parallel_size or context_parallel_size above 1"
 
 
-@dataclass
-class Whole:
-    """What is known of the whole sequence whose part is being computed."""
+@dataclass(frozen=True)
+class SequenceTeams:
+    """The ranks that share a sequence: all of them, those that exchange heads, those on the ring."""
 
-    length: int = 0
-    padding: Tensor | None = None  # (B, T) true for tokens that count
-    documents: Tensor | None = None  # (B, T) number of the document
-
-
-class Ulysses:
-    """One model's sequence team, and the sequence it is working on."""
-
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        self.whole = Whole()
+    everyone: Team
+    heads: Team | None = None
+    ring: Team | None = None
 
     @property
-    def sizes(self) -> list[int]:
-        """Lengths of all ranks' shards."""
-        return sequence_sizes(self.whole.length, self.team.size)
+    def shares(self) -> Shares:
+        """Who has which tokens."""
+        context = self.ring.size if self.ring else 1
+        return Shares(context, self.heads.size if self.heads else 1, self.everyone.rank)
+
+    @property
+    def all(self) -> list[Team]:
+        """The teams there are."""
+        return [team for team in (self.everyone, self.heads, self.ring) if team is not None]
+
+
+class Attention:
+    """One model's attention over sequences that its ranks share, and the sequence it is working on."""
+
+    def __init__(self, teams: SequenceTeams) -> None:
+        self.teams, self.shares = teams, teams.shares
+        self.ring = None if teams.ring is None else Ring(teams.ring)
+        self.whole = Whole()
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | Seen | None = None,
         dropout: float = 0.0,
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
         """Attention over the whole sequence: q (B, H, own T, D), k and v (B, Hkv, own T, D) -> as q.
 
-        ``mask`` is for the whole sequence: (B or 1, 1, T, T).
+        ``mask`` is for the whole sequence: (B or 1, 1, T, T), or on a ring a function of positions.
         """
-        dealt = deal(Heads(query.shape[1], key.shape[1], query.shape[3]), self.team.size)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if self.teams.heads is None:
+            return self._over_ring(
+                query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale
+            )
+        team, sizes = self.teams.heads, self.shares.sizes(self.whole.length)
+        if query.shape[1] < team.size:
+            raise ValueError(
+                f"sequence_parallel_size = {team.size} is more than the {query.shape[1]} attention heads of a "
+                "rank; set it to at most that, and context_parallel_size to the rest"
+            )
+        dealt = deal(Heads(query.shape[1], key.shape[1], query.shape[3]), team.size)
         queries = [list(range(*span)) for span in dealt.query]
         pairs = [list(own) for own in dealt.key_value]
-        q, k, v = self._to_heads([query, key, value], [queries, pairs, pairs])
-        repeat = dealt.repeat[self.team.rank]
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale
-        )
-        return self._to_tokens(y, [len(own) for own in queries])
+        q, k, v = to_heads([query, key, value], [queries, pairs, pairs], sizes, team)
+        y = self._over_ring(q, k, v, dealt.repeat[team.rank], mask, dropout, causal, scale)
+        return to_tokens(y, [len(own) for own in queries], sizes, team)
 
-    def mask(self, causal: bool) -> Tensor | None:
-        """The mask (B, 1, T, T) that documents need, or None where there is one document."""
+    def _over_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        repeat: int,
+        mask: Tensor | Seen | None,
+        dropout: float,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        if self.ring is None:
+            assert mask is None or isinstance(mask, Tensor)
+            if repeat > 1:
+                k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            causal = causal and mask is None
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+        if dropout > 0:
+            raise ValueError(
+                f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set the "
+                "model's attention dropout to 0; dropout elsewhere is fine"
+            )
+        assert mask is None or not isinstance(mask, Tensor)
+        length, world = self.whole.length, self.ring.team.size
+        spans = tuple(self.shares.ring(length, rank) for rank in range(world))
+        return self.ring.attend(q, k, v, Layout(spans, causal, mask, scale, repeat))
+
+    def mask(self, causal: bool) -> Tensor | Seen | None:
+        """What documents need: a mask (B, 1, T, T), on a ring a function of positions; None for one document."""
         documents = self.whole.documents
         if documents is None:
             return None
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        return same.tril() if causal else same
 
-    def _to_heads(self, tensors: list[Tensor], heads: list[list[list[int]]]) -> list[Tensor]:
-        """Own tokens of all heads -> all tokens of own heads; one exchange for all ``tensors``."""
-        team, sizes = self.team, self.sizes
-        parts: list[list[Tensor]] = [[] for _ in range(team.size)]
-        for tensor, by_rank in zip(tensors, heads, strict=True):
-            for rank, own in enumerate(by_rank):
-                parts[rank].append(tensor[:, own].reshape(-1))
-        batch = tensors[0].shape[0]
-        shapes = [
-            [
-                (batch, len(by_rank[team.rank]), size, t.shape[3])
-                for t, by_rank in zip(tensors, heads, strict=True)
-            ]
-            for size in sizes
-        ]
-        received = _exchange(parts, shapes, team)
-        return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
+        def seen(rows: Tensor, columns: Tensor) -> Tensor:
+            same = documents[:, None, rows, None] == documents[:, None, None, columns]
+            return same & (columns <= rows[:, None]) if causal else same
 
-    def _to_tokens(self, y: Tensor, heads: list[int]) -> Tensor:
-        """All tokens of own heads -> own tokens of all heads."""
-        team, sizes = self.team, self.sizes
-        parts = [[part.reshape(-1)] for part in y.split(sizes, 2)]
-        own = sizes[team.rank]
-        shapes = [[(y.shape[0], count, own, y.shape[3])] for count in heads]
-        return torch.cat([received[0] for received in _exchange(parts, shapes, team)], 1)
-
-
-def _exchange(
-    parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], team: Team
-) -> list[list[Tensor]]:
-    """Send ``parts[rank]`` (flat) to each rank; returns what each sent here, in ``shapes[rank]``."""
-    sent = torch.cat([piece for pieces in parts for piece in pieces])
-    send_counts = [sum(piece.numel() for piece in pieces) for pieces in parts]
-    lengths = [[torch.Size(shape).numel() for shape in own] for own in shapes]
-    counts = [sum(own) for own in lengths]
-    received = _AllToAll.apply(sent, send_counts, counts, team)
-    result = []
-    for flat, own, sizes in zip(received.split(counts), shapes, lengths, strict=True):  # type: ignore[union-attr]
-        result.append([piece.view(shape) for piece, shape in zip(flat.split(sizes), own, strict=True)])
-    return result
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, sent: Tensor, send_counts: list[int], counts: list[int], team: Team
-    ) -> Tensor:
-        ctx.send_counts, ctx.counts, ctx.team = send_counts, counts, team
-        return team.all_to_all(sent, send_counts, counts, "attention")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "attention")
-        return back, None, None, None
+        index = torch.arange(self.whole.length, device=documents.device)
+        return seen if self.ring is not None else seen(index, index)
 
 
 # The loss
@@ -210,9 +206,9 @@ class _Losses(TorchFunctionMode):
 class _Attentions(TorchFunctionMode):
     """While a block runs: ``F.scaled_dot_product_attention`` is over the whole sequence."""
 
-    def __init__(self, ulysses: Ulysses) -> None:
+    def __init__(self, attention: Attention) -> None:
         super().__init__()
-        self._ulysses = ulysses
+        self._attention = attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,11 +218,11 @@ class _Attentions(TorchFunctionMode):
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         if named.get("attn_mask") is not None:
             raise ValueError(
-                "sequence_parallel_size above 1 needs attention without a mask of its own (is_causal=True), "
+                f"{_KEYS} needs attention without a mask of its own (is_causal=True), "
                 "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
             )
-        mask = self._ulysses.mask(named.get("is_causal", False))
-        return self._ulysses.attend(
+        mask = self._attention.mask(named.get("is_causal", False))
+        return self._attention.attend(
             named["query"],
             named["key"],
             named["value"],
@@ -237,7 +233,7 @@ class _Attentions(TorchFunctionMode):
         )
 
 
-def sequence_parallel(model: nn.Module, team: Team, blocks: Iterable[nn.Module]) -> Ulysses:
+def sequence_parallel(model: nn.Module, teams: SequenceTeams, blocks: Iterable[nn.Module]) -> Attention:
     """Let ``model`` work on parts of sequences; it then takes whole batches, alike on all ranks of the team.
 
     ``blocks``: its transformer blocks, in which attention happens.  Logits, where returned, are those
@@ -250,25 +246,23 @@ def sequence_parallel(model: nn.Module, team: Team, blocks: Iterable[nn.Module])
     kind = getattr(config, "model_type", "")
     if getattr(config, "is_encoder_decoder", False) or kind in ("bloom", "mpt", "falcon", "gemma2"):
         raise ValueError(
-            f"sequence_parallel_size above 1 does not work for {type(model).__name__}, whose attention has "
+            f"{_KEYS} does not work for {type(model).__name__}, whose attention has "
             "biases by head, caps, or two sequences; set it to 1"
         )
     signature = Signature.of(model)
     if "position_ids" not in signature.names:
         raise ValueError(
-            f"sequence_parallel_size above 1 needs {type(model).__name__}.forward to take position_ids, as "
+            f"{_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
             "each rank has a part of the positions"
         )
-    ulysses = Ulysses(team)
-    shifts = signature.hugging_face and getattr(model, "loss_type", None) in (None, "ForCausalLM")
-    splitter = Splitter(team.rank, team.size, shifts and signature.open_ended)
+    attention = Attention(teams)
     if signature.hugging_face:
-        _use_interface(model, ulysses)
+        _use_interface(model, attention)
     else:
         for block in list(blocks) or [model]:
-            give_forward(block, _within(type(block).forward, lambda: _Attentions(ulysses)))
-    give_forward(model, _root_forward(model, ulysses, splitter, signature))
-    return ulysses
+            give_forward(block, _within(type(block).forward, lambda: _Attentions(attention)))
+    give_forward(model, _root_forward(model, attention, splitter_of(model, attention.shares), signature))
+    return attention
 
 
 def _within(inner: Callable[..., Any], mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
@@ -280,54 +274,20 @@ def _within(inner: Callable[..., Any], mode: Callable[[], TorchFunctionMode]) ->
 
 
 def _root_forward(
-    model: nn.Module, ulysses: Ulysses, splitter: Splitter, signature: Signature
+    model: nn.Module, attention: Attention, splitter: Splitter, signature: Signature
 ) -> Callable[..., Any]:
-    inner = type(model).forward
+    inner, team = type(model).forward, attention.teams.everyone
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = {**dict(zip(signature.names, args, strict=False)), **kwargs}
-        part = _part(batch, ulysses, splitter, signature)
-        with _Losses(ulysses.team):
+        given = batch.pop(PART, None)
+        attention.whole = whole_of(batch, signature) if given is None else given
+        part = splitter.part(batch, attention.whole.length) if given is None else batch
+        with _Losses(team):
             output = inner(self, **part)
-        return _with_mean_loss(output, ulysses.team)
+        return _with_mean_loss(output, team)
 
     return forward
-
-
-def _part(
-    batch: dict[str, Any], ulysses: Ulysses, splitter: Splitter, signature: Signature
-) -> dict[str, Any]:
-    if not signature.hugging_face:
-        first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
-        length = first.shape[1]
-        start, stop = splitter.span(length)
-        part = {
-            key: value[:, start:stop].contiguous()
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
-            else value
-            for key, value in batch.items()
-        }
-        given = batch.get("position_ids")
-        ulysses.whole = Whole(length, None, None if given is None else documents_of(given))
-        if given is None:
-            part["position_ids"] = torch.arange(start, stop, device=first.device)[None]
-        return part
-    tokens = batch.get("input_ids")
-    tokens = batch.get("inputs_embeds") if tokens is None else tokens
-    assert isinstance(tokens, Tensor)
-    length = tokens.shape[1]
-    given, padding = batch.get("position_ids"), batch.get("attention_mask")
-    if padding is not None and padding.dim() != 2:
-        raise ValueError("sequence_parallel_size above 1 takes an attention_mask of shape (batch, tokens)")
-    documents = documents_of(given) if given is not None and padding is None else None
-    if documents is not None and documents.shape[0] != tokens.shape[0]:
-        documents = documents.expand(tokens.shape[0], -1)
-    whole_padding = None if padding is None or bool(padding.all()) else padding.bool()
-    ulysses.whole = Whole(length, whole_padding, documents)
-    if padding is None:
-        # Without it the model would look for documents in its own part of the positions.
-        batch["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-    return splitter.part({**batch, "use_cache": False}, length)
 
 
 def _with_mean_loss(output: Any, team: Team) -> Any:
@@ -344,37 +304,73 @@ def _with_mean_loss(output: Any, team: Team) -> Any:
 # Hugging Face's attention interface
 
 
-def _use_interface(model: nn.Module, ulysses: Ulysses) -> None:
+def _use_interface(model: nn.Module, attention: Attention) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
+    from transformers.masking_utils import (
+        and_masks,
+        packed_sequence_mask_function,
+        padding_mask_function,
+        sdpa_mask,
+    )
 
     name = f"thalweg_sequence_{next(_serial)}"
 
-    def attention(
+    def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
-                raise ValueError(f"sequence_parallel_size above 1 does not work with attention's {option!r}")
+                raise ValueError(f"{_KEYS} does not work with attention's {option!r}")
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-        y = ulysses.attend(query, key, value, attention_mask, dropout, causal, scale)
+        y = attention.attend(query, key, value, attention_mask, dropout, causal, scale)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **kwargs: Any
-    ) -> Tensor | None:
-        whole = ulysses.whole
+    ) -> Tensor | Seen | None:
+        whole = attention.whole
         if whole.documents is not None:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(whole.documents))
             kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
         kwargs["attention_mask"] = whole.padding
-        return sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
+        if attention.ring is None:
+            return sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
+        if kwargs.get("use_vmap"):
+            raise ValueError(
+                f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} makes of "
+                "functions of its own; set it to 1"
+            )
+        if whole.padding is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(whole.padding))
+        elif _plain(whole.length, **kwargs):
+            return None
+        rows = torch.arange(batch_size, device=kwargs.get("device", "cpu"))[:, None, None, None]
+        head = torch.zeros_like(rows[:1])
 
-    AttentionInterface.register(name, attention)
+        def seen(queries: Tensor, keys: Tensor) -> Tensor:
+            found = mask_function(rows, head, queries[None, None, :, None], keys[None, None, None, :])
+            return found.expand(found.shape[0], 1, len(queries), len(keys))
+
+        return seen
+
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
+
+
+def _plain(
+    length: int,
+    *,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether a mask that nothing is hidden by is just causal, or none at all."""
+    wide = local_size is None or length < local_size
+    return wide and (allow_is_causal_skip or allow_is_bidirectional_skip)
