@@ -142,7 +142,7 @@ def assemble(
         lr_scheduler=schedule,
         window=window,
         scaler=scaler,
-        meter=_meter(config, mesh, facts),
+        meter=_meter(config, axes, facts),
         phases=PhaseTimer(enabled=config.wall_clock_breakdown),
         forward_context=_forward_context(config, device),
         axes=axes,
@@ -329,7 +329,7 @@ def _schedule(config: Config, optimizer: ManagedOptimizer | None, given: Any) ->
     return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _meter(config: Config, mesh: DeviceMesh, facts: ModelFacts) -> Meter:
+def _meter(config: Config, axes: Axes, facts: ModelFacts) -> Meter:
     rank = dist.get_rank()
     recorder = build_recorder(config, rank=rank)
     monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
@@ -337,7 +337,8 @@ def _meter(config: Config, mesh: DeviceMesh, facts: ModelFacts) -> Meter:
     wanted = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
     return Meter(
         recorder,
-        group=mesh.get_group(),
+        group=axes.data.get_group(),
+        copies=1 if axes.sequence is None else axes.sequence.size(),
         wanted=wanted,
         flops_per_token=partial(flops_per_token, facts),
         memory_mib=lambda: resident_mib(peak=True),

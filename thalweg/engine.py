@@ -30,6 +30,7 @@ from thalweg.data.for_engine import EpochEnd, make_loader
 from thalweg.device import choose_allocation, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
+from thalweg.parallel.parts import splitter_for
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.zero.init import paused
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
@@ -85,7 +86,8 @@ def initialize(
     resolved = resolve(parsed, world_size=axes.size, model=model_facts(model))
     if device.type == "cpu":
         choose_allocation(memory_is_short(resolved))
-    loader = make_loader(training_data, resolved, axes.batch.get_local_rank(), axes.batch.size(), collate_fn)
+    place = (axes.batch.get_local_rank(), axes.batch.size())
+    loader = make_loader(training_data, resolved, *place, collate_fn, splitter_for(model, axes))
     with paused():  # a caller may still be inside `with zero.Init():`
         parts = assemble(
             model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.sequence_parity import Case, engine, failures, plain
+from tests.dist.sequence_parity import Case, batch_of, engine, failures, plain
 from tests.dist.tensor_models import build
 from tests.dist.tensor_parity import config_of
 from tests.harness import run_ranks
@@ -92,3 +92,95 @@ def test_too_short_sequences_and_dropped_weights_are_refused():
     for short, dropped in run_ranks(_refusals, 2):
         assert "1 token cannot be divided among 2 ranks" in short
         assert "attention dropout to 0" in dropped
+
+
+BASE, WIDTH, LAYERS, HEADS = 128, 32, 2, 4
+
+
+def _model():
+    from thalweg.nn.transformer import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=64, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, block_size=4 * BASE))
+
+
+def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[int, dict[str, int]]:
+    """Bytes of live tensors at the peak of a step on ``factor`` times the base length; bytes sent for attention."""
+    import thalweg
+    from thalweg.plan.tape import Tape
+
+    torch.set_num_threads(1)
+    config = config_of(0, 1, 1, 1, **({axis: world} if world > 1 else {}))
+    own, *_ = thalweg.initialize(model=_model(), config=config)
+    tokens = torch.arange(factor * BASE)[None] % 64
+    tape = Tape()
+    tape.know(own.module.parameters())
+    with tape:
+        own.backward(own(tokens, tokens))
+    live = peak = 0
+    held: dict[int, int] = {}
+    for number, num_bytes, _ in tape.events:
+        if number > 0:
+            held[number] = num_bytes
+        live += num_bytes if number >= 0 else -held[-number]
+        peak = max(peak, live)
+    sent = {
+        entry.kind: entry.sent_bytes for entry in own.ledger.entries() if entry.module == "attention"
+    }
+    own.close()
+    return peak, sent
+
+
+@pytest.mark.parametrize("axis", ["sequence_parallel_size", "context_parallel_size"])
+def test_a_sequence_n_times_as_long_takes_the_same_memory_on_n_ranks(axis):
+    alone = run_ranks(_peak_and_traffic, 1, axis, 1)[0][0]
+    longer = run_ranks(_peak_and_traffic, 1, axis, 2)[0][0]
+    assert longer > 1.8 * alone  # the control: one rank needs twice as much
+    block = BASE * WIDTH * 4  # bytes of q, k, v or the output of a rank
+    for world in (2, 4):
+        for peak, sent in run_ranks(_peak_and_traffic, world, axis, world):
+            assert peak < 1.25 * alone, (world, peak / alone)
+            if axis == "sequence_parallel_size":  # four tensors there and back, (n-1)/n of each
+                assert sent == {"all_to_all": LAYERS * 2 * 4 * block * (world - 1) // world}
+            else:  # keys and values forward, both and their gradients backward, n-1 hops
+                assert sent == {"send": LAYERS * 3 * 2 * block * (world - 1)}
+
+
+def _fed(rank: int, world: int, sequence: int, context: int) -> tuple[list[float], list[int]]:
+    """Losses of batches that the engine's own loader gives, and the lengths of what it hands over."""
+    import thalweg
+
+    torch.set_num_threads(1)
+    samples = [{"input_ids": row, "labels": row.clone()} for row in batch_of("plain", 0, 8, 13)["input_ids"]]
+    config = config_of(2, 1, 2, 1, sequence_parallel_size=sequence, context_parallel_size=context, seed=5)
+    own, _, loader, _ = thalweg.initialize(model=build("llama"), training_data=samples, config=config)
+    lengths = [batch["input_ids"].shape[1] for batch in loader]
+    losses = [float(own.train_batch()) for _ in range(4)]
+    own.close()
+    return losses, lengths
+
+
+def test_the_loader_hands_each_rank_its_part():
+    pytest.importorskip("transformers")
+    wanted, whole = run_ranks(_fed, 1, 1, 1)[0]
+    assert set(whole) == {13}
+    for sequence, context in ((2, 1), (1, 2)):
+        found = run_ranks(_fed, 2, sequence, context)
+        assert sorted({length for _, lengths in found for length in lengths}) == [6, 7]
+        for losses, _ in found:
+            assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def _other_rows(rank: int, world: int) -> str:
+    import thalweg
+
+    own, *_ = thalweg.initialize(model=build("reference"), config=config_of(0, 1, 1, 1, context_parallel_size=2))
+    tokens = torch.full((1, 8), rank)
+    with pytest.raises(ValueError) as caught:
+        own(tokens, tokens)
+    own.close()
+    return str(caught.value)
+
+
+def test_different_rows_on_the_ranks_of_one_sequence_are_refused():
+    assert all("given different batches" in text for text in run_ranks(_other_rows, 2))

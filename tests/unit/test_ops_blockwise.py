@@ -28,7 +28,10 @@ def _expected(q, k, v, grad, mask, scale):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4), st.booleans()
+    st.integers(0, 10**6),
+    st.integers(1, 9),
+    st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    st.booleans(),
 )
 def test_blocks_together_equal_the_whole(seed, rows, lengths, masked):
     q, k, v, grad = _inputs(seed, rows, sum(lengths))
@@ -80,5 +83,8 @@ def test_the_fast_kernel_equals_the_formula(dtype, kind):
 def test_forgetting_the_weights_of_blocks_is_noticed():
     q, k, v, grad = _inputs(4, 6, 10)
     wanted, _ = _expected(q, k, v, grad, None, 0.3)
-    halves = [reference_forward(q, k[:, :, s], v[:, :, s], causal=False, mask=None, scale=0.3)[0] for s in (slice(5), slice(5, 10))]
+    halves = [
+        reference_forward(q, k[:, :, s], v[:, :, s], causal=False, mask=None, scale=0.3)[0]
+        for s in (slice(5), slice(5, 10))
+    ]
     assert (0.5 * (halves[0] + halves[1]) - wanted).abs().max() > 1e-2

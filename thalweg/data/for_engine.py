@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from thalweg.config import Config
 from thalweg.data.adopt import adopt_loader
-from thalweg.data.loader import build_loader
+from thalweg.data.loader import StatefulLoader, build_loader
+from thalweg.parallel.parts import Splitter
+
+
+class PartCollate:
+    """Collates a batch and keeps this rank's part of each sequence in it, where the batch has names.
+
+    Labels are shifted before the cut and positions are those of the whole; everything that is by
+    token is then as long as the part, so that devices and memory see no more than that.
+    """
+
+    def __init__(self, collate_fn: Callable[..., Any], splitter: Splitter) -> None:
+        self.collate_fn, self.splitter = collate_fn, splitter
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate_fn(samples)
+        return self.splitter.prepared(batch) if isinstance(batch, Mapping) else batch
 
 
 def make_loader(
-    data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None = None
+    data: Any,
+    config: Config,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[..., Any] | None = None,
+    splitter: Splitter | None = None,
 ) -> Any:
     """A stateful loader of this rank's micro-batches; a DataLoader is adopted, None stays None.
+
+    ``splitter``: cuts them into the parts of ranks that share sequences; a loader that is used as it is
+    (one rank, or a sampler that deals out by itself) keeps whole batches, and the model cuts them.
 
     Raises:
         ValueError: the data cannot give every rank a batch.
     """
     if data is None:
         return None
+    loader = _whole_loader(data, config, rank, world_size, collate_fn)
+    if splitter is not None and isinstance(loader, StatefulLoader):
+        loader.collate_fn = PartCollate(loader.collate_fn, splitter)
+    return loader
+
+
+def _whole_loader(
+    data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None
+) -> Any:
     if isinstance(data, DataLoader):
         return adopt_loader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
     return build_loader(

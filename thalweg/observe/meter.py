@@ -17,11 +17,15 @@ from torch import Tensor
 from thalweg.observe.record import StepRecord
 from thalweg.observe.recorder import Recorder
 
+PART = "sequence_part"
+"""The key of a batch of which this rank has been given its part; its value knows the whole ``length``."""
+
 
 class Meter:
     """Counts losses, samples and tokens of a window and hands them to ``recorder``.
 
-    ``flops_per_token``: of one training token, given the sequence length.
+    ``flops_per_token``: of one training token, given the sequence length.  ``copies``: ranks of the
+    group that are given the same rows.
     """
 
     def __init__(
@@ -32,8 +36,9 @@ class Meter:
         wanted: bool = False,
         flops_per_token: Callable[[int], float] | None = None,
         memory_mib: Callable[[], float] | None = None,
+        copies: int = 1,
     ) -> None:
-        self.recorder = recorder
+        self.recorder, self._copies = recorder, copies
         self._group, self._wanted = group, wanted
         self._flops_per_token = flops_per_token
         self._memory_mib = memory_mib
@@ -54,7 +59,8 @@ class Meter:
             if isinstance(value, Tensor) and value.ndim > 0:
                 self._samples += value.shape[0]
                 if not value.is_floating_point() and value.ndim == 2:
-                    self._tokens += value.numel()
+                    whole = getattr(kwargs.get(PART), "length", value.shape[1])
+                    self._tokens += value.shape[0] * whole
                 return
 
     def saw_loss(self, loss: Tensor) -> None:
@@ -81,6 +87,7 @@ class Meter:
         )
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)
+        totals[2:] /= self._copies
         loss, num_losses, samples, tokens = totals.tolist()
         length = round(tokens / samples) if samples else 0
         flops = self._flops_per_token(length) * tokens if self._flops_per_token else 0.0

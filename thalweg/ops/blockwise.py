@@ -32,9 +32,7 @@ def block_forward(
         )
         return _without_empty_rows(out, lse, mask)
     if q.is_cuda and mask is None and _flash_on_cuda(q):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
-        )
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return found[0], found[1]
     return reference_forward(q, k, v, causal=causal, mask=mask, scale=scale)
 
@@ -139,9 +137,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scores(
-    q: Tensor, k: Tensor, start: int, causal: bool, mask: Tensor | None, scale: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
     wide = _wide(q.dtype)
     rows = q[:, :, start : start + _TILE]
     scores = (rows.to(wide) @ k.to(wide).transpose(2, 3)) * scale

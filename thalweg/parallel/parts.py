@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thalweg.mesh import Axes
+from thalweg.observe.meter import PART
 from thalweg.parallel.shares import Shares
 
 IGNORED = -100
-PART = "sequence_part"
-"""The key of a batch that has been cut already; its value is a :class:`Whole`."""
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels")
 
 
@@ -30,6 +31,11 @@ class Whole:
     length: int = 0
     padding: Tensor | None = None  # (B, T) true for tokens that count
     documents: Tensor | None = None  # (B, T) number of the document
+
+    def to(self, device: torch.device) -> Whole:
+        """The same on a device."""
+        moved = (None if x is None else x.to(device) for x in (self.padding, self.documents))
+        return Whole(self.length, *moved)
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:
@@ -56,7 +62,7 @@ class Signature:
         return cls(names, hasattr(model, "main_input_name"), inspect.Parameter.VAR_KEYWORD in kinds)
 
 
-def _tokens_of(batch: Mapping[str, Any], signature: Signature) -> Tensor:
+def tokens_of(batch: Mapping[str, Any], signature: Signature) -> Tensor:
     if not signature.hugging_face:
         return next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
     tokens = batch.get("input_ids")
@@ -71,7 +77,7 @@ def whole_of(batch: Mapping[str, Any], signature: Signature) -> Whole:
     Raises:
         ValueError: the attention mask is not one by token.
     """
-    tokens = _tokens_of(batch, signature)
+    tokens = tokens_of(batch, signature)
     length, positions = tokens.shape[1], batch.get("position_ids")
     padding = batch.get("attention_mask") if signature.hugging_face else None
     if padding is not None and padding.dim() != 2:
@@ -103,7 +109,7 @@ class Splitter:
         Raises:
             ValueError: there are fewer tokens than ranks.
         """
-        tokens = _tokens_of(batch, self.signature)
+        tokens = tokens_of(batch, self.signature)
         batch = dict(batch)
         positions = batch.get("position_ids")
         if isinstance(positions, Tensor) and positions.dim() == 1:
@@ -132,7 +138,11 @@ class Splitter:
         return key in _BY_TOKEN if self.signature.hugging_face else value.shape[1] == length
 
     def prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part with what the model must know of the whole, ready to be given to the model."""
+        """This rank's part with what the model must know of the whole, ready to be given to the model.
+
+        Raises:
+            ValueError: there are fewer tokens than ranks, or the attention mask is not one by token.
+        """
         whole = whole_of(batch, self.signature)
         return {**self.part(batch, whole.length), PART: whole}
 
@@ -142,3 +152,15 @@ def splitter_of(model: nn.Module, shares: Shares) -> Splitter:
     signature = Signature.of(model)
     causal = getattr(model, "loss_type", None) in (None, "ForCausalLM")
     return Splitter(shares, signature, signature.hugging_face and causal and signature.open_ended)
+
+
+def splitter_for(model: nn.Module, axes: Axes) -> Splitter | None:
+    """What cuts this rank's batches before they reach ``model``, or None where sequences are whole.
+
+    Only for batches with names (Hugging Face's): others are cut in the model's forward.
+    """
+    if axes.sequence is None or not Signature.of(model).hugging_face:
+        return None
+    context = 1 if axes.ring is None else axes.ring.size()
+    shares = Shares(context, axes.sequence.size() // context, axes.sequence.get_local_rank())
+    return splitter_of(model, shares)

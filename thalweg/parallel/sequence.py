@@ -34,14 +34,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from thalweg.observe.meter import PART
 from thalweg.parallel.context import Layout, Ring, Seen
 from thalweg.parallel.heads import Heads, deal
 from thalweg.parallel.layers import give_forward
-from thalweg.parallel.parts import PART, Signature, Splitter, Whole, splitter_of, whole_of
+from thalweg.parallel.parts import Signature, Splitter, Whole, splitter_of, tokens_of, whole_of
 from thalweg.parallel.shares import Shares
 from thalweg.parallel.team import Team
 from thalweg.parallel.ulysses import to_heads, to_tokens
@@ -77,6 +79,27 @@ class Attention:
         self.teams, self.shares = teams, teams.shares
         self.ring = None if teams.ring is None else Ring(teams.ring)
         self.whole = Whole()
+        self._checks = 2  # whole batches still to be compared
+
+    def check_rows(self, tokens: Tensor) -> None:
+        """See that all ranks of the team were given the same first batches; collective.
+
+        Raises:
+            ValueError: they were not.
+        """
+        if self._checks == 0:
+            return
+        self._checks -= 1
+        place = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
+        own = torch.stack([(tokens.reshape(-1).double() * place.sin()).sum(), place[-1]])
+        team = self.teams.everyone
+        low = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MIN)
+        high = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MAX)
+        if not torch.allclose(low, high, rtol=1e-9):
+            raise ValueError(
+                "the ranks that share a sequence were given different batches: deal rows out over the ranks of "
+                "other sequences alone (training_data= given to initialize() is dealt so)"
+            )
 
     def attend(
         self,
@@ -281,8 +304,13 @@ def _root_forward(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = {**dict(zip(signature.names, args, strict=False)), **kwargs}
         given = batch.pop(PART, None)
-        attention.whole = whole_of(batch, signature) if given is None else given
-        part = splitter.part(batch, attention.whole.length) if given is None else batch
+        tokens = tokens_of(batch, signature)
+        if given is None:
+            attention.whole = whole_of(batch, signature)
+            attention.check_rows(tokens)
+            part = splitter.part(batch, attention.whole.length)
+        else:
+            attention.whole, part = given.to(tokens.device), batch
         with _Losses(team):
             output = inner(self, **part)
         return _with_mean_loss(output, team)

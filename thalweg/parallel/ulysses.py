@@ -15,7 +15,9 @@ from torch import Tensor
 from thalweg.parallel.team import Team
 
 
-def to_heads(tensors: list[Tensor], heads: list[list[list[int]]], sizes: list[int], team: Team) -> list[Tensor]:
+def to_heads(
+    tensors: list[Tensor], heads: list[list[list[int]]], sizes: list[int], team: Team
+) -> list[Tensor]:
     """Tensors (B, H, own T, D) -> (B, own H, T, D), in one exchange.
 
     ``heads[i][rank]``: the heads of tensor i that a rank gets; ``sizes``: tokens by rank.
