@@ -1,8 +1,9 @@
 """Ranks and the mesh they form; the names of its axes live here.
 
 Axes, outermost first: ``pp`` pipeline, ``dp_outer`` and ``dp`` data (replicated, sharded),
-``cp`` context (a ring), ``sp`` sequence (heads against tokens), ``tp`` tensor, ``ep`` expert.  ``tp`` varies fastest, so that a tensor group is
-a run of neighbouring ranks, which are on one host.  MiCS cuts the data axis into ``dp_outer`` x ``dp``.
+``cp`` context (a ring), ``sp`` sequence (heads against tokens), ``tp`` tensor, ``ep`` expert.  ``tp``
+varies fastest, so that a tensor group is a run of neighbouring ranks, which are on one host.  MiCS
+cuts the data axis into ``dp_outer`` x ``dp``.
 """
 
 from __future__ import annotations

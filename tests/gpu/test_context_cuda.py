@@ -1,4 +1,4 @@
-"""Blocks of ring attention on CUDA: flash kernels with their log-sum-exp against the formula, and their speed."""
+"""Blocks of ring attention on CUDA: flash kernels against the formula, and their speed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.config import Config, ConfigError, ModelFacts, NotBuiltYet, load, load_config, resolve
+from thalweg.config import Config, ConfigError, ModelFacts, load, load_config, resolve
 from thalweg.config.check import CONFLICTS
 from thalweg.config.fates import NO_EFFECT, NOT_BUILT
 from thalweg.config.schema_base import AUTO, choices, options, section_of, value_at, with_values

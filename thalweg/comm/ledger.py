@@ -2,8 +2,8 @@
 
 ``sent`` is what leaves this rank in the textbook's ring form of the collective
 (all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that, all-to-all
-``(n-1)/n`` of what this rank sends, a send all of it), whatever carries it, so that a configuration's traffic can
-be compared with theory.
+``(n-1)/n`` of what this rank sends, a send all of it), whatever carries it, so that a
+configuration's traffic can be compared with theory.
 ``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
 host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
 time spent inside the call, waiting for peers included.

@@ -97,8 +97,8 @@ class Attention:
         high = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MAX)
         if not torch.allclose(low, high, rtol=1e-9):
             raise ValueError(
-                "the ranks that share a sequence were given different batches: deal rows out over the ranks of "
-                "other sequences alone (training_data= given to initialize() is dealt so)"
+                "the ranks that share a sequence were given different batches: deal rows out over the ranks "
+                "of other sequences alone (training_data= given to initialize() is dealt so)"
             )
 
     def attend(
@@ -123,8 +123,8 @@ class Attention:
         team, sizes = self.teams.heads, self.shares.sizes(self.whole.length)
         if query.shape[1] < team.size:
             raise ValueError(
-                f"sequence_parallel_size = {team.size} is more than the {query.shape[1]} attention heads of a "
-                "rank; set it to at most that, and context_parallel_size to the rest"
+                f"sequence_parallel_size = {team.size} is more than the {query.shape[1]} attention heads of "
+                "a rank; set it to at most that, and context_parallel_size to the rest"
             )
         dealt = deal(Heads(query.shape[1], key.shape[1], query.shape[3]), team.size)
         queries = [list(range(*span)) for span in dealt.query]
@@ -152,8 +152,8 @@ class Attention:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
         if dropout > 0:
             raise ValueError(
-                f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set the "
-                "model's attention dropout to 0; dropout elsewhere is fine"
+                f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
+                "the model's attention dropout to 0; dropout elsewhere is fine"
             )
         assert mask is None or not isinstance(mask, Tensor)
         length, world = self.whole.length, self.ring.team.size
@@ -161,7 +161,7 @@ class Attention:
         return self.ring.attend(q, k, v, Layout(spans, causal, mask, scale, repeat))
 
     def mask(self, causal: bool) -> Tensor | Seen | None:
-        """What documents need: a mask (B, 1, T, T), on a ring a function of positions; None for one document."""
+        """What documents need, or None for one: a mask (B, 1, T, T), on a ring a function of positions."""
         documents = self.whole.documents
         if documents is None:
             return None
@@ -367,8 +367,8 @@ def _use_interface(model: nn.Module, attention: Attention) -> None:
             return sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
         if kwargs.get("use_vmap"):
             raise ValueError(
-                f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} makes of "
-                "functions of its own; set it to 1"
+                f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} "
+                "makes of functions of its own; set it to 1"
             )
         if whole.padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(whole.padding))
