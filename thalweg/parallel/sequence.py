@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ class Attention:
 
         ``mask`` is for the whole sequence: (B or 1, 1, T, T), or on a ring a function of positions.
         """
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         if self.teams.heads is None:
             return self._over_ring(
                 query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale
