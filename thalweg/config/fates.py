@@ -47,7 +47,11 @@ NOT_BUILT = (
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
     ),
     Switch("tensor_parallel.partition_config.layer_specs", bool, "remove it; layers are found by themselves"),
-    Switch("tensor_parallel.sequence_parallel", bool, "set it to false"),
+    Switch(
+        "tensor_parallel.sequence_parallel",
+        bool,
+        "set it to false; sequence_parallel_size and context_parallel_size cut the activations of norms too",
+    ),
     Switch("pipeline.stages", above_1, _ONE),
     Switch("expert_parallel.enabled", bool, _BLOCK),
     Switch("expert_parallel.autoep_size", above_1, _ONE),
@@ -111,7 +115,7 @@ _FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by 
 _ONE_PATH = "there is one gradient path for every stage"
 _OVERLAPS = "reads and writes of the NVMe tier always overlap the update"
 _COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
-_NO_TP = "acts on model-parallel ranks, of which there is one"
+_OWN_TOKENS = "sequence_parallel_size and context_parallel_size leave each rank the activations of its tokens"
 NO_EFFECT = {
     "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped, in every dtype",
     "comms_logger.debug": "the ledger names the module of every collective in any case",
@@ -162,13 +166,13 @@ NO_EFFECT = {
     "zero_allow_untested_optimizer": "every optimiser works at every stage",
     "zero_force_ds_cpu_optimizer": "torch's own fused kernels run on the CPU",
     "use_data_before_expert_parallelism": "orders expert-parallel ranks, of which there is one",
-    "seq_parallel_communication_data_type": "acts on sequence-parallel ranks, of which there is one",
+    "seq_parallel_communication_data_type": "attention is exchanged in the dtype of the activations",
     "vocabulary_size": "was used for a warning about its divisor",
     "timers": "throughput is always measured, without waiting for the device",
     "optimizer.legacy_fusion": "chose between two fused kernels of DeepSpeed",
     "bf16.immediate_grad_update": _ONE_PATH,
     "fp16.auto_cast": "floating-point inputs are always cast to the compute dtype",
-    "activation_checkpointing.partition_activations": _NO_TP,
+    "activation_checkpointing.partition_activations": _OWN_TOKENS,
     "activation_checkpointing.contiguous_memory_optimization": "torch's allocator places activations",
     "activation_checkpointing.number_checkpoints": "sized a buffer that is not needed",
     "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronisation is needed between units",

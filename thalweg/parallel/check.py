@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from thalweg.parallel.logits import VocabularyShards
 from thalweg.parallel.plans import Plan, Refused
+from thalweg.parallel.sample import Sample, evaluating, sample_of
 from thalweg.parallel.team import Team
 from thalweg.utils.log import get_logger
 
@@ -36,32 +37,26 @@ class Outputs:
 class Probe:
     """A small random batch for a model, and the modules to look at."""
 
-    inputs: dict[str, Tensor]
+    sample: Sample | None
     watched: tuple[str, ...]
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> Probe:
-        """Token ids of 2 sequences of 8; the second input of an encoder-decoder too."""
-        config = getattr(model, "config", None)
-        text = getattr(config, "get_text_config", None)
-        vocabulary = getattr(text() if callable(text) else config, "vocab_size", 2)
-        generator = torch.Generator().manual_seed(2026)
-        tokens = torch.randint(0, int(vocabulary), (2, 8), generator=generator)
-        inputs = {"": tokens} if not hasattr(model, "main_input_name") else {"input_ids": tokens}
-        if getattr(config, "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = tokens.flip(0)
-        return cls(inputs, tuple(name for name, layer in plan.layers.items() if layer.kind in _AGREED))
+        """Inputs that the model takes as it is."""
+        watched = tuple(name for name, layer in plan.layers.items() if layer.kind in _AGREED)
+        return cls(sample_of(model), watched)
 
     def run(self, model: nn.Module) -> Outputs | None:
         """Forward in evaluation mode, without gradients; None where the model takes other inputs."""
+        if self.sample is None:
+            _log.warning(
+                "the tensor-parallel plan was not checked: no inputs were found that the model takes"
+            )
+            return None
         outputs = Outputs({}, None)
-        device = next(model.parameters()).device
-        named = {key: value.to(device) for key, value in self.inputs.items()}
-        positional = [named.pop("")] if "" in named else []
-        extra: dict[str, Any] = {"use_cache": False} if named else {}
-        with torch.no_grad(), _evaluating(model), self._watching(model, outputs):
+        with torch.no_grad(), evaluating(model), self._watching(model, outputs):
             try:
-                result = model(*positional, **named, **extra)
+                result = self.sample.call(model)
             except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
                 _log.warning("the tensor-parallel plan was not checked: %s", error)
                 return None
@@ -107,19 +102,6 @@ class Probe:
                     f"{plan.source} does not fit {type(model).__name__} at {team.size} tensor ranks: "
                     f"{name} differs from the unsharded model; set tensor_parallel.autotp_size to 1"
                 )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    state = torch.get_rng_state()
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        torch.set_rng_state(state)
 
 
 def _main(result: Any) -> Tensor | None:

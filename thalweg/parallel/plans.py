@@ -51,7 +51,9 @@ def plan_of(model: nn.Module, world: int, rank: int) -> Plan | None:
     Raises:
         ValueError: the model has fewer heads than ranks.
     """
-    family = family_of(model)
+    family, own = family_of(model), _own_rules(model)
+    if family is None and not own:
+        return None
     dealt = _deal_of(model, world)
     if family is not None and dealt is not None:
         plan = Plan(f"the {_kind(model)} family", deal=dealt)
@@ -60,7 +62,7 @@ def plan_of(model: nn.Module, world: int, rank: int) -> Plan | None:
             if role is not None:
                 plan.layers[name] = _layer(name, module, role, dealt, world, rank)
         _local_attributes(plan, model, family, rank)
-    elif own := _own_rules(model):
+    elif own:
         plan = Plan(f"the plan of {type(model).__name__}", deal=dealt)
         _from_own(plan, model, own, dealt, world, rank)
     else:

@@ -10,8 +10,8 @@ so forward and backward communicate twice each (Megatron-LM).  Embedding, head a
 are cut by vocabulary.  Everything between ``leave`` and ``enter`` is computed by all ranks
 alike, to the bit.
 
-Phases of :func:`parallelise`: find the plan; run the whole model once on a small random
-input; take rank 0's values everywhere; replace each parameter by this rank's piece, and each
+Phases of :func:`parallelise`: take rank 0's values everywhere; find the plan; run the whole model once on
+a small random input; replace each parameter by this rank's piece, and each
 module's forward by the split one; run again and compare.  What ``shard`` then sees is a plain,
 smaller model; the :class:`States` returned say which logical tensor each piece belongs to.
 
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.parallel import layers
 from thalweg.parallel.check import Probe
 from thalweg.parallel.cuts import Cut
+from thalweg.parallel.derive import derive
 from thalweg.parallel.layers import Flow, give_forward
 from thalweg.parallel.plans import Layer, Plan, Refused, plan_of
 from thalweg.parallel.team import Team
@@ -58,8 +59,8 @@ def parallelise(
         ValueError: no plan fits, or the cut model computes something else: the message names
             the module.
     """
-    plan = _plan(model, team)
     agree_on_values(model, everyone)
+    plan = _plan(model, team)
     probe = Probe.of(model, plan) if check else None
     expected = probe.run(model) if probe else None
     cuts = _replace_parameters(model, plan, team)
@@ -75,9 +76,11 @@ def parallelise(
 def _plan(model: nn.Module, team: Team) -> Plan:
     plan = plan_of(model, team.size, team.rank)
     if plan is None or not plan.layers:
+        plan = derive(model, team.size, team.rank)
+    if plan is None:
         raise Refused(
-            f"no tensor-parallel plan is known for {type(model).__name__}: set tensor_parallel.autotp_size "
-            "to 1"
+            f"no tensor-parallel plan is known for {type(model).__name__}, and none was found by running it: "
+            "set tensor_parallel.autotp_size to 1"
         )
     return plan
 

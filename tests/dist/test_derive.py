@@ -1,0 +1,93 @@
+"""Models that nobody described, cut by the derived plan, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist.derived_models import CUT, batch, build
+from tests.dist.tensor_parity import config_of, train_engine, train_plain
+from tests.harness import run_ranks
+
+TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
+
+
+def _at(name, rows, own=slice(None)):
+    """The loss of a model, or an engine, at a step."""
+
+    def loss_at(model, step):
+        inputs, targets = batch(name, step, rows)
+        return model(inputs[own], targets[own])
+
+    return loss_at
+
+
+def _parity(rank: int, world: int, cases: list[tuple[str, int, int]], steps: int) -> list[str]:
+    torch.set_num_threads(1)
+    failures = []
+    for name, tensor, stage in cases:
+        ranks = world // tensor
+        rows, own = 2 * ranks, slice(rank // tensor, None, ranks)
+        plain = train_plain(build(name), _at(name, rows), steps)
+        found = train_engine(build(name), config_of(stage, tensor, rows, ranks), _at(name, rows, own), steps)
+        differences = found.differences(plain)
+        if any(not value <= TOLERANCE[key] for key, value in differences.items()):
+            failures.append(f"{name}, tp {tensor}, stage {stage}: {differences}")
+    return failures
+
+
+def test_made_up_architectures_equal_one_process_at_two_ranks():
+    for failures in run_ranks(_parity, 2, [(name, 2, 0) for name in CUT], 5, timeout=200):
+        assert failures == []
+
+
+def test_made_up_architectures_at_four_ranks_and_with_sharding():
+    cases = [("parallel", 4, 0), ("interleaved", 4, 1), ("one matrix", 2, 3), ("convolved", 2, 2), ("gated", 4, 0)]
+    for failures in run_ranks(_parity, 4, cases, 20, timeout=200):
+        assert failures == []
+
+
+def _control(rank: int, world: int) -> tuple[float, str]:
+    """A plan with two rows' ranks exchanged is refused by the check; without the check its result differs."""
+    import thalweg
+    import thalweg.parallel.derive as derive
+
+    torch.set_num_threads(1)
+    units = derive._dealt
+
+    def exchanged(*args):
+        region = units(*args)
+        if region is not None:
+            region.ins = tuple(reversed(region.ins))
+        return region
+
+    derive._dealt = exchanged
+    passes, derive._Trial.passes = derive._Trial.passes, lambda self, regions, rank: True
+    with pytest.raises(ValueError, match="differs from the unsharded model") as caught:
+        thalweg.initialize(model=build("gated"), config=config_of(0, 2, 2, 1))
+    derive._Trial.passes = passes
+    derive._dealt = units
+    plain = train_plain(build("gated"), _at("gated", 2), 2)
+    other = train_engine(build("gated", seed=1), config_of(0, 2, 2, 1), _at("gated", 2), 2)
+    return other.differences(plain)["parameter"], str(caught.value)
+
+
+def test_a_wrong_plan_is_refused_and_other_weights_are_noticed():
+    for difference, text in run_ranks(_control, 2):
+        assert difference > 1e-3
+        assert "the graph of Language's linear layers" in text
+
+
+def _refused(rank: int, world: int) -> str:
+    import thalweg
+
+    model = build("softmax")
+    del model.head
+    model.head = torch.nn.Identity()
+    with pytest.raises(ValueError, match="none was found by running it") as caught:
+        thalweg.initialize(model=model, config=config_of(0, 2, 2, 1))
+    return str(caught.value)
+
+
+def test_a_model_in_which_nothing_can_be_cut_is_refused():
+    assert all("set tensor_parallel.autotp_size to 1" in text for text in run_ranks(_refused, 2))

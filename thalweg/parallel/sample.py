@@ -1,0 +1,100 @@
+"""Small inputs for a model that nobody has described, so that it can be run once and looked at."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of a forward."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, model: nn.Module) -> Any:
+        """The model's output."""
+        return model(*self.args, **self.kwargs)
+
+
+def sample_of(model: nn.Module) -> Sample | None:
+    """Inputs that ``model`` takes, alike in every process: token ids, features, images; None if none fits."""
+    for sample in _candidates(model):
+        with torch.no_grad(), evaluating(model):
+            try:
+                sample.call(model)
+            except Exception:  # whatever a model says to inputs that are not its own
+                continue
+        return sample
+    return None
+
+
+def _candidates(model: nn.Module) -> Iterator[Sample]:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    vocabulary = getattr(text() if callable(text) else config, "vocab_size", None)
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocabulary = vocabulary if isinstance(vocabulary, int) else min(sizes, default=2)
+    device = next(model.parameters()).device
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    generator = torch.Generator().manual_seed(2026)
+    tokens = torch.randint(0, vocabulary, (2, 8), generator=generator).to(device)
+    if hasattr(model, "main_input_name"):
+        named = {"input_ids": tokens, "use_cache": False}
+        if getattr(config, "is_encoder_decoder", False):
+            named["decoder_input_ids"] = tokens.flip(0)
+        yield Sample(kwargs=named)
+        yield Sample(kwargs={key: value for key, value in named.items() if key != "use_cache"})
+        return
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(p.default is inspect.Parameter.empty and p.kind in kinds for p in parameters)
+    for first in (tokens, *_features(model, dtype, device, generator)):
+        yield Sample((first,) * max(1, required))
+        if required > 1:
+            classes = torch.zeros(first.shape[0], dtype=torch.long, device=device)
+            for rest in (tokens, classes):
+                yield Sample((first, *(rest,) * (required - 1)))
+
+
+def _features(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Floating-point inputs as wide as the model's first layers take them."""
+    widths = []
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Conv2d):
+            size = (2, weight.shape[1] * module.groups, 32, 32)
+            yield torch.randn(size, generator=generator).to(device, dtype)
+        elif weight.ndim in (1, 2):
+            widths += [width for width in reversed(weight.shape) if width not in widths]
+        if len(widths) > 3:
+            break
+    for width in widths:
+        rows = [(2, other, width) for other in widths]
+        for shape in ((16, width), (2, 8, width), *rows):
+            yield torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, with the random numbers of after as of before."""
+    training = [module for module in model.modules() if module.training]
+    state = torch.get_rng_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        torch.set_rng_state(state)
