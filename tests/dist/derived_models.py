@@ -112,13 +112,14 @@ class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.n_head = 4
+        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = Transposed(WIDTH, 3 * WIDTH), Transposed(WIDTH, WIDTH)
         self.up, self.act, self.down = Transposed(WIDTH, 44), nn.ReLU(inplace=True), Transposed(44, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.c_attn(x).chunk(3, -1)
+        q, k, v = self.c_attn(self.ln1(x)).chunk(3, -1)
         x = x + self.c_proj(_attend(q, k, v, self.n_head, self.n_head))
-        return x + self.down(self.act(self.up(x)))
+        return x + self.down(self.act(self.up(self.ln2(x))))
 
 
 class Gated(nn.Module):

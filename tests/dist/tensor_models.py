@@ -121,6 +121,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "llama, biases": lambda: _llama("Llama", attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "mistral": lambda: _llama("Mistral"),
+    "mistral, window": lambda: _llama("Mistral", sliding_window=4),
     "qwen2": lambda: _llama("Qwen2"),
     "qwen3": lambda: _llama("Qwen3", head_dim=8),
     "gemma": lambda: _llama("Gemma", head_dim=8),

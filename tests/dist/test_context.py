@@ -23,6 +23,8 @@ def test_row39_a_ring_of_two():
         Case("reference, 5 heads", "masked", 9, 3, context=2),
         Case("bert", "padded", 9, 1, context=2),
         Case("bert", "plain", 7, 1, context=2),
+        Case("mistral, window", "plain", 14, 2, context=2),
+        Case("mistral, window", "packed", 13, 0, context=2),
     ]
     for found in run_ranks(failures, 2, cases, 3, timeout=200):
         assert found == []

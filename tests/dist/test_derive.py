@@ -64,7 +64,7 @@ def _control(rank: int, world: int) -> tuple[float, str]:
     derive._dealt = exchanged
     passes, derive._Trial.passes = derive._Trial.passes, lambda self, regions, rank: True
     with pytest.raises(ValueError, match="differs from the unsharded model") as caught:
-        thalweg.initialize(model=build("gated"), config=config_of(0, 2, 2, 1))
+        thalweg.initialize(model=build("interleaved"), config=config_of(0, 2, 2, 1))
     derive._Trial.passes = passes
     derive._dealt = units
     plain = train_plain(build("gated"), _at("gated", 2), 2)

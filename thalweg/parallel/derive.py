@@ -65,9 +65,13 @@ def derive(model: nn.Module, world: int, rank: int) -> Plan | None:
     if sample is None:
         _log.warning("no inputs were found that %s takes: its layers stay whole", type(model).__name__)
         return None
-    with evaluating(model):
-        seen = see(model, sample)
-        regions = _harmless(model, seen, _regions(model, seen, world), world)
+    try:
+        with evaluating(model):
+            seen = see(model, sample)
+            regions = _harmless(model, seen, _regions(model, seen, world), world)
+    except RuntimeError as error:
+        _log.warning("%s could not be looked at: %s", type(model).__name__, error)
+        return None
     plan = Plan(f"the graph of {type(model).__name__}'s linear layers")
     for region in regions:
         for product, outs in zip(region.first, region.outs, strict=True):

@@ -46,6 +46,11 @@ def _candidates(model: nn.Module) -> Iterator[Sample]:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     generator = torch.Generator().manual_seed(2026)
     tokens = torch.randint(0, vocabulary, (2, 8), generator=generator).to(device)
+    if getattr(model, "main_input_name", None) == "pixel_values":
+        channels, side = getattr(config, "num_channels", 3), getattr(config, "image_size", 32)
+        shape = (2, channels, *((side, side) if isinstance(side, int) else side))
+        yield Sample(kwargs={"pixel_values": torch.randn(shape, generator=generator).to(device, dtype)})
+        return
     if hasattr(model, "main_input_name"):
         named = {"input_ids": tokens, "use_cache": False}
         if getattr(config, "is_encoder_decoder", False):
@@ -74,8 +79,9 @@ def _features(
         if weight is None or isinstance(module, nn.Embedding):
             continue
         if isinstance(module, nn.Conv2d):
-            size = (2, weight.shape[1] * module.groups, 32, 32)
-            yield torch.randn(size, generator=generator).to(device, dtype)
+            for side in (32, 28, 64, 224):
+                size = (2, weight.shape[1] * module.groups, side, side)
+                yield torch.randn(size, generator=generator).to(device, dtype)
         elif weight.ndim in (1, 2):
             widths += [width for width in reversed(weight.shape) if width not in widths]
         if len(widths) > 3:

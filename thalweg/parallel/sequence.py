@@ -92,7 +92,7 @@ class Attention:
             return
         self._checks -= 1
         place = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
-        own = torch.stack([(tokens.reshape(-1).double() * place.sin()).sum(), place[-1]])
+        own = torch.stack([(tokens.detach().reshape(-1).double() * place.sin()).sum(), place[-1]])
         team = self.teams.everyone
         low = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MIN)
         high = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MAX)
