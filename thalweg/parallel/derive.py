@@ -244,7 +244,7 @@ class _Trial:
             if id(module) in products or type(module).__module__.startswith("torch.nn"):
                 continue
             for key, value in vars(module).items():
-                numbers = value if isinstance(value, tuple | list) and value else [value]
+                numbers: Any = value if isinstance(value, tuple | list) and value else [value]
                 if any(type(n) is not int for n in numbers) or max(numbers) < 2:
                     continue
                 if any(_times(value, fraction) is None for fraction in region.fraction):

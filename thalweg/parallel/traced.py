@@ -109,7 +109,7 @@ def see(model: nn.Module, sample: Sample) -> Seen:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         name = names[id(module)]
         counts[name] = counts.get(name, 0) + 1
-        calls[name] = Call(*_cloned((args, kwargs)), None)
+        calls[name] = Call(_cloned(args), _cloned(kwargs), None)
         if id(module) in candidates:
             foreign.active.append(name)
 
