@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by one virtual cable, for the time of a `with`.
+"""Several hosts on one machine: network namespaces, two on one virtual cable or more on a switch, for a `with`.
 
-Each host has its own network, host name, processes, IPC and /dev/shm, so that nothing but the cable joins
-the two: shared-memory collectives must find out by themselves that they end at the host.  The cable can be
+Each host has its own network, host name, processes, IPC and /dev/shm, so that nothing but the cables join
+them: shared-memory collectives must find out by themselves that they end at the host.  The cable can be
 held to a rate by a token bucket on both ends.  Addresses exist inside the namespaces alone; no packet
 leaves them.
 
@@ -59,11 +59,13 @@ def sweep() -> list[str]:
 
 
 class Hosts:
-    """Two hosts and their cable; `rate` as `tc` writes it ("1gbit"), None for an unlimited one."""
+    """Hosts and their cables; `rate` as `tc` writes it ("1gbit"), None for unlimited ones."""
 
-    def __init__(self, rate: str | None = None) -> None:
+    def __init__(self, rate: str | None = None, number: int = 2) -> None:
         self.rate = rate
-        self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(2)]
+        self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(number)]
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(number)]
+        self._switch = f"{_PREFIX}{os.getpid()}-switch"
         self._holders: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Hosts:
@@ -84,32 +86,29 @@ class Hosts:
         self._remove()
 
     def _build(self) -> None:
-        first, second = self.names
         for name in self.names:
             _command("ip", "netns", "add", name)
-        _command(
-            "ip",
-            "link",
-            "add",
-            _CABLE,
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            _CABLE,
-            "netns",
-            second,
-        )
+        if len(self.names) == 2:
+            self._join(self.names[0], _CABLE, self.names[1], _CABLE)
+        else:
+            _command("ip", "netns", "add", self._switch)
+            _command("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+            _command("ip", "-n", self._switch, "link", "set", "bridge0", "up")
+            for host, name in enumerate(self.names):
+                self._join(name, _CABLE, self._switch, f"port{host}")
+                _command("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "bridge0", "up")
         for host, name in enumerate(self.names):
-            _command("ip", "-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", _CABLE)
+            _command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
             _command("ip", "-n", name, "link", "set", "lo", "up")
             _command("ip", "-n", name, "link", "set", _CABLE, "up")
             if self.rate:
                 bucket = ("rate", self.rate, "burst", "256kb", "latency", "50ms")
                 _command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *bucket)
             self._holders.append(self._hold(name))
+
+    def _join(self, one: str, end: str, other: str, other_end: str) -> None:
+        peer = ("type", "veth", "peer", "name", other_end, "netns", other)
+        _command("ip", "link", "add", end, "netns", one, *peer)
 
     def _hold(self, name: str) -> subprocess.Popen[bytes]:
         """Start the host's first process: it ends when we do, or close its pipe, and the others with it."""
@@ -142,17 +141,29 @@ class Hosts:
             holder.stdout.close()
         self._holders = []
         present = _command("ip", "netns", "list")
-        for name in self.names:
+        for name in (*self.names, self._switch):
             if name in present:
                 _command("ip", "netns", "del", name)
 
+    def first_process(self, host: int) -> int:
+        """Return the pid of the host's first process; all others end with it."""
+        pid = self._holders[host].pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def inside(self, host: int) -> tuple[str, ...]:
+        """Return the words that run a command on a host."""
+        target = str(self.first_process(host))
+        return ("nsenter", "--target", target, "--net", "--uts", "--ipc", "--mount", "--pid")
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network; it goes on by itself."""
+        _command("ip", "-n", self.names[host], "link", "set", _CABLE, "down")
+
     def placements(self, ranks_per_host: int) -> list[Placement]:
         """Return where each rank runs, host by host, with the variables that a launcher would set there."""
-        children = (Path(f"/proc/{holder.pid}/task/{holder.pid}/children") for holder in self._holders)
-        inits = [path.read_text().split()[0] for path in children]
         return [
             Placement(
-                ("nsenter", "--target", init, "--net", "--uts", "--ipc", "--mount", "--pid"),
+                self.inside(host),
                 {
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(ranks_per_host),
@@ -162,7 +173,7 @@ class Hosts:
                     "GLOO_SOCKET_IFNAME": _CABLE,
                 },
             )
-            for host, init in enumerate(inits)
+            for host in range(len(self.names))
             for local in range(ranks_per_host)
         ]
 

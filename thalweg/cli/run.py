@@ -1,19 +1,25 @@
-"""`thalweg run`: start a script on several processes of this host."""
+"""`thalweg run`: start a script on several processes of this host, or of several hosts."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import random
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, plan_cores, usable_cpus
-from thalweg.launch.hosts import Slots, is_this_host, read_hostfile, select_slots
+from thalweg.launch.hosts import Host, is_this_host, read_hostfile, select
+from thalweg.launch.outcome import Outcome
+from thalweg.launch.propagate import environment_for_hosts
+from thalweg.launch.request import Request, make_job
 
 _EPILOG = """examples:
   thalweg run --nproc 2 train.py --config ds_config.json
   thalweg run --nproc 4 -m package.train --steps 100
+  thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
+  thalweg run --num-nodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc 8 train.py
 
 Everything after the script belongs to the script.  The ranks see RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port, so two jobs can run at once).  The exit code is
@@ -25,8 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `run` to the command line."""
     parser = subparsers.add_parser(
         "run",
-        help="start a script on several processes of this host",
-        description="Start a script on several processes of this host.",
+        help="start a script on several processes, on this host or several",
+        description="Start a script on several processes of this host, or of the hosts of a hostfile.",
         usage="thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,18 +53,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="port of the rendezvous (default: a free one)")
     add("--grace", type=float, default=4.0, metavar="S",
         help="seconds between SIGTERM and SIGKILL for ranks that must end (default: 4)")
-    add("--hostfile", type=Path, metavar="FILE", help="`localhost slots=N`; more hosts are not built yet")
-    add("--include", "-i", metavar="SPEC", help="slots of this host to use, such as localhost:0,1")
-    add("--exclude", "-e", metavar="SPEC", help="slots of this host to leave out")
+    add("--hostfile", "-H", type=Path, metavar="FILE", help="a line `host slots=N` for each host")
+    add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
+    add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for every host's ranks")
+    add("--launcher", choices=("local", "ssh", "pdsh", "slurm", "mpi", "openmpi"), default="local",
+        help="how hosts are reached (default: ssh where a hostfile names others)")
+    add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="more options for srun or mpirun")
+    add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")
+    add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
+    add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
     # fmt: on
-    habits = parser.add_argument_group("taken for the sake of habit, on one host")
-    habits.add_argument("--num-nodes", "--num_nodes", "--nnodes", default="1", metavar="1")
-    habits.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="0")
-    habits.add_argument("--master-addr", "--master_addr", default="127.0.0.1", metavar="HOST")
-    habits.add_argument(
-        "--launcher", choices=("local", "ssh", "pdsh", "slurm", "mpi", "openmpi"), default="local"
-    )
-    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
+    by_hand = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
+    by_hand.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
+    by_hand.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
+    by_hand.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
+    habits = parser.add_argument_group("taken for the sake of habit")
+    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"), ("--force-multi", "--force_multi"),
                   ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
         habits.add_argument(*names, action="store_true")
 
@@ -82,99 +93,93 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
 
 def run(args: argparse.Namespace) -> int:
     """Start the job and return its exit code."""
-    _refuse_several_hosts(args)
-    target = _check_target(args)
+    if args.as_deepspeed:
+        raise ValueError(
+            "--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`"
+        )
+    request = _request(args)
+    hosts = _hosts(args)
+    if args.launcher in ("slurm", "mpi", "openmpi"):
+        outcome = _by_scheduler(args, request, hosts)
+    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
+        outcome = _by_ssh(args, request, hosts)
+    else:
+        outcome = _here(args, request, hosts)
+    sys.stderr.write(outcome.report)
+    return outcome.code
+
+
+def _request(args: argparse.Namespace) -> Request:
+    target = args.passthrough[0] if args.passthrough else ""
+    if not target:
+        raise ValueError("no script was given: `thalweg run --nproc 2 train.py`; see `thalweg run --help`")
+    if args.module and args.no_python:
+        raise ValueError("-m and --no-python exclude each other: give one of them")
     if args.master_port is not None and not 0 < args.master_port < 65536:
         raise ValueError(f"--master-port {args.master_port} is not a port: leave it out to get a free one")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if not 0 <= args.grace < 1e6:
         raise ValueError(f"--grace {args.grace} must be a number of seconds, 0 or more")
-    slots = select_slots(read_hostfile(args.hostfile) if args.hostfile else None, args.include, args.exclude)
-
-    from thalweg.launch.local import Job, port_is_free, run_local
-
-    if args.master_port is not None and not port_is_free(args.master_port):
-        raise ValueError(f"port {args.master_port} is in use: leave out --master-port to get a free one")
-    num_gpus = _count_gpus()
-    nproc = _resolve_nproc(args.nproc, slots, num_gpus)
-    cpus = parse_cpu_list(args.cores) if args.cores else usable_cpus()
-    if not set(cpus) <= set(usable_cpus()):
-        raise ValueError(
-            f"--cores {args.cores}: this process may use {','.join(map(str, usable_cpus()))} only"
-        )
-    bind = not args.no_bind and num_gpus == 0  # torch's agent binds the ranks of GPUs by their NUMA node
-    environ = {"OMP_NUM_THREADS": str(args.threads)} if args.threads is not None else {}
-    if slots is not None and slots.chosen is not None and num_gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots.chosen))
-    outcome = run_local(
-        Job(
-            nproc=nproc,
-            target=target,
-            arguments=tuple(args.passthrough[1:]),
-            kind="program" if args.no_python else "module" if args.module else "script",
-            cores=plan_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
-            master_port=args.master_port,
-            grace=args.grace,
-            environ=environ,
-        )
-    )
-    sys.stderr.write(outcome.report)
-    return outcome.code
-
-
-def _refuse_several_hosts(args: argparse.Namespace) -> None:
-    if args.num_nodes not in ("1", "1:1"):
-        what = f"--num-nodes {args.num_nodes}"
-    elif args.node_rank != 0:
-        what = f"--node-rank {args.node_rank}"
-    elif args.launcher != "local":
-        what = f"--launcher {args.launcher}"
-    elif not is_this_host(args.master_addr):
-        what = f"--master-addr {args.master_addr}"
-    elif args.as_deepspeed:
-        raise ValueError(
-            "--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`"
-        )
-    else:
-        return
-    raise ValueError(
-        f"{what}: jobs over several hosts are not built yet; leave it out to run on this host alone"
+    return Request(
+        target=target,
+        arguments=tuple(args.passthrough[1:]),
+        kind="program" if args.no_python else "module" if args.module else "script",
+        nproc=args.nproc,
+        threads=args.threads,
+        cores=args.cores,
+        bind=not args.no_bind,
+        master_port=args.master_port,
+        grace=args.grace,
     )
 
 
-def _check_target(args: argparse.Namespace) -> str:
-    target = args.passthrough[0] if args.passthrough else ""
-    if not target:
-        raise ValueError("no script was given: `thalweg run --nproc 2 train.py`; see `thalweg run --help`")
-    if args.module and args.no_python:
-        raise ValueError("-m and --no-python exclude each other: give one of them")
-    if args.no_python:
-        if shutil.which(target) is None:
-            raise FileNotFoundError(f"there is no program {target} on PATH")
-    elif not args.module and not os.path.exists(target):
-        raise FileNotFoundError(f"there is no script {target} in {os.getcwd()}")
-    return target
+def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts that are named, cut to ``--num-nodes`` where ranks are started from here."""
+    hosts = select(read_hostfile(args.hostfile) if args.hostfile else (), args.include, args.exclude)
+    if hosts and args.num_nodes is not None:
+        number = _number("--num-nodes", args.num_nodes.partition(":")[0])
+        if number > len(hosts):
+            raise ValueError(f"--num-nodes {number}: the hostfile or filter leaves {len(hosts)} hosts")
+        return hosts[:number]
+    return hosts
 
 
-def _count_gpus() -> int:
-    import torch
+def _here(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
+    """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
+    from thalweg.launch.by_hand import place_of
+    from thalweg.launch.local import run_local
 
-    return torch.cuda.device_count()
+    if hosts:
+        request = replace(request, slots=hosts[0].slots, chosen=hosts[0].chosen)
+    request, place = place_of(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
+    return run_local(make_job(request, place))
 
 
-def _resolve_nproc(asked: str | None, slots: Slots | None, num_gpus: int) -> int:
-    limit = None if slots is None else slots.count
-    if asked is None:
-        return limit or num_gpus or 1
-    if asked == "gpu" and num_gpus == 0:
-        raise ValueError("--nproc gpu: this host has no GPU; say how many ranks to run on its processor")
-    named = {"gpu": num_gpus, "cpu": len(physical_cores(usable_cpus())), "auto": num_gpus or 1}
-    if asked not in named and not (asked.isascii() and asked.isdecimal()):
-        raise ValueError(f"--nproc {asked} is not a number, gpu, cpu or auto")
-    nproc = named[asked] if asked in named else int(asked)
-    if nproc < 1:
-        raise ValueError(f"--nproc {asked} must be at least 1")
-    if limit is not None and nproc > limit:
-        raise ValueError(f"--nproc {nproc} is more than the {limit} slots that the hostfile or filter leaves")
-    return nproc
+def _by_ssh(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
+    from thalweg.launch.ssh import SSH, HostJob, run_hosts
+
+    ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH
+    if args.ssh_port is not None:
+        ssh = (*ssh, "-p", str(args.ssh_port))
+    environ = environment_for_hosts(os.environ, args.env, (Path.home(), Path.cwd()))
+    return run_hosts(HostJob(hosts, request, ssh, args.python, args.master_addr, environ))
+
+
+def _by_scheduler(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
+    from thalweg.launch import schedulers
+
+    num_nodes = None if args.num_nodes is None else _number("--num-nodes", args.num_nodes.partition(":")[0])
+    environ = environment_for_hosts(os.environ, args.env, (Path.home(), Path.cwd()))
+    tasks = schedulers.Tasks(
+        request, hosts, num_nodes, environ, args.master_addr, args.python, tuple(shlex.split(args.launcher_args))
+    )
+    command = schedulers.srun if args.launcher == "slurm" else schedulers.mpirun
+    port = random.SystemRandom().choice(range(20000, 32000))
+    return schedulers.run_command(command(tasks), schedulers.environment(tasks, port))
+
+
+def _number(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise ValueError(f"{flag} {text} must be a number, 1 or more")
+    return int(text)

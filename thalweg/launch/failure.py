@@ -90,10 +90,10 @@ def collect(folder: Path, codes: Mapping[int, int], exits: Mapping[int, RankExit
     return failures[:1] + [f for f in failures[1:] if f.record is not None or f.code not in stopped]
 
 
-def report(failures: list[Failure], nproc: int) -> str:
-    """The paragraph and the traceback that the user reads."""
+def report(failures: list[Failure], nproc: int, where: str = "") -> str:
+    """The paragraph and the traceback that the user reads; ``where`` names the host, if there are several."""
     first, *others = failures
-    place = f"rank {first.rank} of {nproc}" + (" failed first" if nproc > 1 else " failed")
+    place = f"rank {first.rank} of {nproc}{where}" + (" failed first" if nproc > 1 else " failed")
     head = f"{place}, exit code {first.exit_code}: {first.summary}"
     if nproc > 1:
         head += "; the other ranks were stopped"
@@ -102,4 +102,4 @@ def report(failures: list[Failure], nproc: int) -> str:
         head += f" (also {'; '.join(also)})"
     if first.record is None or first.record["shown"]:
         return f"thalweg run: {head}\n"
-    return f"thalweg run: traceback of rank {first.rank}\n{first.record['traceback']}thalweg run: {head}\n"
+    return f"thalweg run: traceback of rank {first.rank}{where}\n{first.record['traceback']}thalweg run: {head}\n"

@@ -1,26 +1,42 @@
-"""Hostfiles and the --include/--exclude filters, as far as one host goes.
+"""Which hosts a job takes, and which of their slots: hostfiles and the --include/--exclude filters.
 
-A hostfile has a line ``host slots=N`` for each host; a filter is ``host:0,2@other:1``, as DeepSpeed's
-launcher reads them.  A job over more than one host is refused here, before anything starts.
+A hostfile has a line ``host slots=N`` for each host (``user@host`` too; without ``slots`` the host counts its
+own devices).  A filter is ``host:0,2@other`` as DeepSpeed's launcher reads it: hosts joined by ``@``, each with
+slots or as a whole.  Names come from files and command lines, so they are checked before anybody hands
+them to another program.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-_LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?$")
-_ONE_HOST = "jobs over several hosts are not built yet; leave it out to run on this host alone"
+_LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slots=\d+)?$")
+_NAME = re.compile(r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$")
+_SLOTS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 @dataclass(frozen=True)
-class Slots:
-    """The device slots of this host that a job takes: their number, and which, where a filter named them."""
+class Host:
+    """A host of the job; ``slots`` None: as many as it has devices.  ``chosen``: the slots that a filter
+    names."""
 
-    count: int
+    name: str
+    slots: int | None = None
     chosen: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int | None:
+        """Slots to use, where that is known."""
+        return self.slots if self.chosen is None else len(self.chosen)
+
+    @property
+    def address(self) -> str:
+        """The name without a user."""
+        return self.name.rpartition("@")[2]
 
 
 def is_this_host(name: str) -> bool:
@@ -33,12 +49,12 @@ def is_this_host(name: str) -> bool:
     )
 
 
-def read_hostfile(path: Path) -> int | None:
-    """Slots of the one host in the file, which must be this one; None where it does not say.
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of the file in its order, which is that of the ranks.
 
-    Raises ``ValueError`` for a malformed line, an empty file, or any other host.
+    Raises ``ValueError`` for a malformed line or name, a host that is there twice, or an empty file.
     """
-    hosts: dict[str, int | None] = {}
+    hosts: dict[str, Host] = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -46,53 +62,100 @@ def read_hostfile(path: Path) -> int | None:
         match = _LINE.match(text)
         if match is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not `host slots=N`")
-        if match["host"] in hosts:
-            raise ValueError(
-                f"{path}, line {number}: {match['host']} is there twice; give each host one line"
-            )
-        hosts[match["host"]] = int(match["slots"]) if match["slots"] else None
-    if not hosts:
+        name = check_name(match["host"], f"{path}, line {number}")
+        if name in hosts:
+            raise ValueError(f"{path}, line {number}: {name} is there twice; give each host one line")
+        hosts[name] = Host(name, int(match["slots"]) if match["slots"] else None)
+    left = {name: host for name, host in hosts.items() if host.slots != 0}
+    if not left:
         raise ValueError(f"{path} names no host: add `localhost slots=N`, or leave out --hostfile")
-    strangers = [host for host in hosts if not is_this_host(host)]
-    if len(hosts) > 1 or strangers:
-        raise ValueError(f"--hostfile {path} names {', '.join(hosts)}: {_ONE_HOST}")
-    return next(iter(hosts.values()))
+    return tuple(left.values())
 
 
-def select_slots(slots: int | None, include: str | None, exclude: str | None) -> Slots | None:
-    """Apply ``--include`` or ``--exclude`` to this host's ``slots``; None when there is neither and no count.
+def check_name(name: str, where: str) -> str:
+    """``name`` if it can be a host's; a name such as ``-oProxyCommand=x`` or ``a;b`` is refused."""
+    if _NAME.match(name) is None:
+        raise ValueError(f"{where}: {name!r} is not a host's name: letters, digits, dots and dashes")
+    return name
 
-    Raises ``ValueError`` for both at once, other hosts, or slots that are not there.
+
+def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """Apply ``--include`` or ``--exclude``; ``hosts`` empty means this host alone, with unknown slots.
+
+    Raises ``ValueError`` for both at once, unknown hosts, slots that are not there, or nothing left.
     """
     if include is not None and exclude is not None:
         raise ValueError("--include and --exclude say the same thing twice: give one of them")
     if include is None and exclude is None:
-        return None if slots is None else Slots(slots)
+        return tuple(hosts)
     flag, text = ("--include", include) if include is not None else ("--exclude", exclude or "")
-    named = _parse_filter(flag, text)
-    if flag == "--include":
-        if named is None:
-            return None if slots is None else Slots(slots)
-        chosen = named
-    else:
-        if slots is None:
+    filters = _parse(flag, text)
+    known = {host.name: host for host in hosts} or _without_file(flag, filters)
+    for name, slots in filters.items():
+        if _find(known, name) is None:
+            raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {', '.join(known)}")
+        host = known[_find(known, name) or name]
+        if slots is not None and host.slots is not None and (beyond := [s for s in slots if s >= host.slots]):
             raise ValueError(
-                "--exclude needs to know how many slots there are: add --hostfile, or use --include"
+                f"{flag} {text} names slot {beyond[0]}, but {name} has slots 0 to {host.slots - 1}"
             )
-        chosen = tuple(slot for slot in range(slots) if named is not None and slot not in named)
-    if slots is not None and (beyond := [slot for slot in (named or ()) if slot >= slots]):
-        raise ValueError(f"{flag} {text} names slot {beyond[0]}, but this host has slots 0 to {slots - 1}")
+    named = {_find(known, name) or name: slots for name, slots in filters.items()}
+    if flag == "--include":
+        chosen = [
+            host if named[name] is None else replace(host, chosen=named[name])
+            for name, host in known.items()
+            if name in named
+        ]
+    else:
+        chosen = [left for name, host in known.items() if (left := _without(host, name in named, named.get(name)))]
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")
-    return Slots(len(chosen), chosen)
+    return tuple(chosen)
 
 
-def _parse_filter(flag: str, text: str) -> tuple[int, ...] | None:
-    host, _, slots = text.partition(":")
-    if "@" in text or not is_this_host(host):
-        raise ValueError(f"{flag} {text} names another host: {_ONE_HOST}")
-    if not slots:
+def _find(known: Mapping[str, Host], name: str) -> str | None:
+    """The key of ``name``: itself, the same host with a user, or another name of this host."""
+    for key, host in known.items():
+        if name in (key, host.address) or (is_this_host(name) and is_this_host(host.address)):
+            return key
+    return None
+
+
+def _without_file(flag: str, filters: Mapping[str, tuple[int, ...] | None]) -> dict[str, Host]:
+    if flag == "--exclude":
+        raise ValueError("--exclude needs to know what there is: add --hostfile, or use --include")
+    return {name: Host(name) for name in filters}
+
+
+def _without(host: Host, named: bool, slots: tuple[int, ...] | None) -> Host | None:
+    """What is left of a host after ``--exclude``."""
+    if not named:
+        return host
+    if slots is None:
         return None
-    if re.fullmatch(r"\d+(,\d+)*", slots) is None:
-        raise ValueError(f"{flag} {text} is not `localhost:0,1`")
-    return tuple(sorted({int(slot) for slot in slots.split(",")}))
+    if host.slots is None:
+        raise ValueError(f"--exclude {host.name}:...: the hostfile does not say how many slots it has")
+    left = tuple(slot for slot in range(host.slots) if slot not in slots)
+    return replace(host, chosen=left) if left else None
+
+
+def _parse(flag: str, text: str) -> dict[str, tuple[int, ...] | None]:
+    """``a:0,2@b`` as {"a": (0, 2), "b": None}; ``user@host`` cannot be written here, ``host`` finds it."""
+    filters: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        check_name(name, f"{flag} {text}")
+        if name in filters:
+            raise ValueError(f"{flag} {text} names {name} twice")
+        if colon and _SLOTS.fullmatch(slots) is None:
+            raise ValueError(f"{flag} {text}: {part} is not `{name}:0,1`")
+        filters[name] = _slots(slots) if colon else None
+    return filters
+
+
+def _slots(text: str) -> tuple[int, ...]:
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))

@@ -1,4 +1,4 @@
-"""One job on this host: torch's elastic agent with the ranks of ``rank.py``, and a report at the end."""
+"""This host's part of a job: torch's elastic agent with the ranks of ``rank.py``, and a report at the end."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ import socket
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from thalweg.launch import failure
 from thalweg.launch.cores import CorePlan
+from thalweg.launch.network import interface_towards
+from thalweg.launch.outcome import Outcome
 from thalweg.launch.watch import Watch, kill_sessions, read_pids
 
+if TYPE_CHECKING:
+    from thalweg.launch.meeting import Meeting
+    from thalweg.launch.peers import Peers, Place
+
 _RANK = Path(__file__).with_name("rank.py")
-_PORT_TRIES = 5
 _PREFIX = "thalweg-run-"
 _ELASTIC = "torch.distributed.elastic"
 
@@ -35,7 +39,8 @@ class Job:
 
     ``kind`` says how: a script file, a module as `python -m` would, or a program that is not Python.
     ``environ`` is added to the ranks' environment.  ``master_port`` None takes a free one.  ``grace`` is the
-    time in seconds that ranks which must end have between SIGTERM and SIGKILL.
+    time in seconds that ranks which must end have between SIGTERM and SIGKILL.  ``place`` says which host of
+    several this is; None where there is only this one.
     """
 
     nproc: int
@@ -46,103 +51,124 @@ class Job:
     master_port: int | None = None
     grace: float = 4.0
     environ: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The exit code of the job and what to tell the user on standard error (empty on success)."""
-
-    code: int
-    report: str
+    place: Place | None = None
 
 
 def run_local(job: Job) -> Outcome:
-    """Start the ranks, wait for them, and leave nothing behind.
+    """Start the ranks of this host, wait for them, and leave nothing behind.
 
     Returns exit code 0 when all ranks succeeded, the first failed rank's code otherwise, and 128 + n when
-    this process was told to stop by signal n.
+    this process was told to stop by signal n.  On several hosts all return the same.
+
+    Raises:
+        ValueError: the port is taken, or the hosts contradict each other.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from thalweg.launch.meeting import Meeting, bind
+    from thalweg.launch.peers import Peers
+
     _sweep(Path(tempfile.gettempdir()))
+    place = job.place
+    meeting = place.meeting if place else Meeting("127.0.0.1", 0, 0, 1, bind("127.0.0.1", job.master_port or 0))
     with (
         tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as name,
-        _environment(_rank_environ(job)),
+        _environment(_rank_environ(job, meeting.addr)),
+        _signal_handlers_kept(),
     ):
         folder = Path(name)
         watch = Watch(folder, job.nproc, job.grace)
-        watch.start()
+        peers = Peers(place, watch.lost, watch.all_well) if place else None
+        world = _meet(job, peers) if peers else job.nproc
         codes: dict[int, int] = {}
+        stopped: int | None = None
+        watch.start()
         try:
-            with _signal_handlers_kept(), _agent_log(watch.lost):
-                _run_agent(job, folder)
+            if peers:
+                peers.start()
+            with _agent_log(watch.lost):
+                _run_agent(job, meeting, folder)
         except ChildFailedError as error:
             codes = {rank: item.exitcode for rank, item in error.failures.items()}
         except SignalException as error:
-            return Outcome(
-                128 + error.sigval, f"thalweg run: stopped by {error.sigval.name}, and the ranks with it\n"
-            )
+            stopped = int(error.sigval)
+        except RuntimeError:  # the store on another host went away under the agent
+            if peers is None or peers.verdict is None:
+                raise
+            stopped = int(signal.SIGTERM)
         finally:
             watch.stop()
             kill_sessions(set(read_pids(folder).values()))
-        if not codes:
-            return Outcome(0, "")
-        failures = failure.collect(folder, codes, watch.exits)
-        return Outcome(failures[0].exit_code, failure.report(failures, job.nproc))
+        failures = failure.collect(folder, codes, watch.exits) if codes else []
+        return _conclude(job, failures, stopped, world, peers)
 
 
-def _run_agent(job: Job, folder: Path) -> None:
-    """Run torch's agent to the end of the job; raises its ``ChildFailedError`` or ``SignalException``.
+def _meet(job: Job, peers: Peers) -> int:
+    """Meet the other hosts; returns the number of ranks on all of them."""
+    import torch
 
-    The static rendezvous has one server and neither the heartbeats nor the random delay of the elastic one,
-    but wants its port named: if somebody takes the free port before the server does, another one is tried.
-    """
-    from torch.distributed import DistNetworkError
+    from thalweg import __version__
+
+    card = {
+        "host": socket.gethostname(),
+        "nproc": job.nproc,
+        "target": job.target,
+        "torch": torch.__version__,
+        "thalweg": __version__,
+    }
+    cards = peers.arrive(card, lambda text: sys.stderr.write(f"thalweg run: {text}\n"))
+    return sum(one["nproc"] for one in cards)
+
+
+def _conclude(
+    job: Job, failures: list[failure.Failure], stopped: int | None, world: int, peers: Peers | None
+) -> Outcome:
+    """The outcome of this host's ranks, or that of the job where it has several hosts."""
+    own = None
+    if failures:
+        where = f" on {socket.gethostname()}" if peers else ""
+        own = Outcome(failures[0].exit_code, failure.report(failures, world, where))
+    elif stopped is not None and not (peers and peers.stopping):
+        where = f" on {socket.gethostname()}" if peers else ""
+        name = signal.Signals(stopped).name
+        own = Outcome(128 + stopped, f"thalweg run: stopped by {name}{where}, and the ranks with it\n")
+    if peers is not None and (failures or stopped is not None):
+        lost_peer = bool(failures) and failures[0].is_peer_loss
+        own = peers.settle(own, lost_peer, patience=job.grace + 3.0) or Outcome(
+            128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
+        )
+    elif peers is not None:
+        peers.stop()
+    return own or Outcome(0, "")
+
+
+def _run_agent(job: Job, meeting: Meeting, folder: Path) -> None:
+    """Run torch's agent to the end of the job; raises its ``ChildFailedError`` or ``SignalException``."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from thalweg.launch.meeting import BACKEND, register
+
+    register()
+    num_hosts = job.place.num_hosts if job.place else 1
     settings: dict[str, Any] = {
-        "min_nodes": 1,
-        "max_nodes": 1,
+        "min_nodes": num_hosts,
+        "max_nodes": num_hosts,
         "nproc_per_node": job.nproc,
-        "run_id": uuid.uuid4().hex,
-        "rdzv_backend": "static",
-        "rdzv_configs": {"rank": 0},
-        "local_addr": "127.0.0.1",
+        "run_id": BACKEND,
+        "rdzv_backend": BACKEND,
+        "rdzv_endpoint": f"{meeting.addr}:{meeting.port}",
+        "rdzv_configs": {"meeting": meeting},
+        "local_addr": meeting.addr,
         "max_restarts": 0,
         "monitor_interval": 0.05,
         "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "logs")),
         "shutdown_timeout": math.ceil(job.grace),
     }
     known = {item.name for item in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
-    settings = {key: value for key, value in settings.items() if key in known}
-    for tries_left in reversed(range(1 if job.master_port else _PORT_TRIES)):
-        config = LaunchConfig(**settings, rdzv_endpoint=f"127.0.0.1:{job.master_port or free_port()}")
-        try:
-            elastic_launch(config, sys.executable)("-u", str(_RANK), *_rank_arguments(job, folder))
-            return
-        except DistNetworkError:
-            if not tries_left:
-                raise
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server could listen on ``port`` of this host now."""
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+    config = LaunchConfig(**{key: value for key, value in settings.items() if key in known})
+    elastic_launch(config, sys.executable)("-u", str(_RANK), *_rank_arguments(job, folder))
 
 
 def _sweep(parent: Path) -> None:
@@ -171,15 +197,14 @@ def _rank_arguments(job: Job, folder: Path) -> list[str]:
     return [argument.replace("$", "$$") for argument in arguments]
 
 
-def _rank_environ(job: Job) -> dict[str, str]:
+def _rank_environ(job: Job, addr: str) -> dict[str, str]:
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.cores.threads))}
     if sys.platform.startswith("linux"):
         # Tensors of 2 MiB and more in huge pages: a fault each 4 KiB costs a tenth of a step on a CPU.
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
-    if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform.startswith("linux"):
-        # One host: without this gloo looks up the host's name, which may not resolve, and listens outside.
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(addr)):
+        # Without this gloo looks up the host's name, which may not resolve, and on one host listens outside.
+        environ["GLOO_SOCKET_IFNAME"] = interface
     environ.update(job.environ)
     return environ
 
@@ -198,13 +223,21 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs handlers and leaves them; a program that called us wants its own back."""
+    """A signal stops the job also before the agent installs its handlers; at the end the caller's are
+    back."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, frame: Any) -> None:
+        raise SignalException(f"stopped by signal {number}", signal.Signals(number))
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in numbers:
+            signal.signal(number, stop)
         yield
     finally:
         for number, handler in before.items():

@@ -43,6 +43,10 @@ class Watch(threading.Thread):
         self._done = threading.Event()
         self._pids: dict[int, int] = {}
 
+    def all_well(self) -> bool:
+        """Whether all ranks have ended, each with success."""
+        return len(self.exits) == self._nproc and not any(item.code for item in self.exits.values())
+
     def stop(self) -> None:
         """End the thread."""
         self._done.set()

@@ -1,0 +1,242 @@
+"""The table behind the parity matrix: what can be combined, which combinations are run, which are refused.
+
+A combination is a line such as ``"s3 dp2 tp2 remat bf16"``: one stage, degrees with their number (the product
+of those with ``ranks`` is the world size), switches without.  A new axis is one line of ``FEATURES`` and the
+lines of ``COMBINATIONS`` that use it; ``docs/MATRIX.md`` (tests/repo/matrix_page.py) is made from here, and a
+pair of features that no line covers must be in ``REFUSED`` or ``OPEN``.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+Block = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """``config`` makes the options of a degree (1 for a switch); ``ranks``: its degree multiplies the world."""
+
+    title: str
+    config: Callable[[int], Block] = lambda degree: {}
+    ranks: bool = False
+
+
+def _zero(**options: Any) -> Callable[[int], Block]:
+    return lambda degree: {"zero_optimization": options}
+
+
+FEATURES: Mapping[str, Feature] = {
+    **{f"s{stage}": Feature(f"ZeRO {stage}", _zero(stage=stage)) for stage in range(4)},
+    "dp": Feature("data ranks", ranks=True),
+    "tp": Feature("tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, ranks=True),
+    "sp": Feature("sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, ranks=True),
+    "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, ranks=True),
+    "ep": Feature("expert"),  # inside the data ranks; the model asks for it
+    "host": Feature("optimiser on host", _zero(offload_optimizer={"device": "cpu"})),
+    "nvme": Feature("optimiser on NVMe", _zero(offload_optimizer={"device": "nvme", "nvme_path": "{folder}"})),
+    "paged": Feature(
+        "parameters on NVMe",
+        _zero(offload_param={"device": "nvme", "nvme_path": "{folder}", "max_in_cpu": 0, "buffer_count": 2}),
+    ),
+    "remat": Feature("recomputation", lambda degree: {"activation_checkpointing": {"policy": "full"}}),
+    "compile": Feature("compile", lambda degree: {"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "bf16": Feature("bf16", lambda degree: {"bf16": {"enabled": True}}),
+    "fp16": Feature("fp16", lambda degree: {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    "lora": Feature("LoRA"),
+}
+STAGES = ("s0", "s1", "s2", "s3")
+PAIRED = tuple(key for key in FEATURES if key != "dp")
+CHOICES = (frozenset(STAGES), frozenset({"bf16", "fp16"}), frozenset({"host", "nvme"}))  # one of each at a time
+
+COMBINATIONS = """
+s0 dp2 remat
+s1 dp2 host
+s2 dp2 nvme remat
+s3 dp2 paged nvme remat
+s3 dp2 paged host
+s1 dp2 bf16 host
+s2 dp2 fp16 remat host
+s3 dp2 bf16 paged nvme
+s3 dp2 fp16 paged nvme
+s3 dp2 bf16 remat
+s0 dp2 bf16
+s0 dp2 fp16
+s1 dp2 fp16 nvme
+s2 dp2 bf16 nvme
+s0 dp2 ep2
+s3 dp2 ep2 remat
+s1 tp2
+s0 tp2 remat
+s3 tp2 fp16
+s1 tp2 bf16
+s0 sp2
+s3 sp2 remat
+s1 sp2 bf16
+s2 sp2 fp16
+s0 dp2 compile
+s1 dp2 compile bf16 host
+s2 dp2 compile remat nvme
+s3 dp2 compile fp16
+s0 dp2 tp2
+s1 dp2 tp2
+s2 dp2 tp2
+s3 dp2 tp2
+s0 dp2 sp2
+s1 dp2 sp2
+s2 dp2 sp2
+s3 dp2 sp2
+s0 tp2 sp2
+s0 cp2
+s3 cp2 remat
+s1 cp2 bf16
+s2 cp2 fp16
+s3 dp2 cp2
+s1 dp2 cp2 host
+s2 tp2 cp2
+s3 sp2 cp2
+s0 cp4
+s3 dp2 cp2 ep2
+s2 dp2 cp2 nvme
+s3 dp2 cp2 paged
+s1 tp2 sp2 remat
+s2 tp2 sp2 bf16
+s3 tp2 sp2
+s1 dp2 tp2 host
+s2 dp2 tp2 nvme remat
+s3 dp2 tp2 paged nvme
+s2 dp2 sp2 host
+s3 dp2 sp2 paged nvme remat
+s1 dp4 ep2 host
+s2 dp4 ep4 nvme
+s3 dp2 sp2 ep2
+s3 dp4 ep2 bf16
+s0 dp4 ep4 fp16
+s1 dp2 sp2 ep4 remat
+s3 dp4 ep2 paged
+s2 dp2 ep2 compile
+s3 dp2 paged compile
+s3 tp4
+s1 tp4 remat
+s0 sp4
+s2 sp4 host
+s3 dp4 remat bf16 host
+s1 dp2 tp2 sp2
+s3 dp2 tp2 sp2 remat
+s2 dp4 tp2 bf16
+s0 dp2 tp4
+s3 dp4 sp2 ep2
+s1 dp2 tp2 cp2
+s3 tp2 sp2 cp2
+s2 dp2 cp4 bf16
+"""
+
+# Triples that people use, beside the pairs: (features, a name for it).
+TRIPLES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("s3", "bf16", "remat"), "the usual fine-tuning job"),
+    (("s3", "paged", "nvme"), "ZeRO-Infinity"),
+    (("s2", "host", "fp16"), "ZeRO-Offload"),
+    (("s1", "tp", "bf16"), "Megatron with a sharded optimiser"),
+    (("s3", "tp", "sp"), "long sequences, wide layers"),
+    (("s3", "sp", "remat"), "Ulysses, long sequences"),
+    (("s3", "cp", "remat"), "a ring, long sequences"),
+    (("s3", "sp", "cp"), "Ulysses and a ring together"),
+    (("s3", "ep", "bf16"), "a mixture of experts"),
+    (("s3", "ep", "sp"), "a mixture of experts on long sequences"),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A pair that does not go together: a combination that has it, and words of the error that says so."""
+
+    combination: str
+    says: str
+
+
+REFUSED: Mapping[tuple[str, str], Refusal] = {
+    ("s0", "host"): Refusal("s0 dp2 host", "zero_optimization.stage to be 1, 2 or 3"),
+    ("s0", "nvme"): Refusal("s0 dp2 nvme", "zero_optimization.stage to be 1, 2 or 3"),
+    ("s0", "paged"): Refusal("s0 dp2 paged", "the only stage that shards parameters"),
+    ("s1", "paged"): Refusal("s1 dp2 paged", "the only stage that shards parameters"),
+    ("s2", "paged"): Refusal("s2 dp2 paged", "the only stage that shards parameters"),
+    ("tp", "ep"): Refusal("s0 dp2 tp2 ep2", "they are not built together yet"),
+    ("sp", "compile"): Refusal("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
+    ("cp", "compile"): Refusal("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
+    ("tp", "compile"): Refusal("s0 tp2 compile", "split layers are not compiled yet"),
+}
+
+# Pairs that nothing shows and nothing refuses: what is known about them.
+OPEN: Mapping[tuple[str, str], str] = {}
+LATER = {"lora": "arrives with the adapters, a later issue"}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One line of the table, read."""
+
+    name: str
+    degrees: Mapping[str, int]
+
+    @classmethod
+    def read(cls, line: str) -> Combination:
+        """``"s3 dp2 tp2 remat"``; an unknown word is an error."""
+        degrees: dict[str, int] = {}
+        for word in line.split():
+            if word in FEATURES and not FEATURES[word].ranks:
+                degrees[word] = 1
+                continue
+            match = re.fullmatch(r"([a-z]+)(\d+)", word)
+            assert match and match[1] in FEATURES, f"{line}: {word} is not in FEATURES"
+            degrees[match[1]] = int(match[2])
+        assert sum(key in degrees for key in STAGES) == 1, f"{line}: one stage"
+        return cls(line, degrees)
+
+    @property
+    def id(self) -> str:
+        """As in a test's name."""
+        return self.name.replace(" ", "-")
+
+    @property
+    def world(self) -> int:
+        """Ranks it needs."""
+        return prod(degree for key, degree in self.degrees.items() if FEATURES[key].ranks)
+
+    def degree(self, key: str) -> int:
+        """Ranks along an axis, 1 where it is not named."""
+        return self.degrees.get(key, 1)
+
+    def config(self, folder: str) -> Block:
+        """The options that switch its features on; ``folder`` is for files of the tiers."""
+        merged: Block = {}
+        for key, degree in self.degrees.items():
+            _merge(merged, FEATURES[key].config(degree), folder)
+        return merged
+
+
+def _merge(into: Block, block: Mapping[str, Any], folder: str) -> None:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value, folder)
+        else:
+            into[key] = value.replace("{folder}", folder) if isinstance(value, str) else value
+
+
+def combinations(world: int | None = None) -> list[Combination]:
+    """All lines, or those of a world size."""
+    read = [Combination.read(line) for line in COMBINATIONS.strip().splitlines()]
+    return [one for one in read if world in (None, one.world)]
+
+
+def exclusive(one: str, other: str) -> bool:
+    """Whether a pair is two answers to one question."""
+    return any({one, other} <= choice for choice in CHOICES)
+
+
+def shown_by(*keys: str) -> list[Combination]:
+    """The combinations that have all of these features."""
+    return [one for one in combinations() if all(key in one.degrees for key in keys)]

@@ -1,0 +1,161 @@
+"""One combination of the matrix on ranks, against one plain process: losses, first gradients, parameters."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.dist.matrix import Combination
+from tests.dist.parity import full
+from tests.dist.tensor_models import VOCABULARY
+from tests.dist.tensor_parity import Run
+from thalweg.moe import MoE
+from thalweg.nn.transformer import GPT, GPTConfig
+
+ROWS, LENGTH, STEPS, RATE = 8, 9, 20, 0.05
+EXACT = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
+HALF = {"loss": 2e-2, "gradient": 1e-1, "parameter": 1e-1}
+
+
+class Routed(nn.Module):
+    """An MoE layer that leaves its balance loss out, in an MLP's place."""
+
+    def __init__(self, width: int, ep: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width))
+        self.moe = MoE(width, expert, 4, ep, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+        with torch.no_grad():
+            for parameter in self.moe.experts.stack.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.moe(x_BTD)[0]
+
+
+def build(combination: Combination, seed: int = 0) -> nn.Module:
+    """The model of a combination: the reference GPT, untied on several axes, or one with experts."""
+    torch.manual_seed(seed)
+    degrees = combination.degrees
+    tied = len(combination.name) % 2 == 0
+    model = GPT(
+        GPTConfig(vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=16, block_size=LENGTH, tied=tied)
+    )
+    if "ep" in degrees:
+        model.blocks[1].mlp = Routed(16, degrees["ep"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)  # large enough that a mistake shows
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens (ROWS, LENGTH) of a step, alike on every rank."""
+    generator = torch.Generator().manual_seed(700 + step)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def run_plain(combination: Combination, steps: int = STEPS) -> Run:
+    """One process, fp32, plain PyTorch."""
+    model = build(combination)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = model(*batch(step))
+        loss.backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def config_of(combination: Combination, folder: str, **changes: Any) -> dict[str, Any]:
+    """The ds_config of the same run."""
+    return {
+        "train_micro_batch_size_per_gpu": ROWS // combination.degree("dp"),
+        "gradient_clipping": 1.0,
+        "cpu_kernels": "torch",
+        "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}},
+        **combination.config(folder),
+        **changes,
+    }
+
+
+def run_engine(
+    combination: Combination, rank: int, world: int, folder: str, steps: int = STEPS, **changes: Any
+) -> Run:
+    """The engine on all ranks; what it ends with, gathered."""
+    import thalweg
+
+    engine, *_ = thalweg.initialize(
+        model=copy.deepcopy(build(combination)), config=config_of(combination, folder, **changes)
+    )
+    engine.train()
+    ranks = combination.degree("dp")
+    own = slice(rank // (world // ranks), None, ranks)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = engine(*(part[own] for part in batch(step)))
+        engine.backward(loss)
+        if step == 0:
+            engine._parts.sharded.finish_window()
+            named = engine.module.named_parameters()
+            gradients = {n: full(p.grad).float() for n, p in named if p.grad is not None}
+        engine.step()
+        total = loss.detach().float().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    parameters = {n: full(p).float() for n, p in engine.module.named_parameters()}
+    engine.close()
+    return Run(losses, gradients, parameters)
+
+
+def compare(rank: int, world: int, names: list[str], folder: str, **changes: Any) -> dict[str, dict[str, float]]:
+    """Largest relative differences of each combination; on rank 0 alone."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        combination = Combination.read(name)
+        try:
+            run = run_engine(combination, rank, world, folder, **changes)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+        torch._dynamo.reset()
+        if rank == 0:
+            found[name] = run.differences(run_plain(combination))
+    return found
+
+
+def tolerance(combination: Combination) -> dict[str, float]:
+    """What it may differ by."""
+    return HALF if {"bf16", "fp16"} & combination.degrees.keys() else EXACT
+
+
+def refuse(rank: int, world: int, names: list[str]) -> list[str]:
+    """The error of each combination that must not start."""
+    import thalweg
+
+    told = []
+    for name in names:
+        combination = Combination.read(name)
+        try:
+            thalweg.initialize(model=build(combination), config=config_of(combination, "."))
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+wrong_rate = partial(compare, optimizer={"type": "SGD", "params": {"lr": 1.01 * RATE, "momentum": 0.9}})
+wrong_mean = partial(compare, gradient_allreduce_op="sum", gradient_clipping=0.0)

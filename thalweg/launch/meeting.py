@@ -1,0 +1,125 @@
+"""Where the hosts of a job meet: one store on host 0, on the address that was chosen and no other.
+
+torch's own rendezvous lets its store listen on every interface and picks its port in two steps, between which
+another program may take it.  Here the socket is bound first, to the address, and the store is given that
+socket.  The ranks later meet in the same store (``MASTER_ADDR``, ``MASTER_PORT``).
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+BACKEND = "thalweg"
+_TIMEOUT = timedelta(seconds=600)
+
+
+def bind(addr: str, port: int = 0) -> socket.socket:
+    """A socket bound to ``addr`` and ``port`` (0: a free one).
+
+    An address that is not this host's own, such as a cluster's name for it, is listened for on all.
+
+    Raises:
+        ValueError: the port is taken, or the name is unknown; the message has the cure.
+    """
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ValueError(f"{addr} cannot be resolved ({error}): give --master-addr an address") from error
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+    except OSError as error:
+        if error.errno != 99:  # EADDRNOTAVAIL: a service's address, which leads here from outside
+            listener.close()
+            raise ValueError(
+                f"port {port} of {addr} is in use: leave out --master-port to get a free one"
+            ) from error
+        listener.bind(("", port))
+    return listener
+
+
+class Meeting(RendezvousHandler):
+    """The rendezvous of a fixed number of hosts; ``listener`` is host 0's socket (:func:`bind`)."""
+
+    def __init__(self, addr: str, port: int, index: int, num_hosts: int, listener: socket.socket | None) -> None:
+        self.addr, self.port = addr, port
+        self._index, self._num_hosts = index, num_hosts
+        self._server: Store | None = None
+        if listener is not None:
+            self.port = listener.getsockname()[1]
+            self._server = TCPStore(
+                listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else "localhost",
+                self.port,
+                is_master=True,
+                timeout=_TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def client(self, timeout: float) -> Store:
+        """A connection of its own to the store; ``timeout`` in seconds, of connecting and of each call.
+
+        Raises:
+            ValueError: host 0 does not answer.
+        """
+        try:
+            limit = timedelta(seconds=timeout)
+            return TCPStore(self.addr, self.port, is_master=False, timeout=limit, wait_for_workers=False)
+        except (DistNetworkError, RuntimeError) as error:
+            raise ValueError(
+                f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host of the "
+                "job listens: check --master-addr and --master-port, and that a firewall lets it through"
+            ) from error
+
+    # What torch's agent asks for
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks do not open a store of their own."""
+        return True
+
+    def get_backend(self) -> str:
+        """Our name in torch's registry."""
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """All hosts are known: no waiting."""
+        store = PrefixStore("agents", self._server or self.client(_TIMEOUT.total_seconds()))
+        return RendezvousInfo(store, self._index, self._num_hosts, RendezvousStoreInfo(self.addr, self.port))
+
+    def is_closed(self) -> bool:
+        """Never: a job has one round."""
+        return False
+
+    def set_closed(self) -> None:
+        """There is nobody to tell."""
+
+    def num_nodes_waiting(self) -> int:
+        """Hosts do not join later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """One store serves one job."""
+        return BACKEND
+
+    def shutdown(self) -> bool:
+        """The store goes with the process."""
+        return True
+
+
+def register() -> None:
+    """Let torch's agent find a :class:`Meeting` in ``rdzv_configs["meeting"]``."""
+    rendezvous_handler_registry.register(BACKEND, _given)
+
+
+def _given(parameters: Any) -> RendezvousHandler:
+    return parameters.config["meeting"]

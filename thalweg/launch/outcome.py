@@ -1,0 +1,13 @@
+"""How a job ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code of the job and what to tell the user on standard error (empty on success)."""
+
+    code: int
+    report: str

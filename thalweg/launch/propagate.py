@@ -1,0 +1,58 @@
+"""Which environment variables go along to the other hosts.
+
+Three sources, the later ones win: variables of this process whose names begin as :data:`PREFIXES` do; the
+files ``.deepspeed_env`` and ``.thalweg_env`` (``NAME=VALUE`` a line) in the home directory and the current one,
+or the one that ``DS_ENV_FILE`` names; and ``--env NAME[=VALUE]``.  They travel as data, not on a command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "MV2_", "TORCH_", "TORCHINDUCTOR_", "PYTHON", "OMP_", "MKL_", "KMP_", "CUBLAS_",
+    "CUDA_DEVICE_MAX", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "THALWEG_", "WANDB_", "LD_LIBRARY_PATH",
+)  # fmt: skip
+FILES = (".deepspeed_env", ".thalweg_env")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def environment_for_hosts(
+    environ: Mapping[str, str], named: Iterable[str], folders: Iterable[Path] = ()
+) -> dict[str, str]:
+    """The variables to set on every host.
+
+    Raises:
+        ValueError: a line or an option that is not ``NAME=VALUE``, or a NAME that is not set here.
+    """
+    found = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
+    chosen = environ.get("DS_ENV_FILE")
+    files = [Path(chosen)] if chosen else [folder / name for folder in folders for name in FILES]
+    for path in files:
+        if path.is_file():
+            found.update(read_file(path))
+    for text in named:
+        name, equals, value = text.partition("=")
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"--env {text} is not NAME or NAME=VALUE")
+        if not equals and name not in environ:
+            raise ValueError(f"--env {name}: it is not set here; write --env {name}=VALUE")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+def read_file(path: Path) -> dict[str, str]:
+    """The variables of one file; blank lines, comments and a leading ``export`` are allowed."""
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or _NAME.fullmatch(name) is None:
+            raise ValueError(f"{path}, line {number}: {text!r} is not NAME=VALUE")
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        found[name] = value[1:-1] if quoted else value
+    return found
