@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces, two on one virtual cable or more on a switch, for a `with`.
+"""Several hosts on one machine: network namespaces, two on a virtual cable or more on a switch.
 
 Each host has its own network, host name, processes, IPC and /dev/shm, so that nothing but the cables join
 them: shared-memory collectives must find out by themselves that they end at the host.  The cable can be

@@ -37,6 +37,7 @@ from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
 from thalweg.parallel.expert import spread_experts
+from thalweg.parallel.hosts import note_groups_across_hosts
 from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
@@ -107,7 +108,7 @@ def assemble(
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
-    teams, states = _split(model, axes, config)
+    teams, states = _split(model, axes, config, device)
     teams += spread_experts({name: m for name, m in model.named_modules() if isinstance(m, MoE)}, axes)
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
@@ -150,11 +151,15 @@ def assemble(
     )
 
 
-def _split(model: nn.Module, axes: Axes, config: Config) -> tuple[list[Team], States | None]:
+def _split(
+    model: nn.Module, axes: Axes, config: Config, device: torch.device
+) -> tuple[list[Team], States | None]:
     """Cut the layers over the tensor ranks, if there are any."""
     if axes.tensor is None or axes.states is None:
         return [], None
     team = Team(axes.tensor.get_group())
+    facts = model_facts(model)
+    note_groups_across_hosts(team.group, axes.everyone, facts.num_layers or 1, facts.hidden_size or 1, device)
     return [team], parallelise(model, team, axes.states, axes.everyone, kernels=config.cpu_kernels)
 
 

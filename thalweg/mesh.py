@@ -19,6 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thalweg.device import pick_device
 from thalweg.utils.env import RankInfo, read_ranks
+from thalweg.utils.log import get_logger
+from thalweg.utils.rollcall import meet
+
+_log = get_logger(__name__)
 
 AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
 DATA_AXIS = "dp"
@@ -115,13 +119,34 @@ def init_distributed(
     if info.world_size == 1 and init_method is None:
         dist.init_process_group(backend, store=_in_memory_store(), rank=0, world_size=1, timeout=timeout)
         return info
-    if init_method is None and info.source != "torchrun":
-        port = info.master_port or distributed_port
-        init_method = f"tcp://{info.master_addr or '127.0.0.1'}:{port}"
+    store = None
+    if init_method is None and not dist.is_torchelastic_launched():
+        store = meet(info, *_where(info, distributed_port), _seconds(timeout), _log.warning)
     dist.init_process_group(
-        backend, init_method=init_method, rank=info.rank, world_size=info.world_size, timeout=timeout
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
     )
     return info
+
+
+def _where(info: RankInfo, default_port: int) -> tuple[str, int]:
+    """Where rank 0 listens, by the launcher's variables."""
+    if info.master_addr is None and info.local_world_size != info.world_size:
+        raise ValueError(
+            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the "
+            f"{info.world_size} ranks "
+            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x "
+            "MASTER_ADDR`)"
+        )
+    return info.master_addr or "127.0.0.1", info.master_port or default_port
+
+
+def _seconds(timeout: timedelta | None) -> float:
+    return 600.0 if timeout is None else timeout.total_seconds()
 
 
 def _in_memory_store() -> Any:

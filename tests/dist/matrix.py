@@ -19,7 +19,7 @@ Block = dict[str, Any]
 
 @dataclass(frozen=True)
 class Feature:
-    """``config`` makes the options of a degree (1 for a switch); ``ranks``: its degree multiplies the world."""
+    """``config`` makes the options of a degree (1 for a switch); ``ranks``: it multiplies the world."""
 
     title: str
     config: Callable[[int], Block] = lambda degree: {}
@@ -38,7 +38,9 @@ FEATURES: Mapping[str, Feature] = {
     "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, ranks=True),
     "ep": Feature("expert"),  # inside the data ranks; the model asks for it
     "host": Feature("optimiser on host", _zero(offload_optimizer={"device": "cpu"})),
-    "nvme": Feature("optimiser on NVMe", _zero(offload_optimizer={"device": "nvme", "nvme_path": "{folder}"})),
+    "nvme": Feature(
+        "optimiser on NVMe", _zero(offload_optimizer={"device": "nvme", "nvme_path": "{folder}"})
+    ),
     "paged": Feature(
         "parameters on NVMe",
         _zero(offload_param={"device": "nvme", "nvme_path": "{folder}", "max_in_cpu": 0, "buffer_count": 2}),
@@ -51,7 +53,11 @@ FEATURES: Mapping[str, Feature] = {
 }
 STAGES = ("s0", "s1", "s2", "s3")
 PAIRED = tuple(key for key in FEATURES if key != "dp")
-CHOICES = (frozenset(STAGES), frozenset({"bf16", "fp16"}), frozenset({"host", "nvme"}))  # one of each at a time
+CHOICES = (
+    frozenset(STAGES),
+    frozenset({"bf16", "fp16"}),
+    frozenset({"host", "nvme"}),
+)  # one of each at a time
 
 COMBINATIONS = """
 s0 dp2 remat

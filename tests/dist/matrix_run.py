@@ -121,7 +121,9 @@ def run_engine(
     return Run(losses, gradients, parameters)
 
 
-def compare(rank: int, world: int, names: list[str], folder: str, **changes: Any) -> dict[str, dict[str, float]]:
+def compare(
+    rank: int, world: int, names: list[str], folder: str, **changes: Any
+) -> dict[str, dict[str, float]]:
     """Largest relative differences of each combination; on rank 0 alone."""
     torch.set_num_threads(1)
     found = {}

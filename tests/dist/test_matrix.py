@@ -1,6 +1,6 @@
 """Every combination of ``matrix.py`` against one plain process: 20 steps, first gradients, last parameters.
 
-All combinations of a world size run in one fork of that many ranks, when the first of them is asked for; each is
+All combinations of a world size run in one fork of that many ranks, when the first is asked for; each is
 a test of its own, and ``-k`` runs only what it selects.
 """
 
@@ -21,18 +21,24 @@ CONTROLS = ("s3 dp2 remat", "s1 dp2 host", "s2 tp2", "s0 sp2")
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Differences]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Differences]:
     """Differences by combination; runs the selected ones of a world together."""
     asked = [item.callspec.params.get("one") for item in request.session.items if hasattr(item, "callspec")]
     results: dict[int, dict[str, Differences] | AssertionError] = {}
 
     def of(one: Combination) -> Differences:
         if one.world not in results:
-            same = [other.name for other in asked if isinstance(other, Combination) and other.world == one.world]
+            same = [
+                other.name for other in asked if isinstance(other, Combination) and other.world == one.world
+            ]
             folder = str(tmp_path_factory.mktemp("tiers"))
             try:
                 results[one.world] = run_ranks(compare, one.world, same, folder, timeout=300)[0]
-            except AssertionError as error:  # it is the error of all of them: one that hangs takes the rest along
+            except (
+                AssertionError
+            ) as error:  # it is the error of all of them: one that hangs takes the rest along
                 results[one.world] = error
         result = results[one.world]
         if isinstance(result, AssertionError):
@@ -56,7 +62,9 @@ def test_at_least_sixty_combinations() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "where"), [(wrong_rate, "parameter"), (wrong_mean, "gradient")])
-def test_negative_controls_fail(wrong: Callable[..., dict[str, Differences]], where: str, tmp_path: Path) -> None:
+def test_negative_controls_fail(
+    wrong: Callable[..., dict[str, Differences]], where: str, tmp_path: Path
+) -> None:
     names = [name for name in CONTROLS if wrong is not wrong_mean or "dp" in name]
     for name, differences in run_ranks(wrong, 2, names, str(tmp_path))[0].items():
         assert differences[where] > 1e-4, f"{name}: {differences}"

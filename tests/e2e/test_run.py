@@ -107,14 +107,14 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--nproc", "0", "script.py"], "at least 1"),
         (["--nproc", "two", "script.py"], "not a number"),
         (["--nproc", "gpu", "script.py"], "no GPU"),
-        (["--num-nodes", "2", "script.py"], "not built yet"),
+        (["--num-nodes", "2", "script.py"], "which host is this"),
         (["--nnodes=1:4", "script.py"], "not built yet"),
-        (["--node_rank", "1", "script.py"], "not built yet"),
-        (["--launcher", "slurm", "script.py"], "not built yet"),
-        (["--include", "worker-1:0,1", "script.py"], "not built yet"),
-        (["--master_addr", "10.1.2.3", "script.py"], "not built yet"),
+        (["--node_rank", "1", "script.py"], "add --num-nodes"),
+        (["--launcher", "slurm", "script.py"], "--nproc is needed"),
+        (["--include", "-oProxyCommand=x", "script.py"], "not a host's name"),
+        (["--master_addr", "10.1.2.3", "script.py"], "add --num-nodes"),
         (["--as-deepspeed", "script.py"], "not built yet"),
-        (["--hostfile", "hosts", "script.py"], "not built yet"),
+        (["--hostfile", "hosts", "--ssh", "false", "script.py"], "no agent came up"),
         (["--hostfile", "nowhere", "script.py"], "nowhere"),
         (["--cores", "9999", "script.py"], "may use"),
         (["--threads", "0", "script.py"], "at least 1"),
@@ -129,12 +129,13 @@ def test_wrong_use_is_one_paragraph_and_code_two(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    from thalweg.cli import main, run
+    from thalweg.cli import main
+    from thalweg.launch import request
 
     (tmp_path / "script.py").write_text("print('ran')")
     (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(request, "_count_gpus", lambda: 0)
     try:
         code = main(["run", *options])
     except SystemExit as leaving:

@@ -28,7 +28,18 @@ pytestmark = [
     pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not())),
     pytest.mark.slow,
 ]
-NASTY = ["", "two words", "$(touch INJECTED)", "`id`", "a;b|c&d", "'\"\\", "$$ ${local_rank}", "*", "new\nline", "é"]
+NASTY = [
+    "",
+    "two words",
+    "$(touch INJECTED)",
+    "`id`",
+    "a;b|c&d",
+    "'\"\\",
+    "$$ ${local_rank}",
+    "*",
+    "new\nline",
+    "é",
+]
 
 
 class Cluster:
@@ -73,7 +84,11 @@ class Cluster:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                if os.stat(path / "ns/pid").st_ino in spaces and int(path.name) not in first and alive(int(path.name)):
+                if (
+                    os.stat(path / "ns/pid").st_ino in spaces
+                    and int(path.name) not in first
+                    and alive(int(path.name))
+                ):
                     found.append(int(path.name))
             except OSError:
                 continue
@@ -82,7 +97,9 @@ class Cluster:
     def wait_empty(self, since: float) -> None:
         """Everything is gone in time."""
         while left := self.processes():
-            assert time.monotonic() - since < GONE, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            assert time.monotonic() - since < GONE, [
+                Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left
+            ]
             time.sleep(0.05)
 
 
@@ -121,10 +138,12 @@ for step in range(2):
     engine.backward(loss)
     engine.step()
 weights = engine.state_dict()
-listening = [line.split()[1] for line in open("/proc/self/net/tcp").readlines()[1:] if line.split()[3] == "0A"]
+table = [line.split() for line in open("/proc/self/net/tcp").readlines()[1:]]
+listening = [fields[1] for fields in table if fields[3] == "0A"]
 about = {"host": socket.gethostname(), "rank": os.environ["RANK"], "local": os.environ["LOCAL_RANK"],
          "sum": float(sum(w.double().abs().sum() for w in weights.values())), "argv": sys.argv[1:],
-         "set": os.environ.get("SOME_NAME"), "listening": listening, "tensor": engine._parts.axes.tensor.mesh.tolist()}
+         "set": os.environ.get("SOME_NAME"), "listening": listening,
+         "tensor": engine._parts.axes.tensor.mesh.tolist()}
 with open(os.path.join(os.environ["THALWEG_TEST_OUT"], "about" + os.environ["RANK"]), "w") as file:
     json.dump(about, file)
 if about["rank"] == "0":
@@ -143,7 +162,9 @@ def test_four_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster)
     assert [one["local"] for one in told] == ["0", "1"] * 4
     assert all(one["argv"] == NASTY and one["set"] == "a $HOME 'b'" for one in told)
     assert len({round(one["sum"], 9) for one in told}) == 1, "one model"
-    assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), "a tensor group is on one host"
+    assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), (
+        "a tensor group is on one host"
+    )
     own = {f"{host + 1:02X}004D0A" for host in range(NUM_HOSTS)} | {"0100007F"}
     heard = {where.split(":")[0] for one in told for where in one["listening"]}
     assert heard <= own, f"something listens on more than the chosen address: {heard}"

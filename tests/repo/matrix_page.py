@@ -21,9 +21,9 @@ _HEAD = """# What goes together
 
 Made from `tests/dist/matrix.py` by `python -m tests.repo.matrix_page`; a test compares the two.
 
-Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[NAME]`. It trains a small
-model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the last
-parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's reach). A
+Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[NAME]`. It trains a
+small model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the
+last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's reach). A
 pair that is refused has a test as well, of the error that says so.
 
 In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches.
@@ -44,7 +44,9 @@ def verdict(*keys: str) -> tuple[str, str]:
             return "open", OPEN[pair]
     found = shown_by(*keys)
     if not found:
-        raise LookupError(f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why")
+        raise LookupError(
+            f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why"
+        )
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return "yes", f"`{found[0].id}`{more}"
 

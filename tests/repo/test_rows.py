@@ -34,6 +34,7 @@ ROWS = {
     26: "tests/repo/test_wheel.py::test_wheel_works_without_a_compiler",
     27: "tests/repo/test_import_cost.py::test_import_is_quick",
     28: "tests/e2e/test_run_many.py::test_eight_quiet_ranks_say_nothing",
+    29: "tests/dist/test_launchers.py::test_row29_ranks_of_every_launcher_meet",
     30: "tests/e2e/test_run_many.py::test_two_jobs_run_at_once",
     31: "tests/e2e/test_run_ends.py::test_killing_one_rank_ends_the_job",
     32: "tests/dist/test_engine.py::test_row32_memory_returns_after_an_engine",

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from thalweg.cli import run as cli_run
 from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, plan_cores
 from thalweg.launch.failure import collect, report
-from thalweg.launch.hosts import read_hostfile, select_slots
 from thalweg.launch.watch import RankExit
 
 
@@ -74,53 +73,6 @@ def test_cgroup_quota(tmp_path: Path, text: str, expected: float | None) -> None
     (tmp_path / "cpu.max").write_text(text)
     assert cpu_quota(tmp_path / "cpu.max") == expected
     assert cpu_quota(tmp_path / "absent") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [("localhost slots=4", 4), ("# mine\n\nlocalhost  slots=2 # two\n", 2), ("127.0.0.1\n", None)],
-)
-def test_hostfile_of_this_host(tmp_path: Path, text: str, slots: int | None) -> None:
-    path = tmp_path / "hostfile"
-    path.write_text(text)
-    assert read_hostfile(path) == slots
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("localhost slots=2\nworker-2 slots=2", "not built yet"),
-        ("worker-2 slots=2", "not built yet"),
-        ("localhost slots=two", "line 1"),
-        ("localhost\nlocalhost", "twice"),
-        ("# nothing\n", "names no host"),
-    ],
-)
-def test_other_hostfiles_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    path = tmp_path / "hostfile"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=problem):
-        read_hostfile(path)
-
-
-def test_filters() -> None:
-    assert select_slots(None, None, None) is None
-    assert select_slots(4, None, None).count == 4  # type: ignore[union-attr]
-    assert select_slots(4, "localhost:3,1", None).chosen == (1, 3)  # type: ignore[union-attr]
-    assert select_slots(None, "localhost:0,1", None).count == 2  # type: ignore[union-attr]
-    assert select_slots(4, None, "localhost:0").chosen == (1, 2, 3)  # type: ignore[union-attr]
-    for slots, include, exclude, problem in (
-        (4, "localhost:0", "localhost:1", "one of them"),
-        (4, "worker-1:0", None, "not built yet"),
-        (4, "localhost:0@worker-1:0", None, "not built yet"),
-        (4, "localhost:7", None, "slots 0 to 3"),
-        (2, None, "localhost:0,1", "no slot"),
-        (2, None, "localhost", "no slot"),
-        (None, None, "localhost:0", "hostfile"),
-        (4, "localhost:a", None, "localhost:0,1"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            select_slots(slots, include, exclude)
 
 
 def _record(folder: Path, rank: int, time_ns: int, kind: str, summary: str) -> None:

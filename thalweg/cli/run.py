@@ -56,10 +56,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--hostfile", "-H", type=Path, metavar="FILE", help="a line `host slots=N` for each host")
     add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
     add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
-    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for every host's ranks")
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks")
     add("--launcher", choices=("local", "ssh", "pdsh", "slurm", "mpi", "openmpi"), default="local",
         help="how hosts are reached (default: ssh where a hostfile names others)")
-    add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="more options for srun or mpirun")
+    add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="added to srun or mpirun")
     add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
@@ -67,9 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     by_hand = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     by_hand.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     by_hand.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
-    by_hand.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
+    by_hand.add_argument(
+        "--master-addr", "--master_addr", metavar="HOST", help="where the first host listens"
+    )
     habits = parser.add_argument_group("taken for the sake of habit")
-    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"), ("--force-multi", "--force_multi"),
+    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
+                  ("--force-multi", "--force_multi"),
                   ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
         habits.add_argument(*names, action="store_true")
 
@@ -101,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     hosts = _hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
         outcome = _by_scheduler(args, request, hosts)
-    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
+    elif len(hosts) > 1 or (
+        hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))
+    ):
         outcome = _by_ssh(args, request, hosts)
     else:
         outcome = _here(args, request, hosts)
@@ -172,7 +177,13 @@ def _by_scheduler(args: argparse.Namespace, request: Request, hosts: tuple[Host,
     num_nodes = None if args.num_nodes is None else _number("--num-nodes", args.num_nodes.partition(":")[0])
     environ = environment_for_hosts(os.environ, args.env, (Path.home(), Path.cwd()))
     tasks = schedulers.Tasks(
-        request, hosts, num_nodes, environ, args.master_addr, args.python, tuple(shlex.split(args.launcher_args))
+        request,
+        hosts,
+        num_nodes,
+        environ,
+        args.master_addr,
+        args.python,
+        tuple(shlex.split(args.launcher_args)),
     )
     command = schedulers.srun if args.launcher == "slurm" else schedulers.mpirun
     port = random.SystemRandom().choice(range(20000, 32000))

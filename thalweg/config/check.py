@@ -256,6 +256,11 @@ CONFLICTS = (
         "1, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1",
     ),
     Conflict(
+        ("compile.enabled", "sequence_parallel_size", "context_parallel_size"),
+        lambda on, *sizes: on and max(sizes) > 1,
+        "false, or sequence_ and context_parallel_size to be 1; exchanges of a sequence are not compiled yet",
+    ),
+    Conflict(
         ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
         lambda on, size, inner: on and max(size, inner) > 1,
         "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",

@@ -1,10 +1,10 @@
-"""Starting a job: one script, several ranks, on this host.
+"""Starting a job: one script, several ranks, on this host or several.
 
 Three kinds of process take part:
 
-    thalweg run  (one)  torch's elastic agent: the rendezvous store on a free port of 127.0.0.1, one child
-                        for each rank, the first failure ends the job; ``local.py`` drives it and
-                        ``watch.py`` times the deaths
+    thalweg run  (one a host)  torch's elastic agent: one child for each rank, the first failure ends the job;
+                        ``local.py`` drives it, ``watch.py`` times the deaths, ``meeting.py`` has the
+                        store, on one address alone
     rank.py      (N)    the first code of each rank: ties its life to the launcher's, takes its cores, then
                         becomes the script; it loads nothing but the standard library
     the script   (N)    the same N processes; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on are set
@@ -18,5 +18,8 @@ Invariants:
   that the launcher gave a rank, never by name.
 - What the launcher leaves on disk is one folder of mode 0700 with a random name, removed at the end.
 
-``cores.py`` shares the processor out, ``failure.py`` finds the first failure, ``hosts.py`` reads hostfiles.
+``cores.py`` shares the processor out, ``failure.py`` finds the first failure, ``hosts.py`` reads hostfiles,
+``request.py`` is what the user asked for.  Over several hosts ``ssh.py`` starts ``agent.py`` on each, which
+becomes a ``thalweg run`` of that host (``remote.py``); ``by_hand.py`` is the same started by hand;
+``peers.py`` is how they know of each other; ``schedulers.py`` leaves it all to srun or mpirun.
 """

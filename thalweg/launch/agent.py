@@ -3,7 +3,7 @@
     python -u agent.py        its work comes as one line of JSON on standard input
 
 Standard input and output are the line to the launcher.  Down come the job, where to meet, a sign of life
-every few seconds, and perhaps a stop; the end of it means that the launcher is gone, and then the ranks go too.
+every few seconds, and perhaps a stop; its end means that the launcher is gone, and then the ranks go too.
 Up go frames: a kind (``o``, ``e``: what the ranks wrote; ``j``: JSON), a length, the bytes.  So neither
 arguments nor environment ever pass through a shell, and what a shell's start-up files print is told
 apart from the job's output by the mark that comes first.

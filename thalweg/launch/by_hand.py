@@ -1,7 +1,7 @@
 """This host's part of a job that is started on each host by hand, or by Kubernetes.
 
-The options are torchrun's; where one is not given, the variable counts that torchrun reads for it (``PET_NNODES``
-and so on, which Kubeflow sets in every pod).
+The options are torchrun's; where one is not given, the variable counts that torchrun reads for it
+(``PET_NNODES`` and so on, which Kubeflow sets in every pod).
 """
 
 from __future__ import annotations
@@ -43,22 +43,29 @@ def place_of(
     index = 0 if rank is None else _number(rank_name, rank)
     if num_hosts == 1:
         if index:
-            raise ValueError(f"{rank_name} {index} is given, but not how many hosts there are: add --num-nodes N")
+            raise ValueError(
+                f"{rank_name} {index} is given, but not how many hosts there are: add --num-nodes N"
+            )
         if addr is not None and not is_this_host(addr):
             raise ValueError(f"--master-addr {addr} is another host: add --num-nodes N and --node-rank I")
         return request, None
     if index >= num_hosts:
-        raise ValueError(f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}")
+        raise ValueError(
+            f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}"
+        )
     if rank is None:
         raise ValueError(
-            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank 0 to "
+            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank "
+            "0 to "
             f"{num_hosts - 1}, or on one alone with --hostfile"
         )
     host, _, port_text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
     addr = addr or host or environ.get("MASTER_ADDR")
     port_text = environ.get("PET_MASTER_PORT") or port_text or environ.get("MASTER_PORT") or str(DEFAULT_PORT)
     if addr is None:
-        raise ValueError(f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host")
+        raise ValueError(
+            f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host"
+        )
     port = request.master_port or _number("the port to meet at,", port_text)
     return request, _place(addr, port, index, num_hosts)
 
@@ -73,7 +80,11 @@ def _place(addr: str, port: int, index: int, num_hosts: int) -> Place:
 
 def _given(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """An option or the variable in its place, and which of the two to name in an error."""
-    return (value, flag) if value is not None else (environ.get(name) or None, f"{name}=" if name in environ else flag)
+    return (
+        (value, flag)
+        if value is not None
+        else (environ.get(name) or None, f"{name}=" if name in environ else flag)
+    )
 
 
 def _hosts(name: str, text: str | None) -> int:

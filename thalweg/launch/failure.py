@@ -102,4 +102,5 @@ def report(failures: list[Failure], nproc: int, where: str = "") -> str:
         head += f" (also {'; '.join(also)})"
     if first.record is None or first.record["shown"]:
         return f"thalweg run: {head}\n"
-    return f"thalweg run: traceback of rank {first.rank}{where}\n{first.record['traceback']}thalweg run: {head}\n"
+    text = f"thalweg run: traceback of rank {first.rank}{where}\n{first.record['traceback']}"
+    return f"{text}thalweg run: {head}\n"

@@ -1,8 +1,8 @@
 """Which hosts a job takes, and which of their slots: hostfiles and the --include/--exclude filters.
 
 A hostfile has a line ``host slots=N`` for each host (``user@host`` too; without ``slots`` the host counts its
-own devices).  A filter is ``host:0,2@other`` as DeepSpeed's launcher reads it: hosts joined by ``@``, each with
-slots or as a whole.  Names come from files and command lines, so they are checked before anybody hands
+own devices).  A filter is ``host:0,2@other`` as DeepSpeed's launcher reads it: hosts joined by ``@``, each
+with slots or as a whole.  Names come from files and command lines, so they are checked before anybody hands
 them to another program.
 """
 
@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slots=\d+)?$")
-_NAME = re.compile(r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$")
+_NAME = re.compile(
+    r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$"
+)
 _SLOTS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -107,7 +109,9 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
             if name in named
         ]
     else:
-        chosen = [left for name, host in known.items() if (left := _without(host, name in named, named.get(name)))]
+        chosen = [
+            left for name, host in known.items() if (left := _without(host, name in named, named.get(name)))
+        ]
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")
     return tuple(chosen)

@@ -71,7 +71,9 @@ def run_local(job: Job) -> Outcome:
 
     _sweep(Path(tempfile.gettempdir()))
     place = job.place
-    meeting = place.meeting if place else Meeting("127.0.0.1", 0, 0, 1, bind("127.0.0.1", job.master_port or 0))
+    meeting = (
+        place.meeting if place else Meeting("127.0.0.1", 0, 0, 1, bind("127.0.0.1", job.master_port or 0))
+    )
     with (
         tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as name,
         _environment(_rank_environ(job, meeting.addr)),

@@ -50,14 +50,18 @@ def bind(addr: str, port: int = 0) -> socket.socket:
 class Meeting(RendezvousHandler):
     """The rendezvous of a fixed number of hosts; ``listener`` is host 0's socket (:func:`bind`)."""
 
-    def __init__(self, addr: str, port: int, index: int, num_hosts: int, listener: socket.socket | None) -> None:
+    def __init__(
+        self, addr: str, port: int, index: int, num_hosts: int, listener: socket.socket | None
+    ) -> None:
         self.addr, self.port = addr, port
         self._index, self._num_hosts = index, num_hosts
         self._server: Store | None = None
         if listener is not None:
             self.port = listener.getsockname()[1]
             self._server = TCPStore(
-                listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else "localhost",
+                listener.getsockname()[0]
+                if listener.getsockname()[0] not in ("0.0.0.0", "::")
+                else "localhost",
                 self.port,
                 is_master=True,
                 timeout=_TIMEOUT,
@@ -76,7 +80,8 @@ class Meeting(RendezvousHandler):
             return TCPStore(self.addr, self.port, is_master=False, timeout=limit, wait_for_workers=False)
         except (DistNetworkError, RuntimeError) as error:
             raise ValueError(
-                f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host of the "
+                f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host "
+                "of the "
                 "job listens: check --master-addr and --master-port, and that a firewall lets it through"
             ) from error
 

@@ -88,7 +88,8 @@ class Peers(threading.Thread):
             missing = sorted(set(range(place.num_hosts)) - {one["index"] for one in cards})
             if waited > place.patience:
                 raise ValueError(
-                    f"--node-rank {', '.join(map(str, missing))} did not come within {place.patience:.0f} s: start "
+                    f"--node-rank {', '.join(map(str, missing))} did not come within {place.patience:.0f} "
+                    "s: start "
                     f"`thalweg run` there too, with --master-addr {place.meeting.addr} "
                     f"--master-port {place.meeting.port}"
                 )
@@ -218,7 +219,8 @@ def contradiction(cards: list[dict[str, Any]]) -> str | None:
         other = by_index.setdefault(card["index"], card)
         if other is not card:
             return (
-                f"--node-rank {card['index']} is given on {other['host']} and on {card['host']}: number the hosts "
+                f"--node-rank {card['index']} is given on {other['host']} and on {card['host']}: number "
+                "the hosts "
                 f"from 0 to {card['num_hosts'] - 1}, each once"
             )
     first = cards[0] if cards else {}
@@ -232,7 +234,8 @@ def contradiction(cards: list[dict[str, Any]]) -> str | None:
     for card in cards:
         if not 0 <= card["index"] < card["num_hosts"]:
             return (
-                f"--node-rank {card['index']} on {card['host']} must be from 0 to {card['num_hosts'] - 1}, as "
+                f"--node-rank {card['index']} on {card['host']} must be from 0 to "
+                f"{card['num_hosts'] - 1}, as "
                 f"--num-nodes is {card['num_hosts']}"
             )
     return None

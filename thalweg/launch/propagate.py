@@ -1,8 +1,9 @@
 """Which environment variables go along to the other hosts.
 
 Three sources, the later ones win: variables of this process whose names begin as :data:`PREFIXES` do; the
-files ``.deepspeed_env`` and ``.thalweg_env`` (``NAME=VALUE`` a line) in the home directory and the current one,
-or the one that ``DS_ENV_FILE`` names; and ``--env NAME[=VALUE]``.  They travel as data, not on a command line.
+files ``.deepspeed_env`` and ``.thalweg_env`` (``NAME=VALUE`` a line) in the home directory and the current
+one, or the one that ``DS_ENV_FILE`` names; and ``--env NAME[=VALUE]``.  They travel as data, not on a command
+line.
 """
 
 from __future__ import annotations

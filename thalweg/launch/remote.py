@@ -63,7 +63,8 @@ def _own_address(listen: str) -> str:
     if len(parts) == 4 and not _is_loopback(parts[2]):
         return parts[2]
     raise ValueError(
-        f"{socket.gethostname()}: {listen or 'no address'} cannot be reached from other hosts: give --master-addr an "
+        f"{socket.gethostname()}: {listen or 'no address'} cannot be reached from other hosts: give "
+        "--master-addr an "
         "address of this host that they know"
     )
 

@@ -47,7 +47,8 @@ class Tasks:
         if not self.hosts:
             raise ValueError("--nproc is needed: the number of ranks on each host")
         raise ValueError(
-            "the hosts have different numbers of slots: give --nproc, or use --launcher ssh, which takes each as it is"
+            "the hosts have different numbers of slots: give --nproc, or use --launcher ssh, which takes "
+            "each as it is"
         )
 
     def program(self) -> list[str]:
@@ -55,7 +56,13 @@ class Tasks:
         request, python = self.request, self.python or sys.executable
         if request.kind == "program":
             return [request.target, *request.arguments]
-        return [python, "-u", *(["-m"] if request.kind == "module" else []), request.target, *request.arguments]
+        return [
+            python,
+            "-u",
+            *(["-m"] if request.kind == "module" else []),
+            request.target,
+            *request.arguments,
+        ]
 
 
 def srun(tasks: Tasks) -> list[str]:

@@ -1,7 +1,7 @@
 """A job on several hosts from one command: an agent on each, over ssh or whatever reaches a host.
 
-    start    for each host `ssh HOST exec PYTHON -u agent.py`; the job itself goes down the line as JSON, so that
-             command holds two paths and no word of the user's
+    start    for each host `ssh HOST exec PYTHON -u agent.py`; the job itself goes down the line as JSON, so
+             that command holds two paths and no word of the user's
     hello    every agent has checked the script, its devices and cores, and host 0 listens; the first
              complaint ends the job before a rank has started, with the host's name
     meet     all learn where host 0 listens, and run; what their ranks write comes up the line
@@ -35,7 +35,18 @@ from thalweg.launch.network import address_towards
 from thalweg.launch.outcome import Outcome
 from thalweg.launch.request import Request
 
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+SSH = (
+    "ssh",
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
 _AGENT = Path(__file__).with_name("agent.py")
 _ROOT = Path(thalweg.__file__).parents[1]
 _SIGN_OF_LIFE = 5.0
@@ -207,7 +218,8 @@ def _hellos(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> tuple[i
             raise ValueError(f"host {line.host.name}: {message['error']}")
         if "gone" in message:
             raise ValueError(
-                f"host {line.host.name}: no agent came up ({line.why(message['gone'])}): `{shlex.join(job.ssh)} "
+                f"host {line.host.name}: no agent came up ({line.why(message['gone'])}): "
+                f"`{shlex.join(job.ssh)} "
                 f"{line.host.name} true` must work without a password, and {job.python or sys.executable} "
                 "must be there with thalweg at the same path; --python and --ssh choose others"
             )
@@ -237,7 +249,8 @@ def _follow(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> Outcome
         if line is None and "signal" in message:
             number = message["signal"]
             outcome = outcome or Outcome(
-                128 + number, f"thalweg run: stopped by {signal.Signals(number).name}, and the ranks with it\n"
+                128 + number,
+                f"thalweg run: stopped by {signal.Signals(number).name}, and the ranks with it\n",
             )
             bad = True
         elif line is None:
@@ -251,7 +264,8 @@ def _follow(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> Outcome
             bad = "gone" in message and line.index in running
             running.discard(line.index)
             if bad:
-                text = f"thalweg run: host {line.host.name} is gone: its line broke ({line.why(message['gone'])})\n"
+                why = line.why(message["gone"])
+                text = f"thalweg run: host {line.host.name} is gone: its line broke ({why})\n"
                 guess = guess or Outcome(1, text)
         if bad and deadline is None:
             deadline = time.monotonic() + job.request.grace + _AFTERWARDS
@@ -271,7 +285,8 @@ def _signals_into(inbox: queue.Queue[Any]) -> Iterator[None]:
         return
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {
-        number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)}))) for number in numbers
+        number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)})))
+        for number in numbers
     }
     try:
         yield

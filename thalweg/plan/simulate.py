@@ -48,7 +48,7 @@ def simulate_rank(
     if dist.is_initialized():
         raise ValueError("a simulation needs a process of its own: this one is part of a job")
     resolved = resolve(load(config), world_size=world_size, model=model_facts(model))
-    with _fake_job(world_size, rank):
+    with fake_job(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(DATA_AXIS,))
         sharded = shard(model, mesh, shard_options(model, resolved), torch.device("cpu"))
         steps = int(resolved.gradient_accumulation_steps)
@@ -71,7 +71,7 @@ def simulate_rank(
 
 
 @contextmanager
-def _fake_job(world_size: int, rank: int) -> Iterator[None]:
+def fake_job(world_size: int, rank: int) -> Iterator[None]:
     """A process group of ``world_size`` ranks without peers, and no shared memory to look for them in."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     before = os.environ.get("THALWEG_SHARED_MEMORY")

@@ -1,11 +1,13 @@
 """Which rank am I: the launchers' environment variables, read in one place.
 
-Four families are understood, and the first that is complete decides:
+Five families are understood, and the first that is complete decides:
 
-    torchrun     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE   (also `thalweg run`, accelerate, Kubernetes)
+    torchrun     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE   (also `thalweg run`, accelerate; in a pod of
+                 Kubernetes LOCAL_RANK may be missing: a pod is a host of one rank)
     Open MPI     OMPI_COMM_WORLD_RANK _SIZE _LOCAL_RANK _LOCAL_SIZE
     SLURM        SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_LOCALID SLURM_*TASKS_PER_NODE
     PMI          PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   (MPICH, Intel MPI, MVAPICH's MV2_*)
+    Kubeflow     PET_NODE_RANK PET_NNODES PET_MASTER_ADDR PET_MASTER_PORT   (one process in a pod)
 
 None set means a bare ``python``: world size 1.  A family that is set in part, or that contradicts itself,
 is an error: guessing here makes a job that waits for ranks which do not exist.  An ``sbatch`` script or an
@@ -33,7 +35,7 @@ class RankInfo:
     """Where this process stands in its job.
 
     ``master_addr`` and ``master_port`` say where rank 0 listens; ``None`` where the launcher does not tell.
-    ``source`` is ``"torchrun"``, ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"single"``.
+    ``source`` is ``"torchrun"``, ``"openmpi"``, ``"slurm"``, ``"pmi"``, ``"kubeflow"`` or ``"single"``.
     """
 
     rank: int
@@ -82,6 +84,19 @@ _PMI = _Family(
     ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_JOBID", "SLURM_JOB_ID"),
 )
+_KUBEFLOW = _Family("kubeflow", ("PET_NODE_RANK",), ("PET_NNODES",), (), ("PET_NPROC_PER_NODE",))
+
+
+def variables_of(source: str) -> dict[str, str]:
+    """The variables that a launcher of this ``source`` sets, by the fields of :class:`RankInfo`."""
+    families = (_TORCHRUN, _OPENMPI, _SLURM, _PMI, _KUBEFLOW)
+    family = next((one for one in families if one.source == source), _TORCHRUN)
+    return {
+        "rank": family.rank[0],
+        "world_size": family.world_size[0],
+        "local_rank": (family.local_rank or ("LOCAL_RANK",))[0],
+        "local_world_size": (family.local_world_size or ("the number of tasks on this host",))[0],
+    }
 
 
 def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -94,6 +109,12 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
     if has_rank and has_world:
         return _from_torchrun(environ, scheduler)
+    if (
+        scheduler is None
+        and not (has_rank or has_world)
+        and environ.get("PET_NNODES", "1") not in ("1", "1:1")
+    ):
+        return _from_kubeflow(environ)
     if scheduler is None:
         loose = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
         if loose:
@@ -122,6 +143,8 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
     if local_rank is None or local_world_size is None:
         if scheduler is not None and (scheduler.rank, scheduler.world_size) == (rank, world_size):
             known = (scheduler.local_rank, scheduler.local_world_size)
+        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not _is_loopback(addr):
+            known = (0, 1)
         elif world_size == 1 or addr is None or _is_loopback(addr):
             known = (rank, world_size)
         else:
@@ -136,6 +159,30 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
     return _checked(
         _TORCHRUN, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "torchrun")
     )
+
+
+def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
+    """A plain ``python`` in a pod whose variables are meant for torchrun: it is the pod's one rank."""
+    rank, hosts = (
+        _required(environ, _KUBEFLOW, _KUBEFLOW.rank),
+        _required(environ, _KUBEFLOW, ("PET_NNODES",)),
+    )
+    per_node = environ.get("PET_NPROC_PER_NODE", "1")
+    if per_node not in ("1", "auto", "cpu"):
+        raise ValueError(
+            f"PET_NPROC_PER_NODE={per_node} asks for several ranks in this pod, but this is a plain "
+            "python: start it "
+            "with `thalweg run script.py` or torchrun, which read it"
+        )
+    host, _, port = environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    addr = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
+    text = environ.get("PET_MASTER_PORT") or port or environ.get("MASTER_PORT") or "29500"
+    if not addr:
+        raise ValueError(
+            "PET_NNODES is set but PET_MASTER_ADDR is not: set it to the address of the first pod"
+        )
+    number = _integer({"PET_MASTER_PORT": text}, "PET_MASTER_PORT")
+    return _checked(_KUBEFLOW, RankInfo(rank, hosts, 0, 1, addr, number, "kubeflow"))
 
 
 def _scheduler(environ: Mapping[str, str]) -> RankInfo | None:
