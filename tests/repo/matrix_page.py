@@ -23,8 +23,8 @@ Made from `tests/dist/matrix.py` by `python -m tests.repo.matrix_page`; a test c
 
 Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[NAME]`. It trains a
 small model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the
-last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's reach). A
-pair that is refused has a test as well, of the error that says so.
+last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's
+reach). A pair that is refused has a test as well, of the error that says so.
 
 In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches.
 """

@@ -74,7 +74,7 @@ def _place(addr: str, port: int, index: int, num_hosts: int) -> Place:
     from thalweg.launch.meeting import Meeting, bind
     from thalweg.launch.peers import Place
 
-    listener = bind(addr, port) if index == 0 else None
+    listener = bind(addr, port, several=True) if index == 0 else None
     return Place(index, num_hosts, Meeting(addr, port, index, num_hosts, listener))
 
 

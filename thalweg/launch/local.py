@@ -100,6 +100,7 @@ def run_local(job: Job) -> Outcome:
                 raise
             stopped = int(signal.SIGTERM)
         finally:
+            _ignore_signals()  # what is left takes seconds, and must be done
             watch.stop()
             kill_sessions(set(read_pids(folder).values()))
         failures = failure.collect(folder, codes, watch.exits) if codes else []
@@ -244,6 +245,13 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """Signals were heard; :func:`_signal_handlers_kept` gives them back."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda *_: None)
 
 
 class _LostHandler(logging.Handler):

@@ -19,10 +19,11 @@ BACKEND = "thalweg"
 _TIMEOUT = timedelta(seconds=600)
 
 
-def bind(addr: str, port: int = 0) -> socket.socket:
+def bind(addr: str, port: int = 0, several: bool = False) -> socket.socket:
     """A socket bound to ``addr`` and ``port`` (0: a free one).
 
-    An address that is not this host's own, such as a cluster's name for it, is listened for on all.
+    An address that is not this host's own, such as a cluster's name for it, is listened for on all; so is one
+    that only leads back here although there are ``several`` hosts (Debian's 127.0.1.1 for its own name).
 
     Raises:
         ValueError: the port is taken, or the name is unknown; the message has the cure.
@@ -35,6 +36,8 @@ def bind(addr: str, port: int = 0) -> socket.socket:
         raise ValueError(f"{addr} cannot be resolved ({error}): give --master-addr an address") from error
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if several and str(where[0]).startswith(("127.", "::1")):
+        where = ("", port)
     try:
         listener.bind(where)
     except OSError as error:

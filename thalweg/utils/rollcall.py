@@ -102,6 +102,8 @@ def _listen(info: RankInfo, names: dict[str, str], addr: str, port: int) -> sock
         ) from error
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if info.local_world_size < info.world_size and str(where[0]).startswith(("127.", "::1")):
+        where = ("", port)  # a name that means this host here and its true address elsewhere
     try:
         listener.bind(where)
     except OSError as error:
