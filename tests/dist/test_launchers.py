@@ -162,3 +162,33 @@ def _right(rank: int, world: int, port: int) -> str:
 
 def test_negative_control_a_right_environment_has_no_error() -> None:
     assert run_ranks(_right, 3, free_port(), init=False) == ["", "", ""]
+
+
+def _tensor_groups(rank: int, world: int) -> list[tuple[int, list[str]]]:
+    """Hosts of a tensor group and what is said, for two ranks a host and for three on the first of two hosts."""
+    import logging
+
+    from thalweg.parallel.hosts import note_groups_across_hosts
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("thalweg").addHandler(handler)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = []
+    for hosts in ((0, 0, 1, 1), (0, 0, 0, 1)):
+        os.environ["THALWEG_HOST"] = f"host {hosts[rank]}"
+        said.clear()
+        world_group = dist.group.WORLD
+        assert world_group is not None
+        most = note_groups_across_hosts(groups[rank // 2], world_group, 12, 768, torch.device("cpu"))
+        found.append((most, list(said)))
+    return found
+
+
+def test_a_tensor_group_over_two_hosts_is_told_with_its_traffic() -> None:
+    results = run_ranks(_tensor_groups, 4)
+    assert all(found[0] == (1, []) and found[1][0] == 2 for found in results)
+    assert [len(found[1][1]) for found in results] == [1, 0, 0, 0], "rank 0 alone speaks"
+    # 4 all-reduces of 768 fp32 a block and token, 2(n-1)/n of each sent
+    assert "144.0 KiB a token" in results[0][1][1][0] and "autotp_size = 2" in results[0][1][1][0]
