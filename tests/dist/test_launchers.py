@@ -165,7 +165,7 @@ def test_negative_control_a_right_environment_has_no_error() -> None:
 
 
 def _tensor_groups(rank: int, world: int) -> list[tuple[int, list[str]]]:
-    """Hosts of a tensor group and what is said, for two ranks a host and for three on the first of two hosts."""
+    """Hosts of a tensor group and what is said: two ranks a host, then three and one."""
     import logging
 
     from thalweg.parallel.hosts import note_groups_across_hosts

@@ -111,7 +111,7 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--nnodes=1:4", "script.py"], "not built yet"),
         (["--node_rank", "1", "script.py"], "add --num-nodes"),
         (["--launcher", "slurm", "script.py"], "--nproc is needed"),
-        (["--include", "-oProxyCommand=x", "script.py"], "not a host's name"),
+        (["--include", "a;id", "script.py"], "not a host's name"),
         (["--master_addr", "10.1.2.3", "script.py"], "add --num-nodes"),
         (["--as-deepspeed", "script.py"], "not built yet"),
         (["--hostfile", "hosts", "--ssh", "false", "script.py"], "no agent came up"),

@@ -324,7 +324,7 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"optimizer": {"type": "Adafactor"}, "tensor_parallel": {"autotp_size": 2}}, "optimizer.type"),
     ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, "tensor_parallel.autotp_size"),
     ({"compile": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}, "compile.enabled"),
-    ({"compile": {"enabled": True}, "sequence_parallel_size": 2}, "compile.enabled"),
+    ({"compile": {"enabled": True}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "compile.enabled"),
     ({"tiling": {"loss": True}, "tensor_parallel": {"autotp_size": 2}}, "tiling.loss"),
     ({"tiling": {"mlp": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "tiling.mlp"),
     ({"tiling": {"mlp_modules": ["x"]}}, "tiling.mlp_modules"),

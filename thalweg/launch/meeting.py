@@ -88,6 +88,14 @@ class Meeting(RendezvousHandler):
                 "job listens: check --master-addr and --master-port, and that a firewall lets it through"
             ) from error
 
+    def answers(self, timeout: float) -> bool:
+        """Whether somebody listens where host 0 should; the store's own client would try for longer."""
+        try:
+            socket.create_connection((self.addr, self.port), timeout).close()
+        except OSError:
+            return False
+        return True
+
     # What torch's agent asks for
 
     @property

@@ -126,10 +126,12 @@ class Peers(threading.Thread):
         """A line that broke, or an answer that was late, is no proof yet."""
         while time.monotonic() < deadline:
             with contextlib.suppress(ValueError):
+                if not self._place.meeting.answers(1.0):
+                    self._done.wait(0.2)  # refused at once where host 0's process is gone
+                    continue
                 self._store = self._place.meeting.client(1.0)
                 self._store.set_timeout(timedelta(seconds=_ANSWER))
                 return True
-            self._done.wait(0.2)
         return False
 
     def _beat(self, heard: dict[int, tuple[int, float]]) -> None:
