@@ -14,19 +14,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from thalweg.launch.agent import Channel, read_line
+from thalweg.launch.line import Channel, read_line
 from thalweg.launch.request import Request, make_job
 
 _SILENCE = 60.0  # seconds without a sign of life from the launcher
 _CHUNK = 1 << 16
 
 
-def serve(order: dict[str, Any], channel: Channel, inbox: int) -> int:
+def serve(order: dict[str, Any], outbox: int, inbox: int) -> int:
     """Check the job on this host, report in, wait for the word, run; returns the exit code."""
     from thalweg.launch.local import run_local
     from thalweg.launch.meeting import Meeting, bind
     from thalweg.launch.peers import Place
 
+    channel = Channel(outbox)
     index, num_hosts = order["index"], order["num_hosts"]
     try:
         job = make_job(Request.from_json(order["request"]))

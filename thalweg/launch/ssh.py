@@ -28,9 +28,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import thalweg
-from thalweg.launch.agent import HEAD, MARK, MAX_FRAME
 from thalweg.launch.hosts import Host, is_this_host
+from thalweg.launch.line import HEAD, MARK, MAX_FRAME
 from thalweg.launch.network import address_towards
 from thalweg.launch.outcome import Outcome
 from thalweg.launch.request import Request
@@ -48,7 +47,7 @@ SSH = (
     "ServerAliveCountMax=3",
 )
 _AGENT = Path(__file__).with_name("agent.py")
-_ROOT = Path(thalweg.__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _SIGN_OF_LIFE = 5.0
 _AFTERWARDS = 4.0  # seconds for the last reports, beyond the ranks' own grace
 
