@@ -45,7 +45,8 @@ def serve(order: dict[str, Any], outbox: int, inbox: int) -> int:
     threading.Thread(target=_listen, args=(inbox, ended), daemon=True).start()
     with _forwarded(channel):
         try:
-            meeting = Meeting(*json.loads(word)["meet"], index, num_hosts, listener)
+            addr, port = json.loads(word)["meet"]
+            meeting = Meeting(addr, port, index, num_hosts, listener)
             place = Place(index, num_hosts, meeting, patience=order["patience"])
             outcome = run_local(replace(job, place=place))
             code, report = outcome.code, outcome.report
