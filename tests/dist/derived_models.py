@@ -100,7 +100,10 @@ class Transposed(nn.Module):
 
     def __init__(self, ins: int, outs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(ins, outs) * ins**-0.5), nn.Parameter(torch.zeros(outs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(ins, outs) * ins**-0.5),
+            nn.Parameter(torch.zeros(outs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias

@@ -124,7 +124,6 @@ s3 dp4 ep2 bf16
 s0 dp4 ep4 fp16
 s1 dp2 sp2 ep4 remat
 s3 dp4 ep2 paged
-s2 dp2 ep2 compile
 s3 dp2 paged compile
 s3 tp4
 s1 tp4 remat
@@ -173,6 +172,7 @@ REFUSED: Mapping[tuple[str, str], Refusal] = {
     ("tp", "ep"): Refusal("s0 dp2 tp2 ep2", "they are not built together yet"),
     ("sp", "compile"): Refusal("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
     ("cp", "compile"): Refusal("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
+    ("ep", "compile"): Refusal("s0 dp2 ep2 compile", "grouped product torch does not trace"),
     ("tp", "compile"): Refusal("s0 tp2 compile", "split layers are not compiled yet"),
 }
 

@@ -95,7 +95,9 @@ def run_plain(model: nn.Module, rows: int, steps: int, lr: float = 0.05) -> Run:
     return train_plain(model, lambda own, step: loss_of(own, batch(step, rows)), steps, lr)
 
 
-def config_of(stage: int, tensor: int, rows: int, ranks: int, lr: float = 0.05, **extra: Any) -> dict[str, Any]:
+def config_of(
+    stage: int, tensor: int, rows: int, ranks: int, lr: float = 0.05, **extra: Any
+) -> dict[str, Any]:
     """The ds_config of the same run."""
     return {
         "train_micro_batch_size_per_gpu": rows // ranks,

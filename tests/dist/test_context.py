@@ -126,9 +126,7 @@ def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[in
             held[number] = num_bytes
         live += num_bytes if number >= 0 else -held[-number]
         peak = max(peak, live)
-    sent = {
-        entry.kind: entry.sent_bytes for entry in own.ledger.entries() if entry.module == "attention"
-    }
+    sent = {entry.kind: entry.sent_bytes for entry in own.ledger.entries() if entry.module == "attention"}
     own.close()
     return peak, sent
 
@@ -176,7 +174,9 @@ def test_the_loader_hands_each_rank_its_part():
 def _other_rows(rank: int, world: int) -> str:
     import thalweg
 
-    own, *_ = thalweg.initialize(model=build("reference"), config=config_of(0, 1, 1, 1, context_parallel_size=2))
+    own, *_ = thalweg.initialize(
+        model=build("reference"), config=config_of(0, 1, 1, 1, context_parallel_size=2)
+    )
     tokens = torch.full((1, 8), rank)
     with pytest.raises(ValueError) as caught:
         own(tokens, tokens)

@@ -44,7 +44,13 @@ def test_made_up_architectures_equal_one_process_at_two_ranks():
 
 
 def test_made_up_architectures_at_four_ranks_and_with_sharding():
-    cases = [("parallel", 4, 0), ("interleaved", 4, 1), ("one matrix", 2, 3), ("convolved", 2, 2), ("gated", 4, 0)]
+    cases = [
+        ("parallel", 4, 0),
+        ("interleaved", 4, 1),
+        ("one matrix", 2, 3),
+        ("convolved", 2, 2),
+        ("gated", 4, 0),
+    ]
     for failures in run_ranks(_parity, 4, cases, 20, timeout=200):
         assert failures == []
 

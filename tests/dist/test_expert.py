@@ -64,7 +64,9 @@ def _plain(model: nn.Module, rows: int, steps: int, disjoint: bool) -> Run:
     return train_plain(model, lambda own, step: own(*_batch(step, rows, disjoint)), steps)
 
 
-def _engine(model: nn.Module, rank: int, world: int, stage: int, steps: int, disjoint: bool, **extra: Any) -> Run:
+def _engine(
+    model: nn.Module, rank: int, world: int, stage: int, steps: int, disjoint: bool, **extra: Any
+) -> Run:
     rows = 2 * world
 
     def loss_at(engine: Any, step: int) -> Tensor:
@@ -145,4 +147,6 @@ def test_row47_experts_are_stored_under_global_ids(tmp_path):
     for values in others:
         assert all(np.array_equal(a, b) for a, b in zip(values, first, strict=True))
     stacks = [value for value in first if value.ndim == 3 and value.shape[0] == EXPERTS]
-    assert stacks and all(not np.array_equal(stack[i], stack[j]) for stack in stacks for i in range(4) for j in range(i))
+    assert stacks and all(
+        not np.array_equal(stack[i], stack[j]) for stack in stacks for i in range(4) for j in range(i)
+    )

@@ -17,7 +17,13 @@ def tiers(case: Case, folder: str, param: str = "none", optimizer: str = "none",
     """The case with these tiers; ``more`` are options of ``offload_param``."""
     zero = {"stage": case.stage}
     if param != "none":
-        zero["offload_param"] = {"device": param, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2, **more}
+        zero["offload_param"] = {
+            "device": param,
+            "nvme_path": folder,
+            "max_in_cpu": 0,
+            "buffer_count": 2,
+            **more,
+        }
     if optimizer != "none":
         zero["offload_optimizer"] = {"device": optimizer, "nvme_path": folder}
     return case.with_(extra={**case.extra, "zero_optimization": zero})
@@ -34,7 +40,10 @@ def combinations(stage: int, every: bool) -> list[tuple[str, str]]:
 def _cells(world: int) -> list[tuple[str, Case]]:
     """What is run for all pairs of tiers (the first), and for some."""
     if world == 4:
-        return [("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)), ("odd", Case(windows=(1,) * 3))]
+        return [
+            ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),
+            ("odd", Case(windows=(1,) * 3)),
+        ]
     cells = [
         ("gpt", Case(windows=(1,) * 4)),
         ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),

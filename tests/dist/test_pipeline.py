@@ -47,7 +47,8 @@ def micro_batches(num: int, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     sizes = [1 + i % 3 for i in range(num)]
     return [
-        (torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)) for n in sizes
+        (torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator))
+        for n in sizes
     ]
 
 

@@ -37,7 +37,9 @@ def _without(rank: int, world: int) -> dict[str, float]:
     for kind in ("masked", "packed"):
         case = Case("llama", kind, 9, 0, 2)
         wanted = plain(case, 2, world)
-        rooms.token_mean = (lambda total, count, team: total / count.clamp(min=1)) if kind == "masked" else token_mean
+        rooms.token_mean = (
+            (lambda total, count, team: total / count.clamp(min=1)) if kind == "masked" else token_mean
+        )
         parts.documents_of = documents_of if kind == "masked" else (lambda position_ids: None)
         found[kind] = engine(case, 2, rank, world).differences(wanted)["gradient"]
     return found

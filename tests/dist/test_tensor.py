@@ -20,9 +20,7 @@ TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
 def _wrong(name: str, found: Run, plain: Run) -> list[str]:
     differences = found.differences(plain)
-    return [
-        f"{name}: {key} {value:.1e}" for key, value in differences.items() if not value <= TOLERANCE[key]
-    ]
+    return [f"{name}: {key} {value:.1e}" for key, value in differences.items() if not value <= TOLERANCE[key]]
 
 
 def _families(rank: int, world: int, names: tuple[str, ...], steps: int) -> list[str]:

@@ -14,7 +14,9 @@ from tests.harness import run_ranks
 ROWS, STEPS = 4, 6
 
 
-def _losses(rank: int, world: int, tensor: int, stage: int = 1, dropout: float = 0.0, **extra: Any) -> list[float]:
+def _losses(
+    rank: int, world: int, tensor: int, stage: int = 1, dropout: float = 0.0, **extra: Any
+) -> list[float]:
     model = build("reference")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -24,7 +26,9 @@ def _losses(rank: int, world: int, tensor: int, stage: int = 1, dropout: float =
     ranks = world // tensor
     own = slice(rank // tensor, None, ranks)
     config = config_of(stage, tensor, ROWS, ranks, seed=3, **extra)
-    return train_engine(model, config, lambda engine, step: loss_of(engine, batch(step, ROWS)[own]), STEPS).losses
+    return train_engine(
+        model, config, lambda engine, step: loss_of(engine, batch(step, ROWS)[own]), STEPS
+    ).losses
 
 
 def _worst(found: list[float], wanted: list[float]) -> float:
