@@ -213,8 +213,8 @@ def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
         return
     if experts := next((name for name, module in model.named_modules() if isinstance(module, MoE)), None):
         raise ValueError(
-            f"compile.enabled is true and {experts} has experts, whose grouped product torch does not trace in "
-            "every dtype: set it to false"
+            f"compile.enabled is true and {experts} has experts, whose grouped product torch does not trace "
+            "in every dtype: set it to false"
         )
     options: dict[str, Any] = {"backend": section.backend, "fullgraph": section.fullgraph, **section.kwargs}
     for key in ("mode", "dynamic"):
