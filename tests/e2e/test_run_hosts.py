@@ -42,6 +42,14 @@ NASTY = [
 ]
 
 
+def _command_of(pid: int) -> str:
+    """What a process runs; "" where it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 class Cluster:
     """Four hosts, a hostfile, and the command that reaches them."""
 
@@ -96,14 +104,12 @@ class Cluster:
 
     def ranks(self) -> list[int]:
         """Those of the processes that are ranks."""
-        return [pid for pid in self.processes() if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self.processes() if "rank.py" in _command_of(pid)]
 
     def wait_empty(self, since: float, ranks: bool = False) -> None:
         """Everything is gone in time, or all ranks are."""
         while left := self.ranks() if ranks else self.processes():
-            assert time.monotonic() - since < GONE, [
-                Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left
-            ]
+            assert time.monotonic() - since < GONE, [_command_of(pid) for pid in left]
             time.sleep(0.05)
 
 
