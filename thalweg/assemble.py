@@ -36,7 +36,8 @@ from thalweg.optim.delayed import DelayPolicy
 from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
-from thalweg.parallel.expert import spread_experts
+from thalweg.parallel.containers import Search, find_experts
+from thalweg.parallel.expert import ExpertLayer, spread_experts
 from thalweg.parallel.hosts import note_groups_across_hosts
 from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team
@@ -109,7 +110,7 @@ def assemble(
     wanted = _parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config, device)
-    teams += spread_experts({name: m for name, m in model.named_modules() if isinstance(m, MoE)}, axes)
+    teams += _spread_experts(model, axes, config, states)
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
     _recompute(model, list(units.values()), config, device)
@@ -161,6 +162,27 @@ def _split(
     facts = model_facts(model)
     note_groups_across_hosts(team.group, axes.everyone, facts.num_layers or 1, facts.hidden_size or 1, device)
     return [team], parallelise(model, team, axes.states, axes.everyone, kernels=config.cpu_kernels)
+
+
+def _spread_experts(model: nn.Module, axes: Axes, config: Config, states: States | None) -> list[Team]:
+    """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
+    section = config.expert_parallel
+    layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
+    if section.autoep_size > 1:
+        search = Search(
+            section.moe_layer_pattern,
+            section.expert_pattern,
+            section.num_experts_attr,
+            section.use_grouped_mm,
+        )
+        layers |= find_experts(model, search)
+        if not layers:
+            raise ValueError(
+                f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "
+                f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
+                "called 'experts'; set it to 1"
+            )
+    return spread_experts(layers, axes, section.autoep_size, states)
 
 
 def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> list[Team]:

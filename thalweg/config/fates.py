@@ -53,9 +53,12 @@ NOT_BUILT = (
         "set it to false; sequence_parallel_size and context_parallel_size cut the activations of norms too",
     ),
     Switch("pipeline.stages", above_1, _ONE),
-    Switch("expert_parallel.enabled", bool, _BLOCK),
-    Switch("expert_parallel.autoep_size", above_1, _ONE),
-    Switch("expert_parallel.expert_tensor_parallel_size", above_1, _ONE),
+    Switch(
+        "expert_parallel.expert_tensor_parallel_size",
+        above_1,
+        "set it to 1; tensor_parallel cuts experts as it cuts the other layers",
+    ),
+    Switch("expert_parallel.load_balance_coeff", present, "remove it; the model's own auxiliary loss counts"),
     Switch("data_efficiency.enabled", bool, _BLOCK),
     Switch("curriculum_learning.enabled", bool, _BLOCK),
     Switch("progressive_layer_drop.enabled", bool, _BLOCK),
@@ -165,7 +168,38 @@ NO_EFFECT = {
     "sparse_gradients": "gradients are reduced dense; the values are the same",
     "zero_allow_untested_optimizer": "every optimiser works at every stage",
     "zero_force_ds_cpu_optimizer": "torch's own fused kernels run on the CPU",
-    "use_data_before_expert_parallelism": "orders expert-parallel ranks, of which there is one",
+    "use_data_before_expert_parallelism": "expert-parallel ranks are neighbours on the data axis",
+    "expert_parallel.enabled": "experts are spread where autoep_size is above 1",
+    **{
+        f"expert_parallel.{name}": "experts are found by their structure, whatever the model is called"
+        for name in (
+            "preset_model",
+            "expert_w1",
+            "expert_w2",
+            "expert_w3",
+            "has_shared_experts",
+            "shared_experts_pattern",
+            "shared_experts_gate_pattern",
+        )
+    },
+    **{
+        f"expert_parallel.{name}": "the model's own router decides; it runs as it is"
+        for name in (
+            "router_pattern",
+            "route_norm",
+            "route_scale",
+            "score_func",
+            "score_apply",
+            "combine_impl",
+            "top_k",
+            "top_k_attr",
+            "routed_scaling_factor",
+            "num_expert_groups",
+            "num_limited_groups",
+        )
+    },
+    "expert_parallel.disable_triton_grouped_mm": "grouped products are torch's own",
+    "expert_parallel.validate_folding_routing": "ranks of a tensor team route alike, to the bit",
     "seq_parallel_communication_data_type": "attention is exchanged in the dtype of the activations",
     "vocabulary_size": "was used for a warning about its divisor",
     "timers": "throughput is always measured, without waiting for the device",
@@ -204,7 +238,6 @@ NO_EFFECT = {
 
 LATER = (
     "tensor_parallel.partition_config",
-    "expert_parallel",
     "data_efficiency",
     "curriculum_learning",
     "progressive_layer_drop",

@@ -20,27 +20,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-_ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Identity)
+from thalweg.ops.grouped import Groups, grouped_linear, sort_choices
+from thalweg.parallel.expert import Exchange, Share, by_rows, local_rows
+
+_BY_ELEMENT = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Dropout)
 
 
-class Exchange(Protocol):
-    """What takes sorted rows to the ranks of their experts, and back."""
-
-    size: int
-
-    def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Rows of own experts, how many each has, and the way back for their results."""
-        ...
+class ExpertParameter(nn.Parameter):
+    """A stack of experts' weights: what :func:`thalweg.moe.is_moe_param` knows them by."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,7 @@ class Routing:
     experts: Tensor
     weights: Tensor
     kept: Tensor
+    everything: bool  # whether that is all
     counts: Tensor  # (E,) choices of each expert, dropped ones included
     balance: Tensor  # 0-dim, 1 where all experts are chosen alike
     z: Tensor  # 0-dim, mean squared log of the partition function
@@ -96,6 +92,7 @@ def route(
     if used_token is not None:
         used = used_token.reshape(-1, 1).bool().expand_as(experts)
     capacity = policy.capacity(num_tokens, num_experts, training)
+    everything = capacity is None and used_token is None
     kept = (
         used if capacity is None else used & _within(experts, used, capacity, num_experts, policy, training)
     )
@@ -105,7 +102,8 @@ def route(
     hits = F.one_hot(experts, num_experts) * used[..., None]
     measured = hits[:, 0] if policy.k <= 2 else hits.sum(1) / policy.k
     balance = (gates.mean(0) * measured.float().mean(0)).sum() * num_experts
-    return Routing(experts, weights, kept, hits.sum((0, 1)), balance, logits.logsumexp(-1).square().mean())
+    z = logits.logsumexp(-1).square().mean()
+    return Routing(experts, weights, kept, everything, hits.sum((0, 1)), balance, z)
 
 
 def _gumbel_like(logits: Tensor) -> Tensor:
@@ -141,50 +139,32 @@ class Experts(nn.Module):
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     stacked = parameter.detach().expand(num_experts, *parameter.shape).clone()
-                    module._parameters[key] = nn.Parameter(stacked, parameter.requires_grad)
+                    module._parameters[key] = ExpertParameter(stacked, parameter.requires_grad)
         self._single = [copy.deepcopy(expert).to("meta")]  # in a list: no submodule
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """``rows`` (M, D) sorted by own expert, ``counts`` of each own expert -> (M, D)."""
-        own = {name: _own(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
-        if (known := self._as_mlp()) is not None and _can_group(rows, own):
-            return _grouped(rows, counts, own, known)
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """``rows`` (M, D) sorted by own expert -> (M, D)."""
+        own = {name: local_rows(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
+        if (chain := self._chain()) is not None:
+            for name, module in chain:
+                if isinstance(module, nn.Linear):
+                    rows = grouped_linear(rows, own[f"{name}.weight"], groups, own.get(f"{name}.bias"))
+                else:
+                    rows = module(rows)
+            return rows
         results = []
-        for index, part in enumerate(rows.split(counts.tolist())):
+        for index, part in enumerate(rows.split(groups.sizes)):
             single = {name: parameter[index] for name, parameter in own.items()}
             results.append(functional_call(self._single[0], single, (part,)))
         return torch.cat(results)
 
-    def _as_mlp(self) -> nn.Module | None:
-        """The activation, if the expert is Linear, activation, Linear in a row."""
-        stack = self.stack
-        if not (isinstance(stack, nn.Sequential) and len(stack) == 3):
+    def _chain(self) -> list[tuple[str, nn.Module]] | None:
+        """The expert's parts by name, if it is a row of linear layers and functions of single elements."""
+        if type(self.stack) is not nn.Sequential:
             return None
-        linear = type(stack[0]) is nn.Linear and type(stack[2]) is nn.Linear
-        return stack[1] if linear and isinstance(stack[1], _ACTIVATIONS) else None
-
-
-def _own(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.to(dtype) if local.is_floating_point() else local
-
-
-def _can_group(rows: Tensor, own: dict[str, Tensor]) -> bool:
-    """Whether torch's grouped product takes these: it wants rows of a multiple of 16 bytes."""
-    aligned = all(p.shape[-1] * p.element_size() % 16 == 0 for p in own.values())
-    return hasattr(F, "grouped_mm") and aligned and rows.shape[0] > 0
-
-
-def _grouped(rows: Tensor, counts: Tensor, own: dict[str, Tensor], activation: nn.Module) -> Tensor:
-    offsets = counts.cumsum(0).to(torch.int32)
-    expert = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        y = F.grouped_mm(x, own[f"{name}.weight"].transpose(1, 2), offs=offsets)
-        bias = own.get(f"{name}.bias")
-        return y if bias is None else y + bias[expert]
-
-    return linear(activation(linear(rows, "0")), "2")
+        parts = list(self.stack.named_children())
+        known = all(type(part) is nn.Linear or isinstance(part, _BY_ELEMENT) for _, part in parts)
+        return parts if known else None
 
 
 class MoE(nn.Module):
@@ -276,16 +256,21 @@ class MoE(nn.Module):
         return y, routing.balance + self.z_loss_coef * routing.z, routing.counts
 
     def _combine(self, x: Tensor, routing: Routing) -> Tensor:
-        token, choice = routing.kept.nonzero(as_tuple=True)
-        expert = routing.experts[token, choice]
-        order = expert.argsort(stable=True)
-        token, choice = token[order], choice[order]
-        counts = torch.bincount(expert, minlength=self.num_experts)
-        rows, back = x[token], None
+        choices = sort_choices(
+            routing.experts, self.num_experts, None if routing.everything else routing.kept
+        )
+        rows, groups, back = choices.take(x), choices.groups, None
         if self._exchange is not None:
-            rows, counts, back = self._exchange.to_experts(rows, counts)
-        results = self.experts(rows, counts)
+            rows, groups, back = self._exchange.to_experts(rows, groups)
+        results = self.experts(rows, groups)
         if back is not None:
             results = back(results)
-        weighted = results * routing.weights[token, choice, None].to(results.dtype)
-        return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
+        return choices.add_up(results, routing.weights.to(results.dtype)).to(x.dtype)
+
+    def shares(self, ranks: int) -> Iterator[Share]:
+        """The experts' parameters and how ``ranks`` divide them."""
+        cut = by_rows(self.num_experts, ranks)
+        for path, module in self.experts.stack.named_modules(prefix="experts.stack"):
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield Share(f"{path}.{key}", module, key, cut)

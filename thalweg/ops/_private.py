@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 
 
@@ -54,6 +55,11 @@ tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
 
 as_plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """A context in which a tensor subclass's ``__torch_function__`` is not asked."""
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without values, as in a rehearsal."""
+    return isinstance(tensor, FakeTensor)
 
 
 def forward_ad_active() -> bool:

@@ -1,61 +1,78 @@
-"""Expert parallelism: the rows of each stack of experts spread over ranks, tokens sent to them.
+"""Expert parallelism: the experts of a layer spread over ranks, tokens sent to them.
 
 The picture, for data ranks in groups of ``ep`` neighbours (GShard; DeepSpeed-MoE):
 
-    rank r of its group     experts [r E/ep, (r+1) E/ep)      the stack's rows, on this rank alone
-    its peers elsewhere     the same rows                     (data ranks / ep) copies
+    rank r of its group     experts [r E/ep, (r+1) E/ep)      on this rank alone; the first have one
+                                                              more where ep does not divide E
+    its peers elsewhere     the same experts                  (data ranks / ep) copies
 
     forward    own tokens sorted by expert --all-to-all--> rows of own experts, from all ranks
                results --all-to-all--> back, in the order sent
     backward   the same two ways back
 
 Experts stay outside of ZeRO's units: nobody gathers them, so a rank whose tokens choose other
-experts than its peers' takes part in nothing that they do not.  At rest and at work the stack is
-a DTensor over ("ep", "copies"); its gradient is averaged over all data ranks when a window ends.
+experts than its peers' takes part in nothing that they do not.  At rest and at work an expert's
+parameter is a DTensor over ("ep", "copies"), with ("tp",) before them if there are tensor ranks;
+its gradient is averaged over all data ranks when a window ends.  Who spreads them: our own layer
+(:mod:`thalweg.nn.moe`) and the layers of Hugging Face models (:mod:`.containers`, :mod:`.lists`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.mesh import Axes
+from thalweg.ops.grouped import Groups, put_back, sort_choices
+from thalweg.parallel.cuts import Cut, even
 from thalweg.parallel.team import Team
+from thalweg.zero.pending import is_pending, value_of
+from thalweg.zero.states import States
+
+Back = Callable[[Tensor], Tensor]
+
+
+class Exchange(Protocol):
+    """What takes sorted rows to the ranks of their experts, and back."""
+
+    def to_experts(self, rows: Tensor, groups: Groups) -> tuple[Tensor, Groups, Back]:
+        """Rows of own experts, which expert each is for, and the way back for their results."""
+        ...
 
 
 class ExpertTeam:
     """Takes sorted rows to the ranks of their experts; ``team`` is the group of ``ep`` ranks."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, num_experts: int) -> None:
         self.team = team
-        self.size = team.size
+        self.owned = [stop - start for start, stop in even(num_experts, team.size)]
 
-    def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """``rows`` (M, D) by expert, ``counts`` (E,) -> rows of own experts, their counts, the way back."""
+    def to_experts(self, rows: Tensor, groups: Groups) -> tuple[Tensor, Groups, Back]:
+        """``rows`` (M, D) by expert -> rows of own experts, sorted, their groups, the way back."""
         team, width = self.team, rows.shape[1]
-        own = len(counts) // team.size
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=team.group)
+        own = self.owned[team.rank]
+        theirs = team.all_to_all(groups.counts, self.owned, [own] * team.size, "expert counts")
         by_source = theirs.view(team.size, own)  # (source rank, own expert)
-        sent, came = counts.view(team.size, own).sum(1).tolist(), by_source.sum(1).tolist()
+        sent = [int(part.sum()) for part in groups.counts.split(self.owned)]
+        came = by_source.sum(1).tolist()
         received = _exchange(rows, sent, came, width, team)
         # Rows came by source and, within, by expert: bring those of one expert together.
         expert = (
-            torch.arange(own, device=rows.device).repeat(team.size).repeat_interleave(by_source.reshape(-1))
+            torch.arange(own, device=rows.device).repeat(team.size).repeat_interleave(by_source.flatten())
         )
-        order = expert.argsort(stable=True)
+        order = sort_choices(expert[:, None], own)
 
         def back(results: Tensor) -> Tensor:
-            unsorted = torch.empty_like(results).index_copy(0, order, results)
-            return _exchange(unsorted, came, sent, width, team)
+            return _exchange(put_back(results, order), came, sent, width, team)
 
-        return received[order], by_source.sum(0), back
+        return order.take(received), order.groups, back
 
 
 def _exchange(rows: Tensor, sent: list[int], came: list[int], width: int, team: Team) -> Tensor:
@@ -77,62 +94,147 @@ class _AllToAll(torch.autograd.Function):
         return back, None, None, None
 
 
+# Spreading
+
+
+@dataclass(frozen=True)
+class Share:
+    """A parameter to spread: its name within the layer, the module and key that hold it, who has what."""
+
+    name: str
+    module: nn.Module
+    key: str
+    cut: Cut
+
+
 class ExpertLayer(Protocol):
-    """What is asked of a layer of experts (``thalweg.nn.moe.MoE``)."""
+    """What is asked of a layer of experts."""
 
-    ep_size: int
-    experts: Any
+    @property
+    def num_experts(self) -> int:
+        """Of the whole layer."""
+        ...
 
-    def spread(self, exchange: Any) -> None:
-        """Take the exchange that brings tokens to their experts."""
+    @property
+    def ep_size(self) -> int:
+        """Ranks that the layer itself asks to be spread over; 1 leaves it to the config."""
+        ...
+
+    def shares(self, ranks: int) -> Iterator[Share]:
+        """The experts' parameters and how ``ranks`` divide them."""
+        ...
+
+    def spread(self, exchange: Exchange) -> None:
+        """Take the exchange that brings tokens to their experts; the parameters are own ones by now."""
         ...
 
 
-def spread_experts(layers: Mapping[str, ExpertLayer], axes: Axes) -> list[Team]:
-    """Spread the experts of each layer with ``ep_size`` above 1 over the data ranks; collective.
+def by_rows(num_experts: int, ranks: int) -> Cut:
+    """How ranks divide a parameter that has a row for each expert."""
+    return Cut(0, num_experts, tuple((span,) for span in even(num_experts, ranks)))
 
-    Rank 0's values count.  The parameters become DTensors of the stack's logical shape.
+
+def spread_experts(
+    layers: Mapping[str, ExpertLayer], axes: Axes, size: int = 1, states: States | None = None
+) -> list[Team]:
+    """Spread the experts of each layer over ``size`` data ranks, or over its own ``ep_size``; collective.
+
+    Rank 0's values count.  The parameters become DTensors of the model's logical shapes.
+    ``states``: how tensor ranks have cut them before.
 
     Raises:
-        ValueError: ``ep_size`` does not divide the data-parallel ranks, or there are tensor ranks too.
+        ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
+            fewer experts than ranks.
     """
-    teams: dict[int, tuple[Team, DeviceMesh]] = {}
-    data = axes.data
+    places: dict[int, _Place] = {}
     for name, layer in layers.items():
-        if layer.ep_size == 1:
+        ranks = layer.ep_size if layer.ep_size > 1 else size
+        if ranks == 1:
             continue
-        if axes.tensor is not None:
+        _check(name, layer, ranks, axes.data.size())
+        if ranks not in places:
+            places[ranks] = _Place.of(axes, ranks, states)
+        place = places[ranks]
+        for share in layer.shares(ranks):
+            parameter = share.module._parameters[share.key]
+            assert parameter is not None
+            cut_before = None if states is None else states.cuts.get(f"{name}.{share.name}")
+            share.module._parameters[share.key] = place.own(parameter, share.cut, cut_before)
+        layer.spread(ExpertTeam(place.team, layer.num_experts))
+    return [place.team for place in places.values()]
+
+
+def _check(name: str, layer: ExpertLayer, ranks: int, data_ranks: int) -> None:
+    if data_ranks % ranks:
+        fitting = [number for number in range(1, data_ranks + 1) if data_ranks % number == 0]
+        raise ValueError(
+            f"the experts of {name} are to be spread over {ranks} ranks, which does not divide the "
+            f"{data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
+            f"one of {fitting}"
+        )
+    if ranks > layer.num_experts:
+        raise ValueError(
+            f"the {layer.num_experts} experts of {name} cannot be spread over {ranks} ranks: set "
+            f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where spread parameters lie: ``mesh`` ends in the axes ("ep", "copies")."""
+
+    team: Team
+    mesh: DeviceMesh
+    data: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, axes: Axes, size: int, states: States | None) -> _Place:
+        """Groups of ``size`` neighbours on the data axis; collective over its ranks."""
+        data = axes.data
+        ranks, own = data.mesh.flatten().tolist(), data.get_local_rank()
+        first = own // size * size
+        # Only the members take part, so that other data axes of the job need not do the same.
+        team, copies = (
+            dist.new_group(members, use_local_synchronization=True)
+            for members in (ranks[first : first + size], ranks[own % size :: size])
+        )
+        groups, names = [team, copies], ("ep", "copies")
+        grid = torch.tensor(ranks).view(-1, size).T
+        if states is not None:
+            groups, names = [states.mesh.get_group(0), *groups], ("tp", *names)
+            grid = states.mesh.mesh.view(states.mesh.size(0), -1, size).transpose(1, 2)
+        mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
+        assert isinstance(team, dist.ProcessGroup)
+        return cls(Team(team, "expert"), mesh, data.get_group())
+
+    def own(
+        self, parameter: nn.Parameter, cut: Cut, before: tuple[torch.Size, Placement] | None
+    ) -> nn.Parameter:
+        """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
+        value = value_of(parameter) if is_pending(parameter) else parameter.detach()
+        if value.is_meta:
             raise ValueError(
-                f"{name} has ep_size = {layer.ep_size}, and tensor_parallel.autotp_size is above 1: set one "
-                "of the two to 1; they are not built together yet"
+                "experts on the meta device have no values to spread: build the model under "
+                "thalweg.zero.Init(), or on the CPU"
             )
-        if data.size() % layer.ep_size:
-            raise ValueError(
-                f"{name} has ep_size = {layer.ep_size}, which does not divide the {data.size()} "
-                "data-parallel ranks: set it to a divisor"
-            )
-        if layer.ep_size not in teams:
-            teams[layer.ep_size] = _team(data, layer.ep_size)
-        team, mesh = teams[layer.ep_size]
-        for module in layer.experts.stack.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[key] = _own_rows(parameter, mesh, data)
-        layer.spread(ExpertTeam(team))
-    return [team for team, _ in teams.values()]
+        full = value.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(full, src=dist.get_global_rank(self.data, 0), group=self.data)
+        shape, tensor_axis = before if before is not None else (full.shape, Replicate())
+        placements: list[Placement] = [cut.placement(), Replicate()]
+        if self.mesh.ndim == 3:
+            placements.insert(0, tensor_axis)
+        spread = DTensor.from_local(
+            cut.take(full, self.team.rank),
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return nn.Parameter(spread, parameter.requires_grad)
 
 
-def _team(data: DeviceMesh, size: int) -> tuple[Team, DeviceMesh]:
-    ranks = data.mesh.flatten().view(-1, size).T.contiguous()
-    mesh = DeviceMesh(data.device_type, ranks, mesh_dim_names=("ep", "copies"))
-    return Team(mesh.get_group("ep"), "expert"), mesh
-
-
-def _own_rows(parameter: nn.Parameter, mesh: DeviceMesh, data: DeviceMesh) -> nn.Parameter:
-    full = parameter.detach().clone()
-    dist.broadcast(full, src=dist.get_global_rank(data.get_group(), 0), group=data.get_group())
-    local = full.chunk(mesh.size(0))[mesh.get_local_rank("ep")].clone()
-    rows = DTensor.from_local(
-        local, mesh, [Shard(0), Replicate()], run_check=False, shape=full.shape, stride=full.stride()
-    )
-    return nn.Parameter(rows, parameter.requires_grad)
+def local_rows(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's part of a parameter as a plain tensor; floating ones in ``dtype``."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.to(dtype) if local.is_floating_point() else local

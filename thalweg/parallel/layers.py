@@ -148,12 +148,12 @@ def partial(module: nn.Module, team: Team, name: str) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = {key: p for key, p in self._parameters.items() if p is not None}
         used = {key: summed(p, team, name) if p.requires_grad else p for key, p in named.items()}
-        return _call_with(self, inner, used, args, kwargs)
+        return call_with(self, inner, used, args, kwargs)
 
     return forward
 
 
-def _call_with(
+def call_with(
     module: nn.Module, forward: Forward, used: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     bare = _Bare(module, forward)

@@ -1,0 +1,338 @@
+"""Experts against dense layers: what a step costs, and what it is worth.
+
+**cost**: two models on one rank of Thalweg, alike but for the feed-forward layers: in one of them 8 experts
+of the dense layer's size stand in each place, of which each token is sent to one.  So the parameters at work
+for a token are the same.  The models take turns, step by step; the ratios are medians over turns.  What
+experts cost beside the same products: the gate, sorting tokens and putting them back, narrower products,
+and the optimiser's update of eight times the feed-forward parameters, which more tokens a step spread
+thinner; hence several numbers of tokens.
+
+**quality**: models trained on the sources of the Python standard library (byte-pair tokens) on the same
+batches for the same number of steps; held-out loss after the last.  The dense models grow in width, so
+that one can read off the size and the arithmetic of the dense model that reaches the experts' loss.
+
+    python bench/moe.py --write
+    python bench/moe.py --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT
+from _report import Row, compare, envelope, machine_line, rows_table, table, write_result
+
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import thalweg
+from thalweg.cli.demo_corpus import prepare
+from thalweg.moe import MoE
+from thalweg.nn.transformer import GPT, GPTConfig
+
+BALANCE = 0.01
+GOAL = 1.3
+
+
+class Sparse(nn.Module):
+    """A layer of experts in the place of a block's feed-forward layer; its balance loss is kept."""
+
+    def __init__(self, config: GPTConfig, num_experts: int, k: int) -> None:
+        super().__init__()
+        width = config.n_embd
+        expert = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+        self.layer = MoE(width, expert, num_experts, k=k, drop_tokens=False)
+        for name, parameter in self.layer.experts.stack.named_parameters():
+            std = 0.02 / (2 * config.n_layer) ** 0.5 if name.startswith("2") else 0.02
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=std)
+            else:
+                nn.init.zeros_(parameter)
+        nn.init.normal_(self.layer.gate.weight, std=0.02)
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.balance, _ = self.layer(x)
+        return y
+
+
+class Model(nn.Module):
+    """The reference GPT, dense (``num_experts`` 0) or with experts; returns the loss to minimise."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, config: GPTConfig, num_experts: int = 0, k: int = 1) -> None:
+        super().__init__()
+        self.gpt = GPT(config)
+        self.sparse: list[Sparse] = []
+        for block in self.gpt.blocks if num_experts else ():
+            self.sparse.append(Sparse(config, num_experts, k))
+            block.mlp = self.sparse[-1]
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = self.gpt(tokens, labels)
+        if not self.training:
+            return loss
+        return loss + BALANCE * sum(layer.balance for layer in self.sparse if layer.balance is not None)
+
+
+def engine_for(model: nn.Module, rows: int, lr: float = 1e-3) -> Any:
+    """Thalweg on one rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+    }
+    return thalweg.initialize(model=model, config=config)[0]
+
+
+def active_parameters(model: Model, k: int = 1) -> int:
+    """Parameters at work for a token."""
+    total = sum(p.numel() for p in model.parameters())
+    for layer in model.sparse:
+        stack = sum(p.numel() for p in layer.layer.experts.parameters())
+        total -= stack - k * stack // layer.layer.num_experts
+    return total
+
+
+# Cost
+
+
+@dataclass
+class Turns:
+    """Seconds on the clock and of CPU, one entry a turn."""
+
+    clock: list[float]
+    cpu: list[float]
+
+
+def cost(config: GPTConfig, tokens: int, experts: int, k: int, turns: int) -> dict[str, Turns]:
+    """Let the dense model and the one with experts take turns."""
+    rows = tokens // config.block_size
+    torch.manual_seed(0)
+    engines = {
+        "dense": engine_for(Model(config), rows),
+        "experts": engine_for(Model(config, experts, k), rows),
+    }
+    found = {name: Turns([], []) for name in engines}
+    generator = torch.Generator().manual_seed(1)
+    for turn in range(-2, turns):
+        batch = torch.randint(0, config.vocab_size, (rows, config.block_size + 1), generator=generator)
+        for name, engine in engines.items():
+            clock, cpu = time.perf_counter(), time.process_time()
+            loss = engine(batch[:, :-1], batch[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            if turn >= 0:
+                found[name].clock.append(time.perf_counter() - clock)
+                found[name].cpu.append(time.process_time() - cpu)
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
+def cost_rows(args: argparse.Namespace) -> list[Row]:
+    """Compare experts with the dense model for each number of tokens; ratio = dense / experts."""
+    rows = []
+    for shape, width, layers in (("4 x 256", 256, 4), ("2 x 512", 512, 2)):
+        for tokens in args.tokens:
+            config = GPTConfig(vocab_size=8192, n_layer=layers, n_head=4, n_embd=width, block_size=256)
+            found = cost(config, tokens, args.experts, 1, args.turns)
+            case = f"cost, {shape}, {args.experts} experts, top 1, {tokens} tokens a step"
+            for metric, key in (("step, ms", "clock"), ("step, CPU ms", "cpu")):
+                dense, sparse = getattr(found["dense"], key), getattr(found["experts"], key)
+                ratio = statistics.median(a / b for a, b in zip(dense, sparse, strict=True))
+                medians = statistics.median(sparse) * 1e3, statistics.median(dense) * 1e3
+                rows.append(compare(case, "dense", metric, *medians, ratio=ratio))
+        if args.quick:
+            break
+    return rows
+
+
+# Quality
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model of the quality table."""
+
+    name: str
+    width: int
+    experts: int = 0
+    k: int = 1
+
+
+CONTESTANTS = (
+    Contestant("dense, 128", 128),
+    Contestant("dense, 160", 160),
+    Contestant("dense, 192", 192),
+    Contestant("dense, 256", 256),
+    Contestant("dense, 320", 320),
+    Contestant("8 experts, top 1, 128", 128, 8),
+    Contestant("16 experts, top 1, 128", 128, 16),
+    Contestant("8 experts, top 2, 128", 128, 8, 2),
+)
+LENGTH, ROWS, VOCABULARY = 128, 16, 2048
+
+
+def sample(tokens: np.ndarray, seed: int, size: int) -> tuple[Tensor, Tensor]:
+    """Rows of text and the tokens that follow."""
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - LENGTH - 1, size)
+    rows = torch.from_numpy(np.stack([tokens[s : s + LENGTH + 1] for s in starts]).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(who: Contestant, steps: int, rate: float, text: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
+    """Train one contestant; its held-out loss, parameters and arithmetic."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True
+    )
+    model = Model(config, who.experts, who.k)
+    total, active = sum(p.numel() for p in model.parameters()), active_parameters(model, who.k)
+    engine = engine_for(model, ROWS, rate)
+    begin = time.process_time()
+    for step in range(steps):
+        share = min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate * share
+        engine.backward(engine(*sample(text, step, ROWS)))
+        engine.step()
+    seconds = time.process_time() - begin
+    engine.eval()
+    with torch.no_grad():
+        loss = sum(float(engine(*sample(held_out, 10_000 + i, 32))) for i in range(16)) / 16
+    engine.close()
+    # The embedding is looked up, not multiplied; its weight works once, as the head.
+    flops = 6 * active + 6 * config.n_layer * LENGTH * who.width
+    return {"loss": loss, "total": total, "active": active, "flops": flops, "cpu_seconds": seconds}
+
+
+def quality(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Train every contestant on the same batches; of each the best of the rates."""
+    found = {}
+    chosen = CONTESTANTS[:1] + CONTESTANTS[5:6] if args.quick else CONTESTANTS
+    with tempfile.TemporaryDirectory(prefix="thalweg-bench-") as folder:
+        prepare(Path(folder), VOCABULARY, lambda line: None)
+        text, held_out = np.load(Path(folder) / "tokens.npy"), np.load(Path(folder) / "held_out.npy")
+        for who in chosen:
+            runs = [{**train(who, args.steps, rate, text, held_out), "rate": rate} for rate in args.rates]
+            found[who.name] = min(runs, key=lambda run: run["loss"])
+    return found
+
+
+def dense_flops_for(loss: float, found: dict[str, dict[str, Any]]) -> float | None:
+    """Arithmetic a token of the dense model that would reach ``loss``: between neighbours, by logarithms."""
+    dense = sorted((r["flops"], r["loss"]) for name, r in found.items() if name.startswith("dense"))
+    for (low, worse), (high, better) in itertools.pairwise(dense):
+        if better <= loss <= worse:
+            share = (worse - loss) / (worse - better)
+            return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return None
+
+
+def quality_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
+    """Experts against the dense model of the same arithmetic, and of the same loss."""
+    rows, base = [], found["dense, 128"]
+    for name, result in found.items():
+        if name.startswith("dense"):
+            continue
+        case = f"quality, {name}"
+        rows.append(compare(case, "dense, 128", "held-out loss, nats", result["loss"], base["loss"]))
+        flops = dense_flops_for(result["loss"], found)
+        note = "" if flops else "no dense model of the table reaches this loss"
+        peer = "dense model of that loss"
+        rows.append(
+            compare(case, peer, "MFLOP a token", result["flops"] / 1e6, flops and flops / 1e6, note=note)
+        )
+    return rows
+
+
+# Report
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the result as Markdown."""
+    lines = [
+        "# Mixture of experts",
+        "",
+        f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+        "",
+        "Cost: ratio = dense / experts, medians over turns; the goal is a step of at most "
+        f"{GOAL} times the dense one's, a ratio of {1 / GOAL:.2f}. AdamW, clipping, fp32, "
+        f"{data['threads']} threads.",
+        "",
+        rows_table(data["rows"]),
+    ]
+    if data["quality"]:
+        cells = [
+            [
+                name,
+                f"{r['total'] / 1e6:.2f}",
+                f"{r['active'] / 1e6:.2f}",
+                f"{r['flops'] / 1e6:.1f}",
+                f"{r['rate']:g}",
+                f"{r['cpu_seconds']:.0f}",
+                f"{r['loss']:.4f}",
+            ]
+            for name, r in data["quality"].items()
+        ]
+        head = ["model", "M parameters", "M at work", "MFLOP a token", "rate", "CPU s", "held-out loss"]
+        lines += [
+            "",
+            f"Quality: GPT of 2 layers, vocabulary {VOCABULARY}, {data['steps']} steps of {ROWS} x {LENGTH} "
+            "tokens of the standard library's sources, the best of the learning rates tried.",
+            "",
+            table(head, cells),
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, measure, print one object or the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("cost", "quality"), help="one of the two parts")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few tokens, steps and models: under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--write", action="store_true", help="write results/moe.md and .json")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.tokens, args.turns, args.steps, args.rates = [1024], 3, 40, [2e-3]
+    torch.set_num_threads(args.threads)
+    rows = cost_rows(args) if args.only != "quality" else []
+    found = quality(args) if args.only != "cost" else {}
+    rows += quality_rows(found) if found else []
+    data = envelope("moe", rows, threads=args.threads, steps=args.steps, quality=found)
+    if args.write:
+        write_result("moe", data, render(data))
+    print(json.dumps(data) if args.json else render(data))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

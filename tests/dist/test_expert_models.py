@@ -1,0 +1,181 @@
+"""Hugging Face models with experts over ranks, against one process; their checkpoints at other degrees."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.moe_models import batch, build, loss_of
+from tests.dist.parity import full
+from tests.dist.tensor_parity import Run, config_of
+from tests.harness import run_ranks
+
+TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
+
+
+def _plain(model: nn.Module, rows: int, parts: int, steps: int) -> Run:
+    """One process; each batch in ``parts``, as an auxiliary loss is that of the tokens seen together."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses, gradients = [], {}
+    for step in range(steps):
+        tokens = batch(step, rows)
+        total = sum(loss_of(model, tokens[part::parts]) / parts for part in range(parts))
+        assert isinstance(total, torch.Tensor)
+        total.backward()
+        if step == 0:
+            gradients = {
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for n, p in model.named_parameters()
+            }
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def _engine(
+    model: nn.Module, rank: int, world: int, ep: int, stage: int, steps: int, tensor: int = 1, **extra: Any
+) -> Run:
+    import thalweg
+
+    rows, ranks = 2 * (world // tensor), world // tensor
+    config = config_of(
+        stage, tensor, rows, ranks, expert_parallel={"enabled": True, "autoep_size": ep}, **extra
+    )
+    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=config)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = loss_of(engine, batch(step, rows)[rank // tensor :: ranks])
+        engine.backward(loss)
+        if step == 0:
+            engine._parts.sharded.finish_window()
+            gradients = {
+                n: torch.zeros(p.shape) if p.grad is None else full(p.grad)
+                for n, p in engine.module.named_parameters()
+            }
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    parameters = {n: full(p) for n, p in engine.module.named_parameters()}
+    engine.close()
+    return Run(losses, gradients, parameters)
+
+
+Case = tuple[str, int, int, int, int]  # model, ep, stage, steps, tensor
+
+
+def _parity(rank: int, world: int, cases: list[Case]) -> list[str]:
+    torch.set_num_threads(1)
+    failures = []
+    for name, ep, stage, steps, tensor in cases:
+        model = build(name)
+        ranks = world // tensor
+        plain = _plain(model, 2 * ranks, ranks, steps)
+        differences = _engine(model, rank, world, ep, stage, steps, tensor).differences(plain)
+        if any(not value <= TOLERANCE[key] for key, value in differences.items()):
+            failures.append(f"{name}, ep {ep}, stage {stage}, tensor {tensor}: {differences}")
+    return failures
+
+
+def test_models_over_four_ranks_equal_one_process():
+    cases: list[Case] = [
+        ("mixtral", 4, 3, 20, 1),
+        ("mixtral, auxiliary loss", 2, 1, 4, 1),
+        ("qwen2_moe", 2, 2, 4, 1),
+        ("qwen3_moe", 4, 0, 4, 1),
+        ("deepseek_v2", 2, 3, 4, 1),
+        ("deepseek_v3", 4, 2, 4, 1),
+        ("olmoe", 2, 0, 4, 1),
+        ("gpt_oss", 4, 1, 4, 1),
+        ("list", 4, 3, 20, 1),
+        ("switch", 2, 2, 4, 1),
+        ("mixtral", 2, 3, 20, 2),
+    ]
+    for failures in run_ranks(_parity, 4, cases, timeout=300):
+        assert failures == []
+
+
+def _control(rank: int, world: int) -> dict[str, float]:
+    from thalweg.parallel.expert import ExpertTeam
+
+    torch.set_num_threads(1)
+    model = build("mixtral")
+    plain = _plain(model, 2 * world, world, 2)
+    to_experts = ExpertTeam.to_experts
+
+    def wrong(self: Any, rows: Any, groups: Any) -> Any:
+        received, own, back = to_experts(self, rows, groups)
+        return received, own, lambda results: back(results.flip(0))  # results of other rows
+
+    ExpertTeam.to_experts = wrong  # type: ignore[method-assign]
+    return _engine(model, rank, world, 2, 1, 2).differences(plain)
+
+
+def test_rows_that_come_back_in_another_order_are_noticed():
+    for differences in run_ranks(_control, 2):
+        assert differences["loss"] > 1e-4 and differences["gradient"] > 1e-3
+
+
+def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: str) -> dict[str, np.ndarray]:
+    import thalweg
+
+    torch.set_num_threads(1)
+    found = {}
+    for name in ("mixtral", "list"):
+        config = config_of(stage, 1, 2 * world, world, expert_parallel={"autoep_size": ep})
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        engine, *_ = thalweg.initialize(model=build(name, seed=0 if load is None else 9), config=config)
+        if load is None:
+            for step in range(2):
+                engine.backward(loss_of(engine, batch(step, 2 * world)[rank::world]))
+                engine.step()
+        else:
+            engine.load_checkpoint(f"{load}/{name}")
+        engine.save_checkpoint(f"{save}/{name}")
+        if ep > 1 and hasattr(engine.module, "config"):
+            engine.save_16bit_model(f"{save}/export")
+        for key, parameter in engine.module.named_parameters():
+            found[f"{name}/{key}"] = full(parameter).numpy()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}/{key}/{moment}"] = full(engine.optimizer.state[parameter][moment]).numpy()
+        engine.close()
+    return found
+
+
+def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path):
+    import transformers
+
+    at = {name: str(tmp_path / name) for name in ("four", "one", "two", "three", "back")}
+    first = run_ranks(_saved, 4, 4, 3, None, at["four"])[0]
+    others = [
+        run_ranks(_saved, 1, 1, 0, at["four"], at["one"])[0],
+        run_ranks(_saved, 2, 2, 1, at["one"], at["two"])[0],
+        run_ranks(_saved, 3, 3, 2, at["two"], at["three"])[0],
+        run_ranks(_saved, 4, 4, 3, at["three"], at["back"])[0],
+    ]
+    for values in others:
+        assert values.keys() == first.keys()
+        assert all(np.array_equal(values[key], value) for key, value in first.items())
+    stacks = [value for key, value in first.items() if key.endswith("gate_up_proj")]
+    assert stacks and all(
+        not np.array_equal(stack[i], stack[j])
+        for stack in stacks
+        for i in range(len(stack))
+        for j in range(i)
+    )
+    ours = build("mixtral")
+    state = {key.removeprefix("mixtral/"): torch.from_numpy(value) for key, value in first.items()}
+    ours.load_state_dict({key: state[key] for key in ours.state_dict()})
+    read = transformers.MixtralForCausalLM.from_pretrained(f"{at['back']}/export", dtype=torch.float32)
+    tokens = batch(0, 2)
+    with torch.no_grad():
+        logits = ours.bfloat16().float()(tokens).logits
+        assert torch.equal(read.eval()(tokens).logits, logits)
