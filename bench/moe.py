@@ -99,6 +99,7 @@ def engine_for(model: nn.Module, rows: int, lr: float = 1e-3) -> Any:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
+        "log_level": "error",
     }
     return thalweg.initialize(model=model, config=config)[0]
 
@@ -311,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=("cost", "quality"), help="one of the two parts")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2000)

@@ -47,11 +47,12 @@ from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_save
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.utils.trees import tensors_of
+from thalweg.zero.agree import agree_on_gradients
 from thalweg.zero.logical import like
 from thalweg.zero.options import model_facts, shard_options
 from thalweg.zero.shard import Sharded, shard
 from thalweg.zero.states import States
-from thalweg.zero.units import find_units
+from thalweg.zero.units import find_units, is_list_of_experts
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -118,6 +119,8 @@ def assemble(
     loss_tiling = tile_model(model, config.tiling)
     _compile(model, list(units.values()), config)
     sharded = shard(model, mesh, options, device, states)
+    lists = [module for name, module in model.named_modules() if is_list_of_experts(name, module)]
+    agree_on_gradients(sharded.groups, lists, mesh.get_group(), device)
     for name, text in sharded.notes.items():
         config.note(f"zero_optimization.{name}", text)
     for team in teams:

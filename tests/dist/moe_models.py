@@ -155,6 +155,7 @@ def batch(step: int, rows: int) -> Tensor:
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
     """The model's own loss on a batch, its auxiliary loss included where it has one."""
+    tokens = tokens.contiguous()
     inner = getattr(model, "module", model)
     if isinstance(inner, ListModel):
         logits = model(tokens[:, :-1])

@@ -26,16 +26,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from thalweg.ops.grouped import Groups, grouped_linear, sort_choices
-from thalweg.parallel.expert import Exchange, Share, by_rows, local_rows
-
-_BY_ELEMENT = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Dropout)
-
-
-class ExpertParameter(nn.Parameter):
-    """A stack of experts' weights: what :func:`thalweg.moe.is_moe_param` knows them by."""
+from thalweg.nn.experts import Experts
+from thalweg.ops.grouped import sort_choices
+from thalweg.parallel.expert import Exchange, Share, by_rows
 
 
 @dataclass(frozen=True)
@@ -126,45 +120,6 @@ def _within(
     place = torch.empty_like(order)
     place[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
     return (place < capacity).view(k, num_tokens).T
-
-
-class Experts(nn.Module):
-    """``num_experts`` copies of ``expert`` as one stack; rows sorted by expert -> rows."""
-
-    def __init__(self, expert: nn.Module, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.stack = copy.deepcopy(expert)
-        for module in self.stack.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    stacked = parameter.detach().expand(num_experts, *parameter.shape).clone()
-                    module._parameters[key] = ExpertParameter(stacked, parameter.requires_grad)
-        self._single = [copy.deepcopy(expert).to("meta")]  # in a list: no submodule
-
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """``rows`` (M, D) sorted by own expert -> (M, D)."""
-        own = {name: local_rows(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
-        if (chain := self._chain()) is not None:
-            for name, module in chain:
-                if isinstance(module, nn.Linear):
-                    rows = grouped_linear(rows, own[f"{name}.weight"], groups, own.get(f"{name}.bias"))
-                else:
-                    rows = module(rows)
-            return rows
-        results = []
-        for index, part in enumerate(rows.split(groups.sizes)):
-            single = {name: parameter[index] for name, parameter in own.items()}
-            results.append(functional_call(self._single[0], single, (part,)))
-        return torch.cat(results)
-
-    def _chain(self) -> list[tuple[str, nn.Module]] | None:
-        """The expert's parts by name, if it is a row of linear layers and functions of single elements."""
-        if type(self.stack) is not nn.Sequential:
-            return None
-        parts = list(self.stack.named_children())
-        known = all(type(part) is nn.Linear or isinstance(part, _BY_ELEMENT) for _, part in parts)
-        return parts if known else None
 
 
 class MoE(nn.Module):

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.ops.grouped import Groups, grouped_linear, sort_choices
-from thalweg.parallel.expert import Exchange, ExpertLayer, Share, by_rows, local_rows
-from thalweg.parallel.layers import Split, call_with, give_forward
+from thalweg.parallel.expert import Exchange, ExpertLayer, Share, by_rows, give_forward, local_rows
+from thalweg.parallel.layers import Split, call_with
 from thalweg.parallel.lists import find_lists
 from thalweg.parallel.plans import Refused
 from thalweg.zero.record import is_meta

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.mesh import Axes
 from thalweg.ops.grouped import Groups, put_back, sort_choices
+from thalweg.ops.subclass import Disguised, subclass_of
 from thalweg.parallel.cuts import Cut, even
 from thalweg.parallel.team import Team
 from thalweg.zero.pending import is_pending, value_of
@@ -92,6 +93,15 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "experts")
         return back, None, None, None
+
+
+class Spread(Disguised):
+    """Mixin of every module whose forward goes to experts elsewhere."""
+
+
+def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let this one module compute by ``forward(self, ...)``."""
+    module.__class__ = subclass_of(type(module), Spread, forward=forward)
 
 
 # Spreading
@@ -194,17 +204,17 @@ class _Place:
         ranks, own = data.mesh.flatten().tolist(), data.get_local_rank()
         first = own // size * size
         # Only the members take part, so that other data axes of the job need not do the same.
-        team, copies = (
-            dist.new_group(members, use_local_synchronization=True)
-            for members in (ranks[first : first + size], ranks[own % size :: size])
-        )
-        groups, names = [team, copies], ("ep", "copies")
+        groups: list[dist.ProcessGroup] = []
+        for members in (ranks[first : first + size], ranks[own % size :: size]):
+            group = dist.new_group(members, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            groups.append(group)
+        team, names = groups[0], ("ep", "copies")
         grid = torch.tensor(ranks).view(-1, size).T
         if states is not None:
             groups, names = [states.mesh.get_group(0), *groups], ("tp", *names)
             grid = states.mesh.mesh.view(states.mesh.size(0), -1, size).transpose(1, 2)
         mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
-        assert isinstance(team, dist.ProcessGroup)
         return cls(Team(team, "expert"), mesh, data.get_group())
 
     def own(

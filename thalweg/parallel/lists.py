@@ -26,10 +26,9 @@ from torch import Tensor, nn
 
 from thalweg.ops.grouped import Groups
 from thalweg.parallel.cuts import Cut, even
-from thalweg.parallel.expert import Exchange, Share, local_rows
-from thalweg.parallel.layers import call_with, give_forward
-
-_LISTS = (nn.ModuleList, nn.ModuleDict)
+from thalweg.parallel.expert import Exchange, Share, give_forward, local_rows
+from thalweg.parallel.layers import call_with
+from thalweg.zero.units import is_list_of_experts
 
 
 def find_lists(model: nn.Module) -> dict[str, ExpertList]:
@@ -37,21 +36,11 @@ def find_lists(model: nn.Module) -> dict[str, ExpertList]:
     found = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        own_name = name.rpartition(".")[2].lower()
-        if not isinstance(module, _LISTS) or "expert" not in own_name or "shared" in own_name:
-            continue
-        experts = list(module.children())
-        if len(experts) < 2 or len({_shape(expert) for expert in experts}) > 1 or not _shape(experts[0]):
-            continue
-        own_forward = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-        around = module if own_forward else modules[name.rpartition(".")[0]]
-        found[name] = ExpertList(around, module)
+        if is_list_of_experts(name, module):
+            own_forward = type(module).forward is not nn.Module.forward
+            around = module if own_forward else modules[name.rpartition(".")[0]]
+            found[name] = ExpertList(around, module)
     return found
-
-
-def _shape(module: nn.Module) -> tuple[Any, ...]:
-    parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
-    return (type(module), *parameters) if parameters else ()
 
 
 @dataclass
@@ -163,8 +152,10 @@ def _ask(talk: _Talk, num_experts: int, exchange: Exchange, own: list[Any], seen
     count = torch.tensor(counts, device=flat.device)
     index = torch.arange(num_experts, device=flat.device).repeat_interleave(count)
     rows, groups, back = exchange.to_experts(flat, Groups(count, index))
-    results = []
+    results = [rows[:0]]
     for (expert, inner), part in zip(own, rows.split(groups.sizes), strict=True):
+        if not len(part):
+            continue
         parameters = {name: local_rows(p, rows.dtype) for name, p in expert.named_parameters()}
         results.append(call_with(expert, inner, parameters, (part,), {}))
     returned = back(torch.cat(results))

@@ -116,6 +116,22 @@ class Group:
 
         inner.post_backward = post_backward
 
+    def agree_on_gradients(self, agree: Callable[[list[bool]], list[bool]]) -> None:
+        """Before each reduction ask ``agree`` which parameters have a gradient anywhere, given which have one
+        here; those that have one elsewhere alone get zeros."""
+        inner, plain = self._inner, self._inner.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            trained = [param for param in inner.fsdp_params if param.sharded_param.requires_grad]
+            if inner.reduce_grads:
+                present = [_has_unsharded_grad(param) for param in trained]
+                for param, here, anywhere in zip(trained, present, agree(present), strict=True):
+                    if anywhere and not here:
+                        param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+            plain(*unused)
+
+        inner.post_backward = post_backward
+
     def reads_reduced(self, output_dtype: torch.dtype) -> bool:
         """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
         inner = self._inner

@@ -88,12 +88,25 @@ def _list_children(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in taken):
             continue
-        if isinstance(module, nn.ModuleList) and len(module) > 1:
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_list_of_experts(name, module):
             taken.append(name)
             found += [(f"{name}.{key}", child) for key, child in module.named_children()]
     if any(isinstance(child, _CONTAINERS) for _, child in found):
         return []
     return found
+
+
+def is_list_of_experts(name: str, module: nn.Module) -> bool:
+    """Whether a list (or dict) of alike modules is called experts: a rank uses some of them only, so that
+    none of them can be a unit."""
+    own = name.rpartition(".")[2].lower()
+    if "expert" not in own or "shared" in own or not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    shapes = {
+        (type(child), *((key, p.shape, p.dtype) for key, p in child.named_parameters()))
+        for child in module.children()
+    }
+    return len(module) > 1 and len(shapes) == 1 and num_parameters(module) > 0
 
 
 def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
