@@ -190,7 +190,7 @@ CONTESTANTS = (
     Contestant("16 experts, top 1, 128", 128, 16),
     Contestant("8 experts, top 2, 128", 128, 8, 2),
 )
-LENGTH, ROWS, VOCABULARY = 128, 16, 2048
+LENGTH, ROWS, VOCABULARY = 128, 8, 2048
 
 
 def sample(tokens: np.ndarray, seed: int, size: int) -> tuple[Tensor, Tensor]:
@@ -315,8 +315,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.5e-3, 4e-3])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few tokens, steps and models: under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -115,14 +115,14 @@ class SGD(Fp32State, torch.optim.SGD):
                     "fused",
                 )
                 options = {key: group[key] for key in keys}
-                for first in (True, False):  # the fused kernel wants all buffers or none
-                    chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) is first]
-                    if chosen:
-                        own = [buffers[i] for i in chosen]
-                        pieces, slopes = [work[i] for i in chosen], [grads[i] for i in chosen]
-                        sgd(pieces, slopes, own, has_sparse_grad=False, **options)
-                        for i, buffer in zip(chosen, own, strict=True):
-                            buffers[i] = buffer
+                new = [i for i, buffer in enumerate(buffers) if buffer is None]
+                known = [i for i, buffer in enumerate(buffers) if buffer is not None]
+                for chosen in filter(None, (new, known)):  # the fused kernel wants all buffers or none
+                    own = [buffers[i] for i in chosen]
+                    pieces, slopes = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    sgd(pieces, slopes, own, has_sparse_grad=False, **options)
+                    for i, buffer in zip(chosen, own, strict=True):
+                        buffers[i] = buffer
             if group["momentum"]:
                 for param, state, buffer in zip(params, states, buffers, strict=True):
                     if buffer is not None and "momentum_buffer" not in state:
