@@ -20,11 +20,16 @@ from transformers import (
 )
 
 from thalweg.infer import Request, SamplingParams
-from thalweg.infer.sampler import choose, uniform
+from thalweg.infer.sampler import Choice, choose_one, find_best, uniform
 from thalweg.infer.sequence import Sequence
 from thalweg.infer.text import TextStream
 
 VOCAB = 40
+
+
+def choose(logits: torch.Tensor, sequences: list[Any]) -> list[Choice]:
+    """Choose a token for each row."""
+    return [choose_one(*of_row) for of_row in zip(logits, *find_best(logits), sequences, strict=True)]
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thalweg.ops import native
+from thalweg.ops import native, packed
 from thalweg.ops.packed import pack_linear
 
 pytestmark = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
@@ -35,18 +35,18 @@ def product(library: tuple[native.Kernels, object], x: Tensor, weight: Tensor, f
     count, eps = torch.tensor([rows]), torch.zeros(1)
     unused, bias = torch.zeros(width), torch.zeros(native.padded(len(weight), 32))
     out = torch.zeros(rows, len(bias))
-    packed = native.pack(weight, form)
+    parts = native.pack(weight, form)
     calls = [
         native.Call(kernels.norm("none", kind), [
             x, x.stride(0) * 4, unused, unused, eps, count, width, 0, *ready.arguments(),
         ]),
         native.Call(kernels.product(form), [
-            ready.ready, packed["weight"], out, count, native.padded(width),
+            ready.ready, parts["weight"], out, count, native.padded(width),
             len(bias) // native.FORMATS[form].columns, ready.stride, out.stride(0) * 4, bias, 0, ready.scale,
-            packed.get("scale", 0), *ready.sums_for(form),
+            parts.get("scale", 0), *ready.sums_for(form),
         ]),
     ]  # fmt: skip
-    native.lay(calls, made, [ready, packed]).run()  # type: ignore[arg-type]
+    native.lay(calls, made, [ready, parts]).run()  # type: ignore[arg-type]
     return out[:, : len(weight)]
 
 
@@ -80,3 +80,42 @@ def test_torchs_own_packed_kernels(form: str) -> None:
     assert (got - want).norm() / want.norm() < {"fp16": 1e-3}.get(form, ERRORS.get(form, 0))
     with pytest.raises(ValueError, match="known"):
         pack_linear(weight, bias, "int3")
+
+
+def test_a_kernel_that_is_not_there_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, x = torch.randn(64, 96), torch.randn(2, 96)
+    if torch.backends.mkldnn.is_available():
+        for form in ("fp32", "bf16"):
+            assert pack_linear(weight, None, form).kernel == "onednn"
+        assert pack_linear(weight, None, "int4").kernel == "int4"
+        assert pack_linear(weight[:33], None, "int4").kernel == "int8", "33 outputs do not suit int4"
+    assert not caplog.records
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such operator\nand a stack")
+
+    monkeypatch.setitem(packed._MAKERS, "fp32", broken)
+    layer = pack_linear(weight, None, "fp32")
+    assert layer.kernel == "torch" and torch.equal(layer(x), torch.nn.functional.linear(x, weight))
+    assert "torch's own product: no such operator" in caplog.text and "stack" not in caplog.text
+
+
+@given(st.integers(1, 20), st.integers(1, 200), st.integers(0, 10**6))
+def test_the_best_of_each_row(rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Few values, so that several are the largest: the first one counts.
+    x = torch.randint(-3, 3, (rows, width), generator=generator).float()
+    x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf
+    if seed % 3 == 0:
+        x[seed % rows, seed % width] = torch.nan
+    places, values = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
+    kernels, count = native.Kernels(), torch.tensor([rows])
+    call = native.Call(kernels.best(), [x, x.stride(0) * 4, count, width, values, places])
+    native.lay([call], kernels.compile(), [x, count, places, values]).run()
+    want = x.max(dim=1).values
+    assert torch.equal(values.isnan(), want.isnan())
+    good = ~want.isnan()
+    assert torch.equal(values[good], want[good])
+    assert torch.equal(places[good].long(), torch.stack([(r == r.max()).int().argmax() for r in x])[good])

@@ -74,6 +74,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=64, metavar="N", help="sequences that run together (default: 64)")
     add("--max-step-tokens", type=int, default=512, metavar="N", help="tokens of one step (default: 512)")
     add("--kv-memory", metavar="SIZE", help="memory of the KV cache, as in 4GiB")
+    add("--kv-cache-dtype", default="auto", choices=("auto", "fp32", "bf16", "int8", "fp8"))
+    add("--batch-invariant", action="store_true",
+        help="the same bits whatever runs beside (the native kernels always do)")
+    add("--speculate", type=int, default=0, metavar="N",
+        help="guess up to N tokens a step from what was said before; the same output in fewer steps")
     add("--no-prefix-cache", action="store_true", help="do not keep the KV of prompts' beginnings")
     add("--device", default="cpu")
     add("--stream", choices=("cpu", "nvme"),
@@ -95,6 +100,9 @@ def engine_task(args: argparse.Namespace) -> Any:
         quantize=args.quantize,
         max_length=args.max_length,
         kv_memory=parse_size(args.kv_memory) if args.kv_memory else None,
+        kv_cache_dtype=args.kv_cache_dtype,
+        batch_invariant=args.batch_invariant,
+        speculate=args.speculate,
         max_batch=args.max_batch,
         max_step_tokens=args.max_step_tokens,
         prefix_cache=not args.no_prefix_cache,

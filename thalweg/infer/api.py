@@ -220,6 +220,9 @@ class EngineStats:
     """Prompt tokens that came from the prefix cache."""
     generated_tokens: int = 0
     preemptions: int = 0
+    guessed_tokens: int = 0
+    """Tokens that were computed as guesses (``speculate``)."""
+    guessed_right: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """Sequences that ended, by finish reason."""
 
@@ -267,13 +270,21 @@ class EngineOptions:
     """Bytes for the KV cache; by default room for ``max_batch`` sequences, within half of the free memory."""
     block_size: int = 16
     """Tokens in a KV block."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept as: ``auto`` (fp32 beside fp32 weights, else bf16), ``fp32``, ``bf16``,
+    ``int8`` (a scale for each position and head; half the bytes of bf16), ``fp8`` (e4m3, without the native
+    kernels)."""
     max_batch: int = 64
     """Sequences that run together; with ``stream``, 0 leaves it to the plan: as many as cost nothing more."""
     max_step_tokens: int = 512
     """Tokens of one step: decoding ones and pieces of prompts together (Dynamic SplitFuse)."""
     prefix_cache: bool = True
+    speculate: int = 0
+    """Tokens to guess at most in a step, for each sequence, from what it has said: the same output in fewer
+    steps where it repeats itself or its prompt; 0 for none."""
     batch_invariant: bool = False
-    """Compute each sequence alone, with shapes that do not depend on the batch: slow, bitwise repeatable."""
+    """A request's logits are the same, bit for bit, whatever runs beside it.  The native kernels always give
+    this, at no cost; other runners then compute every token alone, which is slow."""
     device: str = "cpu"
     trust_remote_code: bool = False
     stream: str | None = None
@@ -289,6 +300,12 @@ class EngineOptions:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto, fp32, bf16 or fp16")
         if self.quantize not in (None, "int8", "int4"):
             raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
+        if self.kv_cache_dtype not in ("auto", "fp32", "bf16", "int8", "fp8"):
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto, fp32, bf16, int8 or fp8"
+            )
+        if self.speculate < 0:
+            raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
         if self.stream not in (None, "cpu", "nvme"):
             raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
         for name in ("block_size", "max_batch", "max_step_tokens"):

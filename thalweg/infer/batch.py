@@ -43,6 +43,13 @@ class Runner(Protocol):
         """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""
         ...
 
+    def best(self) -> tuple[list[int], list[float]] | None:
+        """Return the most likely token of each row of the last run and its logit, where that is at hand.
+
+        Of several equal ones the first; a logit that is NaN stands for a row that holds one.
+        """
+        ...
+
     def release(self, slot: int) -> None:
         """Forget what the slot's sequence has left outside of the blocks."""
         ...

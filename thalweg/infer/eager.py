@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thalweg.infer.batch import Batch
 from thalweg.infer.describe import MLP, Attention, Decoder, Experts, Linear, Norm, Rotary
+from thalweg.infer.pool import Pool
 
 _ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -30,7 +31,7 @@ class EagerRunner:
     """Runs a :class:`Decoder` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
-    (a mapped file, the host's memory) and come anew each time.
+    (a mapped file, the host's memory) and come anew each time.  ``cache``: see :class:`Pool`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class EagerRunner:
         device: torch.device | str = "cpu",
         make_linear: MakeLinear | None = None,
         keep: bool = True,
+        cache: str = "auto",
     ) -> None:
         self.decoder, self.dtype, self.device = decoder, dtype, torch.device(device)
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -55,8 +57,8 @@ class EagerRunner:
         slots = num_blocks * block_size
         self._keys, self._values = (
             [
-                torch.zeros(slots, x.attention.kv_heads, x.attention.dim, dtype=dtype, device=self.device)
-                for x in decoder.layers
+                Pool(slots, a.kv_heads, a.dim, dtype=dtype, cache=cache, device=self.device)
+                for a in (x.attention for x in decoder.layers)
             ]
             for _ in range(2)
         )
@@ -144,8 +146,9 @@ class EagerRunner:
         for span, place in zip(batch.spans, places, strict=True):
             part = slice(at, at + span.count)
             at += span.count
-            keys[place[span.start :]], values[place[span.start :]] = k[part], v[part]
-            out[part] = self._attend(a, q[part], keys[place], values[place], span.start)
+            keys.put(place[span.start :], k[part])
+            values.put(place[span.start :], v[part])
+            out[part] = self._attend(a, q[part], keys.get(place), values.get(place), span.start)
         return self._linear(a.out, out.flatten(1))
 
     def _rotate(self, r: Rotary, x: Tensor, positions: Tensor) -> Tensor:
@@ -223,6 +226,9 @@ class EagerRunner:
             assert n.bias is not None
             wide = F.layer_norm(wide, weight.shape, weight, self._at(n.bias, torch.float32), n.eps)
         return wide.to(x.dtype)
+
+    def best(self) -> None:
+        """Nothing is at hand: the sampler looks for it."""
 
     def release(self, slot: int) -> None:
         """Nothing is kept outside of the blocks."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from thalweg.infer.api import EngineStats, FinishReason, ModelFacts, Request, RequestOutput
 from thalweg.infer.batch import Batch, Runner, Span
 from thalweg.infer.blocks import BlockPool
-from thalweg.infer.sampler import Choice, choose, score
+from thalweg.infer.sampler import Choice, choose_one, find_best, score
 from thalweg.infer.scheduler import Plan, Scheduler
 from thalweg.infer.sequence import Sequence
 from thalweg.infer.text import TextStream
@@ -37,10 +37,13 @@ class Engine:
         max_step_tokens: int,
         prefix_cache: bool = True,
         guides: Any = None,
+        speculate: int = 0,
     ) -> None:
         self.facts, self.tokenizer, self.runner = facts, tokenizer, runner
         self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
-        self._scheduler = Scheduler(runner, self._pool, max_batch=max_batch, max_tokens=max_step_tokens)
+        self._scheduler = Scheduler(
+            runner, self._pool, max_batch=max_batch, max_tokens=max_step_tokens, speculate=speculate
+        )
         self._max_step_tokens = max_step_tokens
         self._guides = guides
         self._requests: dict[str, list[Sequence]] = {}
@@ -55,7 +58,7 @@ class Engine:
             return []
         logits = self.runner.run(plan.batch)
         self._scheduler.advance(plan)
-        return self._deliver(plan, choose(self._score(plan, logits), plan.sampled))
+        return self._deliver(plan, logits)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError when it can never run."""
@@ -129,8 +132,8 @@ class Engine:
         """Names of the requests that have not ended."""
         return self._requests.keys()
 
-    def _score(self, plan: Plan, logits: Tensor) -> Tensor:
-        """Take the rows that score prompts off the front of the logits."""
+    def _score(self, plan: Plan, logits: Tensor) -> int:
+        """Score prompts by the rows at the front of the logits; returns how many these are."""
         at = 0
         for sequence, start, count in plan.scored:
             if not sequence.prompt_logprobs:
@@ -140,13 +143,30 @@ class Engine:
                 wanted = sequence.params.prompt_logprobs or 0
                 sequence.prompt_logprobs.append(score(logits[at + offset], token, wanted))
             at += count
-        return logits[at:]
+        return at
 
-    def _deliver(self, plan: Plan, choices: list[Choice]) -> list[RequestOutput]:
+    def _deliver(self, plan: Plan, logits: Tensor) -> list[RequestOutput]:
         self._counts["steps"] += 1
-        outputs = []
-        for sequence, choice in zip(plan.sampled, choices, strict=True):
-            outputs.append(self._tell(sequence, choice))
+        outputs: list[RequestOutput] = []
+        row = self._score(plan, logits)
+        if not plan.sampled:
+            return outputs
+        tokens, values = self.runner.best() or find_best(logits)
+        for place, sequence in enumerate(plan.sampled):
+            guesses = plan.guesses.get(place, ())
+            for number in range(1 + len(guesses)):
+                at = row + number
+                choice = choose_one(logits[at], tokens[at], values[at], sequence)
+                outputs.append(self._tell(sequence, choice))
+                right = number < len(guesses) and outputs[-1].token_ids == (guesses[number],)
+                if not right or sequence.done:
+                    break
+                sequence.computed += 1  # the guess was computed as what it turned out to be
+            if guesses:
+                sequence.lookup.trust = number + 1
+                self._counts["guessed"] += len(guesses)
+                self._counts["right"] += number
+            row += 1 + len(guesses)
         return outputs
 
     def _tell(self, sequence: Sequence, choice: Choice) -> RequestOutput:
@@ -223,6 +243,8 @@ class Engine:
             cached_tokens=self._counts["cached"],
             generated_tokens=self._counts["generated"],
             preemptions=s.preemptions,
+            guessed_tokens=self._counts["guessed"],
+            guessed_right=self._counts["right"],
             finished=dict(self._finished),
         )
 

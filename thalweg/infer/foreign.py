@@ -57,6 +57,9 @@ class ForeignRunner:
             outputs.append(out)
         return outputs
 
+    def best(self) -> None:
+        """Nothing is at hand: the sampler looks for it."""
+
     def release(self, slot: int) -> None:
         """Drop the slot's cache."""
         self._caches.pop(slot, None)

@@ -28,8 +28,8 @@ _NO_MATTER = {
 }  # fmt: skip
 """DeepSpeed's keys that choose among its kernels; here the choice is measured or made by the processor."""
 _OURS = {
-    "max_length", "kv_memory", "max_batch", "max_step_tokens", "prefix_cache", "batch_invariant", "stream",
-    "stream_folder", "stream_memory", "trust_remote_code",
+    "max_length", "kv_memory", "kv_cache_dtype", "max_batch", "max_step_tokens", "prefix_cache",
+    "batch_invariant", "speculate", "stream", "stream_folder", "stream_memory", "trust_remote_code",
 }  # fmt: skip
 _TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 

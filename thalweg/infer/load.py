@@ -22,6 +22,8 @@ from thalweg.infer.describe import Decoder, Unsupported
 from thalweg.infer.eager import EagerRunner
 from thalweg.infer.engine import Engine
 from thalweg.infer.foreign import ForeignRunner
+from thalweg.infer.guides import Guides, available
+from thalweg.infer.invariant import OneByOne
 from thalweg.infer.models import describe
 from thalweg.infer.pack import packing
 from thalweg.infer.source import load_model, load_tokenizer, map_model
@@ -65,6 +67,9 @@ def load_engine(
     if config is None or not hasattr(model, "generate"):
         raise ValueError(f"{name} is no Hugging Face causal model: it has no config or no generate()")
     made, max_length = _runner(model, options, form, runner, key)
+    foreign = isinstance(made, ForeignRunner)
+    if options.batch_invariant and isinstance(made, EagerRunner | ForeignRunner):
+        made = OneByOne(made)
     facts = ModelFacts(
         name=name,
         kind="causal",
@@ -82,7 +87,9 @@ def load_engine(
         tokenizer,
         max_batch=len(made.tables),
         max_step_tokens=options.max_step_tokens,
-        prefix_cache=options.prefix_cache and not isinstance(made, ForeignRunner),
+        prefix_cache=options.prefix_cache and not foreign,
+        speculate=0 if foreign else options.speculate,  # a foreign cache cannot take back a wrong guess
+        guides=Guides(tokenizer, facts.vocab_size, facts.eos_token_ids) if available(tokenizer) else None,
     )
 
 
@@ -122,6 +129,8 @@ def _runner(
             reasons.append(str(reason))
     if options.stream:
         raise ValueError(f"streamed weights need a described model: {'; '.join(reasons)}")
+    if options.kv_cache_dtype in ("int8", "fp8"):
+        raise ValueError(f"a cache in {options.kv_cache_dtype} needs a described model: {'; '.join(reasons)}")
     if options.quantize:
         raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
@@ -133,8 +142,8 @@ def _runner(
 
 def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str | None) -> tuple[Runner, int]:
     length = min(options.max_length or decoder.max_length, decoder.max_length)
-    bf16_cache = form != "fp32"
-    blocks = _num_blocks(decoder, options, length, 2 if bf16_cache else 4)
+    cache = _cache(options, form)
+    blocks = _num_blocks(decoder, options, length, cache)
     on_cpu = torch.device(options.device).type == "cpu"
     if wanted != "eager" and on_cpu and form != "fp16":
         try:
@@ -147,7 +156,7 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
                 num_slots=options.max_batch,
                 max_length=length,
                 max_tokens=options.max_step_tokens,
-                bf16_cache=bf16_cache,
+                cache=cache,
             )
             return made, length
         except Unsupported as reason:
@@ -166,6 +175,7 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
         block_size=_BLOCK,
         device=options.device,
         make_linear=packing(form) if on_cpu else None,
+        cache=cache,
     )
     return made, length
 
@@ -179,12 +189,13 @@ def _streamed(
 
     length = min(options.max_length or decoder.max_length, decoder.max_length)
     slots = options.max_batch or planned_batch(decoder, form, options, length)
-    blocks = _num_blocks(decoder, replace(options, max_batch=slots), length, 4 if form == "fp32" else 2)
+    cache = _cache(options, form)
+    blocks = _num_blocks(decoder, replace(options, max_batch=slots), length, cache)
     shape: dict[str, Any] = {"num_blocks": blocks, "num_slots": slots, "max_length": length}
     try:
         if wanted == "eager" or options.device != "cpu" or form == "fp16":
             raise Unsupported("the native kernels are not for this")
-        check(decoder, form)
+        check(decoder, form, cache)
     except Unsupported as reason:
         if wanted == "native":
             raise
@@ -194,7 +205,7 @@ def _streamed(
         dtype = next(model.parameters()).dtype
         _compare(model, decoder, keep=False)
         plain = EagerRunner(
-            decoder, dtype=dtype, block_size=_BLOCK, device=options.device, keep=False, **shape
+            decoder, dtype=dtype, block_size=_BLOCK, device=options.device, keep=False, cache=cache, **shape
         )
         return plain, length
     weights = streamed_weights(decoder, form, options, key)
@@ -202,8 +213,7 @@ def _streamed(
         if not weights.file.complete:
             _compare(model, decoder, keep=False)
         made = NativeRunner(
-            decoder, form=form, max_tokens=options.max_step_tokens, bf16_cache=form != "fp32",
-            weights=weights, **shape,
+            decoder, form=form, max_tokens=options.max_step_tokens, cache=cache, weights=weights, **shape,
         )  # fmt: skip
         weights.seal()
     except BaseException:
@@ -212,9 +222,18 @@ def _streamed(
     return made, length
 
 
-def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, itemsize: int) -> int:
+def _cache(options: EngineOptions, form: str) -> str:
+    """Return what keys and values are kept as."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return form if form in ("fp32", "fp16") else "bf16"
+
+
+def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: str) -> int:
     """Return how many KV blocks the memory asked for, or a share of what is free, holds."""
-    per_token = sum(2 * x.attention.kv_heads * x.attention.dim * itemsize for x in decoder.layers)
+    size = {"fp32": 4, "int8": 1, "fp8": 1}.get(cache, 2)
+    scale = 4 if cache == "int8" else 0
+    per_token = sum(2 * a.kv_heads * (a.dim * size + scale) for a in (x.attention for x in decoder.layers))
     per_block = per_token * _BLOCK
     one = -(-length // _BLOCK)
     if options.kv_memory is not None:

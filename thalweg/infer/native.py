@@ -21,15 +21,18 @@ from thalweg.infer.batch import Batch
 from thalweg.infer.describe import Attention, Decoder, Experts, Layer, Linear, Norm, Unsupported
 from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
+from thalweg.store.paged import PagedMemory
 
 _KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 
-def check(decoder: Decoder, form: str) -> None:
+def check(decoder: Decoder, form: str, cache: str = "fp32") -> None:
     """Raise Unsupported unless this processor and this model suit the kernels."""
-    why = native.missing(form)
-    if why:
-        raise Unsupported(why)
+    for name in {form, "int8"} if cache == "int8" else {form}:
+        if why := native.missing(name):
+            raise Unsupported(why)
+    if cache not in native.CACHES:
+        raise Unsupported(f"a cache in {cache}")
     sizes = [decoder.width]
     for layer in decoder.layers:
         if isinstance(layer.mlp, Experts):
@@ -47,6 +50,7 @@ def check(decoder: Decoder, form: str) -> None:
 class NativeRunner:
     """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
 
+    ``cache``: what keys and values are kept as, a name of ``native.CACHES``.
     ``weights`` keeps them (by default in memory).  The decoder's embedding is read row by row where it lies.
     """
 
@@ -61,10 +65,10 @@ class NativeRunner:
         num_slots: int,
         max_length: int,
         max_tokens: int,
-        bf16_cache: bool,
+        cache: str,
         weights: Weights | None = None,
     ) -> None:
-        check(decoder, form)
+        check(decoder, form, cache)
         self._weights = weights or Resident(decoder, form)
         self.vocab, self.width, self.num_blocks = decoder.vocab, decoder.width, num_blocks
         self._softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
@@ -73,14 +77,15 @@ class NativeRunner:
         self._embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._positions_table = None if decoder.positions is None else decoder.positions.float()
-        laid = _Layout(self, decoder, form, max_tokens, max_length, bf16_cache)
+        laid = _Layout(self, decoder, form, max_tokens, max_length, cache)
         self._x, self._logits = laid.x, laid.logits
         self._tokens, self._positions, self._table_of, self._rows = laid.inputs
         self._counts = laid.counts
         # numpy views of the same memory: cheaper to fill, item by item
         self._np = [t.numpy() for t in (*laid.inputs, laid.counts)]
         self._body, self._head = laid.finish()
-        self._final = laid.final
+        self._final, self._best = laid.final, laid.best
+        self._last = 0
         self.weight_bytes = laid.weight_bytes
 
     @torch.inference_mode()
@@ -88,7 +93,7 @@ class NativeRunner:
         """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
         self._fill(batch)
         self._weights.run(self._body, 0)
-        count = len(batch.rows)
+        self._last = count = len(batch.rows)
         if count == 0:
             self._weights.skip(len(self._body))
             return self._logits[:0, : self.vocab]
@@ -97,6 +102,11 @@ class NativeRunner:
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
         return logits
+
+    def best(self) -> tuple[list[int], list[float]]:
+        """Return the most likely token of each row of the last run, and its logit."""
+        places, values = self._best
+        return places[: self._last].tolist(), values[: self._last].tolist()
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
@@ -145,9 +155,9 @@ class _Layout:
     """Lays a decoder down as instructions: packs weights, allocates buffers, names kernels."""
 
     def __init__(
-        self, owner: NativeRunner, d: Decoder, form: str, tokens: int, max_length: int, bf16_cache: bool
+        self, owner: NativeRunner, d: Decoder, form: str, tokens: int, max_length: int, cache: str
     ) -> None:
-        self.form, self.kind, self.tokens, self.bf16_cache = form, _KINDS[form], tokens, bf16_cache
+        self.form, self.kind, self.tokens, self.cache = form, _KINDS[form], tokens, cache
         self.kernels = native.Kernels()
         self.keep: list[Any] = [owner.tables]
         self.weights, self.weight_bytes = owner._weights, 0
@@ -159,6 +169,9 @@ class _Layout:
         self._tables_of_rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self.tape: list[native.Call] = []
         self.body = [self.tape]
+        # One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
+        room = sum(x.attention.kv_heads * self._heads(x.attention).head_bytes for x in d.layers)
+        self.cache_memory, self.cache_used = PagedMemory(2 * owner.num_blocks * room), 0
         self.scratch = torch.zeros(256, native.padded(max_length, 16))
         if d.embed_norm is not None:
             self._norm_into(d.embed_norm, self.x, self.x)
@@ -171,6 +184,7 @@ class _Layout:
         self.head = [self.head_tape]
         self.logits = torch.empty(tokens, native.padded(d.vocab, 32))
         self.final = self._finish(d, head_form(form))
+        self.best = self._find_best(d.vocab)
 
     def _hold(self, tensor: Tensor) -> Tensor:
         self.keep.append(tensor)
@@ -280,16 +294,10 @@ class _Layout:
         return self.x.shape[1] % 32 == 0
 
     def _attention(self, a: Attention, qkv: Tensor, out: Tensor, num_blocks: int) -> None:
-        pairs = 0 if a.rotary is None else a.rotary.cos.shape[1]
-        heads = native.Heads(
-            heads=a.heads, kv_heads=a.kv_heads, dim=a.dim, scale=a.scale, bf16_cache=self.bf16_cache,
-            rotary=2 * pairs, interleaved=a.rotary is not None and a.rotary.interleaved,
-            qk_norm=a.q_norm is not None, window=a.window, softcap=a.softcap, alibi=a.slopes is not None,
-        )  # fmt: skip
+        heads = self._heads(a)
         cos, sin = self._rotary_tables(a)
-        dtype = torch.bfloat16 if self.bf16_cache else torch.float32
-        shape = (num_blocks, a.kv_heads, a.dim * native.BLOCK)
-        keys, values = (self._hold(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+        each = num_blocks * heads.head_bytes
+        keys, values = (self._room(a.kv_heads * each) for _ in range(2))
         q_norm = self._vector(None if a.q_norm is None else a.q_norm.weight, a.dim)
         k_norm = self._vector(None if a.k_norm is None else a.k_norm.weight, a.dim)
         eps = self._hold(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
@@ -297,13 +305,28 @@ class _Layout:
         stride = qkv.stride(0) * 4
         self.tape.append(native.Call(self.kernels.rotate(heads), [
             qkv, stride, self._count(), positions, self._tables, keys, values, cos, sin, q_norm, k_norm, eps,
-            table_of,
+            table_of, each,
         ]))  # fmt: skip
         slopes = self._vector(a.slopes, a.heads)
         self.tape.append(native.Call(self.kernels.attend(heads), [
             qkv, stride, self._count(), positions, self._tables, keys, values, out, self.scratch,
-            self.scratch.stride(0) * 4, slopes, table_of,
+            self.scratch.stride(0) * 4, slopes, table_of, each,
         ]))  # fmt: skip
+
+    def _heads(self, a: Attention) -> native.Heads:
+        pairs = 0 if a.rotary is None else a.rotary.cos.shape[1]
+        return native.Heads(
+            heads=a.heads, kv_heads=a.kv_heads, dim=a.dim, scale=a.scale, cache=self.cache,
+            paired=not native.missing("bf16"),
+            rotary=2 * pairs, interleaved=a.rotary is not None and a.rotary.interleaved,
+            qk_norm=a.q_norm is not None, window=a.window, softcap=a.softcap, alibi=a.slopes is not None,
+        )  # fmt: skip
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Take bytes of the cache's memory."""
+        start = self.cache_used
+        self.cache_used += nbytes
+        return self._hold(self.cache_memory.tensor(start, (nbytes,), torch.uint8))
 
     def _rotary_tables(self, a: Attention) -> tuple[Tensor, Tensor]:
         if a.rotary is None:
@@ -325,6 +348,13 @@ class _Layout:
             self._product(rows, part, self.logits[:, start:], form, head=True)
             start = stop
         return rows.y
+
+    def _find_best(self, vocab: int) -> tuple[Tensor, Tensor]:
+        places, values = torch.zeros(self.tokens, dtype=torch.int32), torch.zeros(self.tokens)
+        self.head_tape.append(native.Call(self.kernels.best(), [
+            self.logits, self.logits.stride(0) * 4, self._count(True), vocab, values, places,
+        ]))  # fmt: skip
+        return self._hold(places), self._hold(values)
 
     def finish(self) -> tuple[list[native.Tape], list[native.Tape]]:
         """Compile the kernels and return the tapes of the body and of the head, a list of segments each."""

@@ -31,25 +31,25 @@ class Choice:
     error: str | None = None
 
 
-def choose(logits: Tensor, sequences: list[Sequence]) -> list[Choice]:
-    """Choose a token for each row of fp32 logits (len(sequences), vocab)."""
-    if not sequences:
-        return []
-    best, tokens = logits.max(dim=1)
-    chosen: list[int] = tokens.tolist()
-    finite = [math.isfinite(value) for value in best.tolist()]
-    choices = []
-    for row, sequence in enumerate(sequences):
-        token, params = chosen[row], sequence.params
-        if not finite[row]:
-            choices.append(Choice(0, error="the model's output was not a finite number"))
-            continue
-        if not _plain(sequence):
-            token = _draw(_processed(logits[row], sequence), sequence)
-        logprob = None if params.logprobs is None else score(logits[row], token, params.logprobs)
-        choices.append(Choice(token, logprob))
-        _remember(sequence, token)
-    return choices
+Best = tuple[list[int], list[float]]
+
+
+def find_best(logits: Tensor) -> Best:
+    """Return the most likely token of each row of logits (rows, vocab), and its logit."""
+    values, tokens = logits.max(dim=1)
+    return tokens.tolist(), values.tolist()
+
+
+def choose_one(row: Tensor, token: int, value: float, sequence: Sequence) -> Choice:
+    """Choose a sequence's next token from fp32 logits (vocab,), whose largest is ``value``, at ``token``."""
+    params = sequence.params
+    if not math.isfinite(value):
+        return Choice(0, error="the model's output was not a finite number")
+    if not _plain(sequence):
+        token = _draw(_processed(row, sequence), sequence)
+    logprob = None if params.logprobs is None else score(row, token, params.logprobs)
+    _remember(sequence, token)
+    return Choice(token, logprob)
 
 
 def _plain(sequence: Sequence) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from thalweg.infer.batch import Batch, Runner, Span
 from thalweg.infer.blocks import BlockPool
 from thalweg.infer.sequence import Sequence
+from thalweg.infer.speculate import propose
 
 
 @dataclass
@@ -28,9 +29,11 @@ class Plan:
 
     batch: Batch
     parts: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each span's sequence and its number of tokens."""
+    """Each span's sequence and its number of tokens, guesses not counted."""
     sampled: list[Sequence] = field(default_factory=list)
-    """Sequences that get a token; their rows are the last ``len(sampled)`` of the logits, in order."""
+    """Sequences that get a token; their rows are the last ones of the logits, in order."""
+    guesses: dict[int, list[int]] = field(default_factory=dict)
+    """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
 
@@ -38,8 +41,10 @@ class Plan:
 class Scheduler:
     """Queue and running set of one engine."""
 
-    def __init__(self, runner: Runner, pool: BlockPool, *, max_batch: int, max_tokens: int) -> None:
-        self.pool, self._runner = pool, runner
+    def __init__(
+        self, runner: Runner, pool: BlockPool, *, max_batch: int, max_tokens: int, speculate: int = 0
+    ) -> None:
+        self.pool, self._runner, self._speculate = pool, runner, speculate
         self._max_batch, self._max_tokens = max_batch, max_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -85,8 +90,8 @@ class Scheduler:
                 chosen.append((sequence, count))
                 budget -= count
         if preempted == self.preemptions:
-            self._admit(budget, chosen)
-        return self._lay(chosen) if chosen else None
+            budget = self._admit(budget, chosen)
+        return self._lay(chosen, budget) if chosen else None
 
     def _grow(self, sequence: Sequence, chosen: list[tuple[Sequence, int]]) -> bool:
         """Make room for the sequence's next token; False when it had to be put back itself."""
@@ -120,16 +125,17 @@ class Scheduler:
             self._runner.tables[sequence.slot, len(sequence.blocks)] = block
             sequence.blocks.append(block)
 
-    def _admit(self, budget: int, chosen: list[tuple[Sequence, int]]) -> None:
-        while budget and self._slots:
+    def _admit(self, budget: int, chosen: list[tuple[Sequence, int]]) -> int:
+        """Let waiting sequences in; returns what is left of the budget."""
+        while budget and self._slots and self.waiting:
             sequence = next((s for s in self.waiting if self._ready(s)), None)
             if sequence is None:
-                return
+                return budget
             found, idle = self._prefix(sequence)
             wanted = -(-len(sequence.tokens) // self.pool.size) - len(found)
             # One block for each that decodes already, lest it be put back a moment later.
             if wanted + idle + len(self.running) > self.pool.available and self.running:
-                return
+                return budget
             assert wanted + idle <= self.pool.available, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
             sequence.slot = self._slots.pop()
@@ -143,6 +149,20 @@ class Scheduler:
             count = min(len(sequence.tokens) - sequence.computed, budget)
             chosen.append((sequence, count))
             budget -= count
+        return budget
+
+    def _guess(self, sequence: Sequence, rows: int, budget: int) -> list[int]:
+        """Return guesses for a decoding sequence, with their blocks; nobody is put back for guesses."""
+        found = propose(sequence, min(self._speculate, budget), rows)
+        while found:
+            missing = -(-(len(sequence.tokens) + len(found)) // self.pool.size) - len(sequence.blocks)
+            if missing <= 0:
+                return found
+            if missing < self.pool.available:
+                self._assign(sequence, [self.pool.take() for _ in range(missing)])
+                return found
+            found.pop()
+        return found
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         if not self.pool.remember or sequence.params.prompt_logprobs is not None:
@@ -154,21 +174,28 @@ class Scheduler:
         leader = sequence.leader
         return leader is None or leader.done or not self.pool.remember or leader.generated > 0
 
-    def _lay(self, chosen: list[tuple[Sequence, int]]) -> Plan:
+    def _lay(self, chosen: list[tuple[Sequence, int]], budget: int = 0) -> Plan:
         plan = Plan(Batch([], [], []), chosen)
         batch, first, last = plan.batch, [], []
         for sequence, count in chosen:
             start, at = sequence.computed, len(batch.tokens)
-            batch.spans.append(Span(sequence.slot, start, count))
+            guesses: list[int] = []
+            if self._speculate and count == 1 and sequence.generated:
+                guesses = self._guess(sequence, at + len(chosen), budget)
+                budget -= len(guesses)
+            batch.spans.append(Span(sequence.slot, start, count + len(guesses)))
             batch.tokens += sequence.tokens[start : start + count]
+            batch.tokens += guesses
             if sequence.params.prompt_logprobs is not None and start < sequence.num_prompt - 1:
                 scored = min(start + count, sequence.num_prompt - 1) - start
                 if start >= len(sequence.prompt_logprobs) - 1:  # not once more after it was put back
                     plan.scored.append((sequence, start, scored))
                     first += range(at, at + scored)
             if start + count == len(sequence.tokens):
+                if guesses:
+                    plan.guesses[len(plan.sampled)] = guesses
                 plan.sampled.append(sequence)
-                last.append(at + count - 1)
+                last += range(at + count - 1, at + count + len(guesses))
         batch.rows = first + last
         return plan
 

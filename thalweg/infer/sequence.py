@@ -44,6 +44,8 @@ class Sequence:
     counts: Tensor | None = None
     """(vocab,) how often a token was generated."""
     guide: Any = None
+    lookup: Any = None
+    """The :class:`~thalweg.infer.speculate.Lookup` of its tokens, where the engine guesses."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     told_prompt: bool = False
     done: bool = False

@@ -9,47 +9,68 @@ not suit it, the layer computes the same with plain operators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
 Layer = Callable[[Tensor], Tensor]
 _GROUP = 32
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, form: str) -> Layer:
+@dataclass(frozen=True)
+class PackedLinear:
+    """A layer and the ``kernel`` that computes it: ``onednn``, ``int8``, ``int4`` or ``torch``."""
+
+    kernel: str
+    product: Layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return self.product(x)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, form: str) -> PackedLinear:
     """Return ``x -> x @ weight.T + bias`` with the weight (N, K) kept as fp32, bf16, fp16, int8 or int4.
 
     x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4.  Raises ValueError for
     another form.
     """
-    makers = {"fp32": _onednn, "bf16": _onednn, "fp16": _plain, "int8": _int8, "int4": _int4}
-    if form not in makers:
-        raise ValueError(f"weights cannot be packed as {form!r}; known: {', '.join(makers)}")
+    if form not in _MAKERS:
+        raise ValueError(f"weights cannot be packed as {form!r}; known: {', '.join(_MAKERS)}")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
     weight = weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
     try:
-        return makers[form](weight, bias)
-    except (RuntimeError, AttributeError, NotImplementedError):
+        return _MAKERS[form](weight, bias)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        log.warning("weights %s in %s stay with torch's own product: %s", tuple(weight.shape), form, reason)
         return _plain(weight, bias)
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> Layer:
-    return lambda x: F.linear(x, weight, bias)
+def _plain(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return PackedLinear("torch", lambda x: F.linear(x, weight, bias))
 
 
-def _onednn(weight: Tensor, bias: Tensor | None) -> Layer:
-    packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous().to_mkldnn())
+def _onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    reorder = torch.ops.mkldnn._reorder_linear_weight.default
+    try:
+        packed = reorder(weight.contiguous())
+    except (RuntimeError, NotImplementedError):  # other versions of torch take their own kind of tensor
+        packed = reorder(weight.contiguous().to_mkldnn())
     product = torch.ops.mkldnn._linear_pointwise.default
     layer = lambda x: product(x, packed, bias, "none", [], "")
     layer(weight.new_zeros(1, weight.shape[1]))  # refuses here what it would refuse later
-    return layer
+    return PackedLinear("onednn", layer)
 
 
-def _int8(weight: Tensor, bias: Tensor | None) -> Layer:
+def _int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     scale = weight.abs().amax(1).div(127).clamp(min=1e-12).double()
     zeros = torch.zeros(len(scale), dtype=torch.int64)
     quantised = torch.quantize_per_channel(weight.contiguous(), scale, zeros, 0, torch.qint8)
@@ -57,10 +78,10 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Layer:
     # Without VNNI the products of two bytes are added in 16 bits, which 7 of 8 bits do not overflow.
     narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
     product = torch.ops.quantized.linear_dynamic
-    return lambda x: product(x, packed, narrow)
+    return PackedLinear("int8", lambda x: product(x, packed, narrow))
 
 
-def _int4(weight: Tensor, bias: Tensor | None) -> Layer:
+def _int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     outputs, inputs = weight.shape
     if inputs % _GROUP or outputs % 32:
         return _int8(weight, bias)
@@ -79,4 +100,7 @@ def _int4(weight: Tensor, bias: Tensor | None) -> Layer:
         return y if bias is None else y + bias
 
     layer(weight.new_zeros(1, inputs))
-    return layer
+    return PackedLinear("int4", layer)
+
+
+_MAKERS = {"fp32": _onednn, "bf16": _onednn, "fp16": _plain, "int8": _int8, "int4": _int4}

@@ -1,69 +1,33 @@
 """Rotate, store and attend: the part of a decoder that sees the paged KV cache.
 
-The cache of a layer is a pool of blocks of 16 positions.  Keys lie transposed, (block, head, dim, 16), so
-that one vector holds the scores of a whole block; values lie as they come, (block, head, 16, dim).  A token
-knows its position, the row of its sequence's block table, and nothing else: a step may mix decoding tokens
-and pieces of prompts freely, and each token attends to the positions up to its own.
+The cache of a layer is a pool of blocks of 16 positions, head by head, so that blocks that follow each other
+are one stream; how they lie is ``kept.py``'s.  A token knows its position, the row of its sequence's block
+table, and nothing else: a step may mix decoding tokens and pieces of prompts freely, and each token attends
+to the positions up to its own.
 
 Softmax is the plain two-pass one, in fp32, over a scratch row for each thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.native.ir import BF16, F32, I64, VOID, Code, vec
+from thalweg.ops.native.ir import F32, I64, VOID, Code, vec
+from thalweg.ops.native.kept import BLOCK, Heads, layout
 from thalweg.ops.native.pointwise import exp, normalise
 
-BLOCK = 16
 ROTATE = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "cos", "sin", "q_norm", "k_norm",
-    "eps", "table_of",
+    "eps", "table_of", "head_stride",
 )  # fmt: skip
-"""``tables``: address of int32 block tables, ``table_of``: of each token's table as an offset in bytes."""
+"""``tables``: address of int32 block tables, ``table_of``: of each token's table as an offset in bytes;
+``head_stride``: bytes of one head's blocks."""
 ATTEND = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "out", "scratch", "scratch_stride",
-    "slopes", "table_of",
+    "slopes", "table_of", "head_stride",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Shape and flavour of one layer's attention."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
-    bf16_cache: bool = False
-    rotary: int = 0
-    """Leading dims of a head that are rotated; 0 for none."""
-    interleaved: bool = False
-    """Pairs are (2i, 2i+1) instead of (i, i + rotary/2)."""
-    qk_norm: bool = False
-    window: int = 0
-    """Positions that a token sees, itself included; 0 for all."""
-    softcap: float = 0.0
-    alibi: bool = False
-
-    @property
-    def element(self) -> Any:
-        """The cache's element type."""
-        return BF16 if self.bf16_cache else F32
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the keys, or the values, of one block of one layer."""
-        return BLOCK * self.kv_heads * self.dim * (2 if self.bf16_cache else 4)
-
-    def name(self, what: str) -> str:
-        """Return a name that tells this shape from others."""
-        fields = (self.heads, self.kv_heads, self.dim, self.scale, self.bf16_cache, self.rotary,
-                  self.interleaved, self.qk_norm, self.window, self.softcap, self.alibi)  # fmt: skip
-        return f"{what}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in fields)
 
 
 def _arguments(code: Code, names: tuple[str, ...]) -> dict[str, Any]:
@@ -79,6 +43,7 @@ def rotate(module: Any, h: Heads) -> str:
     per_token = h.heads + 2 * h.kv_heads
     first, last = code.share(code.mul(rows, per_token))
     eps = code.load(F32, a["eps"])
+    kept = layout(code, h)
     with code.range(first, last) as item:
         token, head = code.div(item, per_token), code.rem(item, per_token)
         row = code.add(a["qkv"], code.mul(token, a["qkv_stride"]), code.mul(head, 4 * h.dim))
@@ -94,15 +59,16 @@ def rotate(module: Any, h: Heads) -> str:
         with code.when(stored):
             table = code.add(a["tables"], code.load(I64, code.add(a["table_of"], code.mul(token, 8))))
             number = code.load(ir.IntType(32), code.add(table, code.mul(code.div(position, BLOCK), 4)))
-            block = code.mul(code.b.sext(number, I64), h.block_bytes)
+            block = code.mul(code.b.sext(number, I64), h.head_bytes)
             slot = code.rem(position, BLOCK)
             is_key = code.b.icmp_signed("<", head, code.i(h.heads + h.kv_heads))
             with code.b.if_else(is_key) as (then, otherwise):
                 with then:
-                    _store_key(code, h, row, code.add(a["keys"], block), code.sub(head, h.heads), slot)
+                    start = code.mul(code.sub(head, h.heads), a["head_stride"])
+                    kept.store_key(row, code.add(a["keys"], block, start), slot)
                 with otherwise:
-                    which = code.sub(head, h.heads + h.kv_heads)
-                    _store_value(code, h, row, code.add(a["values"], block), which, slot)
+                    start = code.mul(code.sub(head, h.heads + h.kv_heads), a["head_stride"])
+                    kept.store_value(row, code.add(a["values"], block, start), slot)
     code.ret()
     return name
 
@@ -121,31 +87,6 @@ def _turn(code: Code, h: Heads, row: Any, position: Any, a: dict[str, Any]) -> N
         code.store(code.b.fadd(code.b.fmul(y, cos), code.b.fmul(x, sin)), other)
 
 
-def _store_key(code: Code, h: Heads, row: Any, block: Any, head: Any, slot: Any) -> None:
-    size = 2 if h.bf16_cache else 4
-    base = code.add(block, code.mul(head, h.dim * BLOCK * size), code.mul(slot, size))
-    with code.range(0, h.dim) as d:
-        value = code.load(F32, code.add(row, code.mul(d, 4)))
-        if h.bf16_cache:
-            value = code.b.fptrunc(value, BF16)
-        code.store(value, code.add(base, code.mul(d, BLOCK * size)), size)
-
-
-def _store_value(code: Code, h: Heads, row: Any, block: Any, head: Any, slot: Any) -> None:
-    size = 2 if h.bf16_cache else 4
-    base = code.add(block, code.mul(code.add(code.mul(head, BLOCK), slot), h.dim * size))
-    with code.range(0, h.dim, 16) as d:
-        value = code.load(vec(16), code.add(row, code.mul(d, 4)))
-        if h.bf16_cache:
-            value = code.b.fptrunc(value, vec(16, BF16))
-        code.store(value, code.add(base, code.mul(d, size)))
-
-
-def _widen(code: Code, h: Heads, address: Any) -> Any:
-    value = code.load(vec(16, h.element), address)
-    return code.b.fpext(value, vec(16)) if h.bf16_cache else value
-
-
 def attend(module: Any, h: Heads) -> str:
     """Add the kernel that lets every token's query heads attend; ``out`` has rows of heads * dim floats."""
     name = h.name("attend")
@@ -162,7 +103,7 @@ def attend(module: Any, h: Heads) -> str:
         table = code.add(a["tables"], code.load(I64, code.add(a["table_of"], code.mul(token, 8))))
         out = code.add(a["out"], code.mul(code.add(code.mul(token, h.heads), head), 4 * h.dim))
         slope = code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if h.alibi else code.f(0.0)
-        kv = code.mul(code.div(head, h.heads // h.kv_heads), h.dim * BLOCK * (2 if h.bf16_cache else 4))
+        kv = code.mul(code.div(head, h.heads // h.kv_heads), a["head_stride"])
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
         code.b.call(one, [query, position, table, keys, values, out, scratch, slope])
     code.ret()
@@ -182,10 +123,12 @@ def _one_head(module: Any, h: Heads) -> Any:
 
     def block_of(pool: Any, number: Any) -> Any:
         index = code.load(ir.IntType(32), code.add(table, code.mul(number, 4)))
-        return code.add(pool, code.mul(code.b.sext(index, I64), h.block_bytes))
+        return code.add(pool, code.mul(code.b.sext(index, I64), h.head_bytes))
 
+    kept = layout(code, h)
+    scores = kept.scores(query)
     with code.range(block0, blocks) as number:
-        score = code.b.fmul(_scores(code, h, query, block_of(keys, number)), code.f(h.scale, 16))
+        score = code.b.fmul(scores(block_of(keys, number)), code.f(h.scale, 16))
         if h.softcap:
             score = _capped(code, score, h.softcap)
         base = code.mul(number, BLOCK)
@@ -206,34 +149,15 @@ def _one_head(module: Any, h: Heads) -> Any:
     with code.range(block0, blocks) as number:
         at = code.add(scratch, code.mul(number, 4 * BLOCK))
         weight = exp(code, code.b.fsub(code.load(vec(16), at), peak))
-        code.store(weight, at)
-        total.value = code.b.fadd(total.value, weight)
         block = block_of(values, number)
-        size = 2 if h.bf16_cache else 4
-        # Slots beyond the position hold what an earlier owner left: finite, but not to be multiplied by.
+        total.value = code.b.fadd(total.value, kept.weights(weight, block, at))
         inside = code.min(code.sub(code.add(position, 1), code.mul(number, BLOCK)), BLOCK)
-        with code.range(0, inside) as j:
-            p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
-            for c in range(parts):
-                v = _widen(code, h, code.add(block, code.mul(j, h.dim * size), 16 * size * c))
-                acc[c].value = code.fma(p, v, acc[c].value)
+        kept.add(acc, at, block, inside)
     inverse = code.splat(code.b.fdiv(code.f(1.0), code.total(total.value)), 16)
     for c in range(parts):
         code.store(code.b.fmul(acc[c].value, inverse), code.add(out, 64 * c))
     code.ret()
     return code.function
-
-
-def _scores(code: Code, h: Heads, query: Any, block: Any) -> Any:
-    """Return the products of a query with the 16 keys of a block."""
-    acc = [code.var(code.f(0.0, 16)) for _ in range(4)]
-    size = 2 if h.bf16_cache else 4
-    with code.range(0, h.dim, 8) as d:
-        for u in range(8):
-            q = code.splat(code.load(F32, code.add(query, code.mul(d, 4), 4 * u)), 16)
-            k = _widen(code, h, code.add(block, code.mul(d, BLOCK * size), BLOCK * size * u))
-            acc[u % 4].value = code.fma(q, k, acc[u % 4].value)
-    return code.b.fadd(code.b.fadd(acc[0].value, acc[1].value), code.b.fadd(acc[2].value, acc[3].value))
 
 
 def _capped(code: Code, score: Any, cap: float) -> Any:

@@ -213,13 +213,14 @@ class Code:
 
     def total(self, a: Any) -> Any:
         """Add up a vector's elements, pairwise."""
-        return self._fold(a, self.b.fadd)
+        return self.fold(a, self.b.fadd)
 
     def largest(self, a: Any) -> Any:
         """Return a vector's largest element."""
-        return self._fold(a, self.fmax)
+        return self.fold(a, self.fmax)
 
-    def _fold(self, a: Any, join: Callable[[Any, Any], Any]) -> Any:
+    def fold(self, a: Any, join: Callable[[Any, Any], Any]) -> Any:
+        """Join a vector's elements, pairwise."""
         while isinstance(a.type, ir.VectorType) and a.type.count > 1:
             half = a.type.count // 2
             parts = []

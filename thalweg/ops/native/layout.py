@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thalweg.ops.native import attend, gemm, panels, pointwise
 from thalweg.ops.native.ir import Library
+from thalweg.ops.native.kept import Heads
 from thalweg.ops.native.tape import Tape, pointer
 
 
@@ -63,16 +64,18 @@ class Call:
 
 
 class Kernels:
-    """The kernels that a tape needs, each made once, compiled together."""
+    """The kernels that a tape needs, each made once."""
 
     def __init__(self) -> None:
-        self._module = ir.Module("kernels")
         self._made: dict[tuple[Any, ...], str] = {}
+        self._modules: dict[str, Any] = {}
 
     def _kernel(self, make: Callable[..., str], *args: Any) -> str:
         key = (make, *args)
         if key not in self._made:
-            self._made[key] = make(self._module, *args)
+            module = ir.Module("kernels")
+            self._made[key] = make(module, *args)
+            self._modules[self._made[key]] = module
         return self._made[key]
 
     def norm(self, style: str, kind: str) -> str:
@@ -87,29 +90,44 @@ class Kernels:
         """Add rows to rows."""
         return self._kernel(pointwise.add)
 
+    def best(self) -> str:
+        """Find each row's largest number."""
+        return self._kernel(pointwise.best)
+
     def product(self, form: str) -> str:
         """Multiply rows with a packed weight."""
         return self._kernel(gemm.product, form)
 
-    def rotate(self, heads: attend.Heads) -> str:
+    def rotate(self, heads: Heads) -> str:
         """Rotate queries and keys, store keys and values."""
         return self._kernel(attend.rotate, heads)
 
-    def attend(self, heads: attend.Heads) -> str:
+    def attend(self, heads: Heads) -> str:
         """Attend to the paged cache."""
         return self._kernel(attend.attend, heads)
 
-    def compile(self) -> Library:
-        """Turn everything into machine code, once for all engines that need the same."""
-        return _compiled(str(self._module))
+    def compile(self) -> Compiled:
+        """Turn everything into machine code; what another engine has needed is at hand."""
+        return Compiled({name: _compiled(str(module)) for name, module in self._modules.items()})
 
 
-@lru_cache(16)
+class Compiled:
+    """Machine code by kernel, alive as long as this object is."""
+
+    def __init__(self, libraries: dict[str, Library]) -> None:
+        self._libraries = libraries
+
+    def address(self, name: str) -> int:
+        """Return where a kernel lies."""
+        return self._libraries[name].address(name)
+
+
+@lru_cache(128)
 def _compiled(text: str) -> Library:
     return Library(text)
 
 
-def lay(calls: Sequence[Call], library: Library, keep: Sequence[Any]) -> Tape:
+def lay(calls: Sequence[Call], library: Compiled, keep: Sequence[Any]) -> Tape:
     """Make a tape of calls; ``keep`` lives as long as it does."""
     rows = []
     for call in calls:

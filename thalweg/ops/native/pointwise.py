@@ -7,6 +7,7 @@ dealt out to the threads; widths are multiples of 16.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,10 @@ NORM = ("x", "x_stride", "weight", "bias", "eps", "rows", "width", "index", *OUT
 """``eps`` is the address of an fp32; ``index`` of int64 row numbers of x, or 0 for rows in order."""
 ACTIVATE = ("x", "x_stride", "rows", "width", *OUTPUTS)
 """Gated kernels read ``width`` gates and, right after them, ``width`` values from each row of x."""
+
+
+BEST = ("x", "x_stride", "rows", "width", "value", "place")
+"""``value``: fp32 and ``place``: int32, one for each row."""
 
 
 def prepare(module: Any, kind: str) -> Any:
@@ -65,9 +70,9 @@ def _quantise(code: Code, y: Any, width: Any, ready: Any, scale: Any, sums: Any,
         # A group is two steps; its sum is written at both, and right at the second.
         fresh = code.b.icmp_signed("==", code.rem(i, GROUP), code.i(0))
         group.value = code.b.add(code.b.select(fresh, zero, group.value), whole)
-        part = code.b.sitofp(code._fold(group.value, code.b.add), F32)
+        part = code.b.sitofp(code.fold(group.value, code.b.add), F32)
         code.store(part, code.add(sums, code.mul(code.div(i, GROUP), 4)))
-    code.store(code._fold(everything.value, code.b.add), total)
+    code.store(code.fold(everything.value, code.b.add), total)
 
 
 def _finish(code: Code, module: Any, kind: str, out: dict[str, Any], row: Any, y: Any, width: Any) -> None:
@@ -172,6 +177,52 @@ def add(module: Any) -> str:
     return "add"
 
 
+def best(module: Any) -> str:
+    """Add the kernel that finds each row's largest number and its first place; arguments: :data:`BEST`.
+
+    A row that holds a NaN has NaN as its largest.
+    """
+    code = Code(module, "best")
+    a = _arguments(code, BEST)
+    first, last = code.share(code.load(I64, a["rows"], 8))
+    lane = code.lanes(range(16))
+    sixteen = code.splat(code.i(16, I32), 16)
+    with code.range(first, last) as row:
+        x = code.add(a["x"], code.mul(row, a["x_stride"]))
+        top, where = code.var(code.f(-math.inf, 16)), code.var(code.splat(code.i(0, I32), 16))
+        here, odd = code.var(lane), code.var(code.f(0.0, 16))
+        with code.range(0, code.mul(code.div(a["width"], 16), 16), 16) as i:
+            value = code.load(vec(16), code.add(x, code.mul(i, 4)))
+            larger = code.b.fcmp_ordered(">", value, top.value)
+            top.value = code.b.select(larger, value, top.value)
+            where.value = code.b.select(larger, here.value, where.value)
+            odd.value = code.b.select(code.b.fcmp_unordered("uno", value, value), value, odd.value)
+            here.value = code.b.add(here.value, sixteen)
+        # The lanes' best ones, and what is left of the row, one by one.
+        one, place = code.var(code.f(-math.inf)), code.var(code.i(0, I32))
+        nan = code.var(code.total(odd.value))
+
+        def take(value: Any, at: Any) -> None:
+            equal = code.b.and_(
+                code.b.fcmp_ordered("==", value, one.value), code.b.icmp_signed("<", at, place.value)
+            )
+            better = code.b.or_(code.b.fcmp_ordered(">", value, one.value), equal)
+            one.value = code.b.select(better, value, one.value)
+            place.value = code.b.select(better, at, place.value)
+
+        for i in range(16):
+            number = code.i(i, I32)
+            take(code.b.extract_element(top.value, number), code.b.extract_element(where.value, number))
+        with code.range(code.mul(code.div(a["width"], 16), 16), a["width"]) as i:
+            value = code.load(F32, code.add(x, code.mul(i, 4)))
+            nan.value = code.b.select(code.b.fcmp_unordered("uno", value, value), value, nan.value)
+            take(value, code.b.trunc(i, I32))
+        code.store(code.b.fadd(one.value, nan.value), code.add(a["value"], code.mul(row, 4)))
+        code.store(place.value, code.add(a["place"], code.mul(row, 4)))
+    code.ret()
+    return "best"
+
+
 def activation(code: Code, name: str, x: Any) -> Any:
     """Return the activation of a vector."""
     one, half = code.f(1.0, 16), code.f(0.5, 16)
@@ -204,6 +255,7 @@ def activation(code: Code, name: str, x: Any) -> Any:
 def exp(code: Code, x: Any) -> Any:
     """Return e**x of an fp32 vector, to about one unit in the last place; 0 far below, infinite far above."""
     width = x.type.count
+    assert width == 16
     x = code.fmin(code.fmax(x, code.f(-103.0, width)), code.f(88.72, width))
     n = code.unary("rint", code.b.fmul(x, code.f(1.4426950408889634, width)))
     r = code.fma(n, code.f(-0.693359375, width), x)
@@ -212,12 +264,8 @@ def exp(code: Code, x: Any) -> Any:
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = code.fma(p, r, code.f(factor, width))
     value = code.fma(code.b.fmul(r, r), p, code.b.fadd(r, code.f(1.0, width)))
-    # 2**n in two factors, as n may lie below the smallest exponent
-    whole = code.b.fptosi(n, vec(width, I32))
-    part = code.b.ashr(whole, code.splat(code.i(1, I32), width))
-    for piece in (part, code.b.sub(whole, part)):
-        bits = code.b.shl(
-            code.b.add(piece, code.splat(code.i(127, I32), width)), code.splat(code.i(23, I32), width)
-        )
-        value = code.b.fmul(value, code.b.bitcast(bits, vec(width)))
-    return value
+    # p * 2**n, rounded once where the result has no whole exponent left
+    every = ir.Constant(ir.IntType(16), -1)
+    return code.call(
+        "llvm.x86.avx512.mask.scalef.ps.512", value.type, [value, n, value, every, code.i(4, I32)]
+    )

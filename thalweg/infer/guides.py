@@ -1,0 +1,112 @@
+"""Structured output: only tokens that keep the text within a JSON schema, a regex or a choice are drawn.
+
+The grammars are those of ``llguidance``, which computes for each state which tokens may come next.  A guide
+belongs to one sequence; tokens that end the sequence are allowed where the text is complete.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thalweg.infer.api import Structure
+
+_KEPT = 64  # compiled grammars
+
+
+def available(tokenizer: Any) -> bool:
+    """Whether guides can be made here for a tokenizer: it must be one of the fast ones."""
+    return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
+
+
+class Guides:
+    """Compiles structures for one tokenizer and a model with ``vocab`` outputs."""
+
+    def __init__(self, tokenizer: Any, vocab: int, eos: tuple[int, ...] = ()) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._eos = list(eos) or [tokenizer.eos_token_id]
+        self._table: Any = None
+        self._grammars: dict[Structure, str] = {}
+
+    def compile(self, structure: Structure) -> Grammar:
+        """Return a grammar; raises ValueError with the reason where the structure is not understood."""
+        import llguidance
+
+        if self._table is None:
+            from llguidance.hf import from_tokenizer
+
+            known = [token for token in self._eos if token is not None]
+            self._table = from_tokenizer(self._tokenizer, eos_token=known or None)
+        text = self._grammars.get(structure)
+        if text is None:
+            text = _grammar(structure)
+            problem = llguidance.LLMatcher.validate_grammar(text, self._table)
+            if problem:
+                raise ValueError(f"the structure is not understood: {problem.strip().splitlines()[0]}")
+            if len(self._grammars) >= _KEPT:
+                self._grammars.pop(next(iter(self._grammars)))
+            self._grammars[structure] = text
+        return Grammar(self._table, text)
+
+
+def _grammar(structure: Structure) -> str:
+    import llguidance
+
+    matcher = llguidance.LLMatcher
+    try:
+        if structure.json_schema is not None:
+            # Spaces and indented lines, but not any number of blanks: a weak model would go on with them.
+            blanks: Any = {"whitespace_pattern": r" |\n {0,12}"}
+            return matcher.grammar_from_json_schema(structure.json_schema, defaults=blanks)
+        if structure.regex is not None:
+            return matcher.grammar_from_regex(structure.regex)
+    except ValueError as error:
+        raise ValueError(f"the structure is not understood: {error}") from None
+    assert structure.choices is not None
+    return "start: " + " | ".join(json.dumps(choice) for choice in structure.choices)
+
+
+class Grammar:
+    """What a request's text must look like."""
+
+    def __init__(self, table: Any, text: str) -> None:
+        self._table, self._text = table, text
+
+    def start(self, ends: frozenset[int]) -> Guide:
+        """Return a guide for a sequence that these tokens end."""
+        import llguidance
+
+        return Guide(llguidance.LLMatcher(self._table, self._text), ends)
+
+
+class Guide:
+    """Follows one sequence."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, sorted(ends)
+        self.finished = False
+        """Whether the text is complete and nothing can follow."""
+
+    def mask(self, row: Tensor) -> None:
+        """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+        mask = torch.zeros(len(row), dtype=torch.bool)
+        mask[: len(allowed)] = allowed[: len(row)]
+        if self._matcher.is_accepting() or not mask.any():
+            mask[self._ends] = True
+        row.masked_fill_(~mask, -math.inf)
+
+    def accept(self, token: int) -> None:
+        """The sequence goes on with a token."""
+        if token in self._ends:
+            self.finished = True
+            return
+        self._matcher.consume_token(token)
+        self.finished = bool(self._matcher.is_stopped())
