@@ -184,7 +184,7 @@ def test_a_model_four_times_its_memory(tmp_path: Path) -> None:
     for stream in ("nvme", None):
         before = largest = anonymous()
         memory = None if stream is None else weights_of(tmp_path / "model") // 4
-        ask = options(tmp_path, stream=stream, dtype="fp32", stream_memory=memory, kv_memory=2**20)
+        ask = options(tmp_path, stream=stream, dtype="fp32", stream_memory=memory, kv_memory=4 << 20)
         engine = load_engine(tmp_path / "model", ask)
         found[stream] = tokens(engine, new=4)
         largest = max(largest, anonymous())
