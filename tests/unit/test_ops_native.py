@@ -38,7 +38,7 @@ def product(library: tuple[native.Kernels, object], x: Tensor, weight: Tensor, f
     parts = native.pack(weight, form)
     calls = [
         native.Call(kernels.norm("none", kind), [
-            x, x.stride(0) * 4, unused, unused, eps, count, width, 0, *ready.arguments(),
+            x, x.stride(0) * 4, unused, unused, eps, count, width, *ready.arguments(),
         ]),
         native.Call(kernels.product(form), [
             ready.ready, parts["weight"], out, count, native.padded(width),

@@ -78,7 +78,7 @@ class NativeRunner:
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._positions_table = None if decoder.positions is None else decoder.positions.float()
         laid = _Layout(self, decoder, form, max_tokens, max_length, cache)
-        self._x, self._logits = laid.x, laid.logits
+        self._x, self._logits = laid.embedded, laid.logits
         self._tokens, self._positions, self._table_of, self._rows = laid.inputs
         self._counts = laid.counts
         # numpy views of the same memory: cheaper to fill, item by item
@@ -163,12 +163,14 @@ class _Layout:
         self.weights, self.weight_bytes = owner._weights, 0
         self.inputs = [torch.zeros(tokens, dtype=torch.int64) for _ in range(4)]
         self.counts = torch.zeros(2, dtype=torch.int64)
+        self.count = self.counts.data_ptr()  # the address of how many rows there are
         self._tables = owner.tables.ctypes.data
-        self.x = torch.zeros(tokens, d.width)
+        self.x = self.embedded = torch.zeros(tokens, d.width)
         self._ready: dict[tuple[int, str, str], native.Rows] = {}
         self._tables_of_rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self.tape: list[native.Call] = []
-        self.body = [self.tape]
+        self.body, self.head = [self.tape], [[]]
+        self.products = 0  # on the present tape
         # One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         room = sum(x.attention.kv_heads * self._heads(x.attention).head_bytes for x in d.layers)
         self.cache_memory, self.cache_used = PagedMemory(2 * owner.num_blocks * room), 0
@@ -176,12 +178,8 @@ class _Layout:
         if d.embed_norm is not None:
             self._norm_into(d.embed_norm, self.x, self.x)
         for number, layer in enumerate(d.layers):
-            if self.weights.begin() and number:
-                self.tape = []
-                self.body.append(self.tape)
-            self._layer(layer, owner.num_blocks)
-        self.head_tape: list[native.Call] = []
-        self.head = [self.head_tape]
+            self._layer(layer, owner.num_blocks, last=number == len(d.layers) - 1)
+        self.tape, self.products = self.head[0], 0
         self.logits = torch.empty(tokens, native.padded(d.vocab, 32))
         self.final = self._finish(d, head_form(form))
         self.best = self._find_best(d.vocab)
@@ -205,48 +203,46 @@ class _Layout:
             self.keep.append(self._ready[key])
         return self._ready[key]
 
-    def _prepare(
-        self, norm: Norm | None, x: Tensor, form: str, label: str = "", index: bool = False
-    ) -> native.Rows:
+    def _prepare(self, norm: Norm | None, x: Tensor, form: str, label: str = "") -> native.Rows:
         """Normalise rows of x (or pass them on) and make them ready for weights of a form."""
         width = x.shape[1]
         rows = self._rows_buffer(width, form, label)
-        target = self.head_tape if index else self.tape
-        target.append(self._norm_call(norm, x, rows, index))
+        self.tape.append(self._norm_call(norm, x, rows))
         return rows
 
-    def _norm_call(self, norm: Norm | None, x: Tensor, rows: native.Rows, index: bool) -> native.Call:
+    def _norm_call(self, norm: Norm | None, x: Tensor, rows: native.Rows) -> native.Call:
         width = x.shape[1]
         weight = self._vector(None if norm is None else norm.weight, width)
         bias = self._vector(None if norm is None else norm.bias, width)
         eps = self._hold(torch.tensor([0.0 if norm is None else norm.eps], dtype=torch.float32))
         style = "none" if norm is None else norm.style
         return native.Call(self.kernels.norm(style, rows.kind), [
-            x, x.stride(0) * 4, weight, bias, eps, self._count(index), width,
-            self.inputs[3] if index else 0, *rows.arguments(),
+            x, x.stride(0) * 4, weight, bias, eps, self.count, width, *rows.arguments(),
         ])  # fmt: skip
-
-    def _count(self, index: bool = False) -> int:
-        return self.counts.data_ptr() + (8 if index else 0)
 
     def _norm_into(self, norm: Norm, x: Tensor, out: Tensor) -> None:
         rows = native.Rows(self.tokens, x.shape[1], "fp32", out)
         self.keep.append(rows)
-        self.tape.append(self._norm_call(norm, x, rows, False))
+        self.tape.append(self._norm_call(norm, x, rows))
 
     def _product(
         self, rows: native.Rows, layer: Linear, out: Tensor, form: str, add: bool = False, head: bool = False
     ) -> None:
-        packed = self.weights.put(layer, form)
-        self.weight_bytes += packed.nbytes
-        bias = self._vector(layer.bias, layer.outputs)
-        panels = native.padded(layer.outputs, 32) // native.FORMATS[form].columns
-        call = native.Call(self.kernels.product(form), [
-            rows.ready, packed.weight, out, self._count(head), native.padded(rows.width), panels,
-            rows.stride, out.stride(0) * 4, bias, out if add else 0, rows.scale, packed.scale,
-            *rows.sums_for(form),
-        ])  # fmt: skip
-        (self.head_tape if head else self.tape).append(call)
+        for packed in self.weights.put(layer, form):
+            if packed.fresh and self.products:
+                self.tape, self.products = [], 0
+                (self.head if head else self.body).append(self.tape)
+            self.products += 1
+            self.weight_bytes += packed.nbytes
+            outputs = packed.stop - packed.start
+            bias = None if layer.bias is None else layer.bias[packed.start : packed.stop]
+            panels = native.padded(outputs, 32) // native.FORMATS[form].columns
+            columns = out[:, packed.start :]
+            self.tape.append(native.Call(self.kernels.product(form), [
+                rows.ready, packed.weight, columns, self.count, native.padded(rows.width), panels,
+                rows.stride, out.stride(0) * 4, self._vector(bias, outputs), columns if add else 0,
+                rows.scale, packed.scale, *rows.sums_for(form),
+            ]))  # fmt: skip
 
     def _buffer(self, label: str, columns: int) -> Tensor:
         key = (columns, label, "fp32")
@@ -255,14 +251,14 @@ class _Layout:
             self._ready[key] = tensor  # type: ignore[assignment]
         return self._ready[key]  # type: ignore[return-value]
 
-    def _layer(self, layer: Layer, num_blocks: int) -> None:
+    def _layer(self, layer: Layer, num_blocks: int, last: bool) -> None:
         a, m = layer.attention, layer.mlp
         assert not isinstance(m, Experts)
         form = self.form
         qkv = self._buffer("qkv", a.qkv.outputs)
         self._product(self._prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
         attended = self._buffer("attended", a.heads * a.dim)
-        self._attention(a, qkv, attended, num_blocks)
+        self._attention(a, qkv, attended, num_blocks, last)
         inner = m.down.inputs
         up = self._buffer("up", m.up.outputs)
         rows = self._prepare(None, attended[:, : a.heads * a.dim], form, "attended")
@@ -273,7 +269,7 @@ class _Layout:
             self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
         rows = self._rows_buffer(inner, form, "inner")
         self.tape.append(native.Call(self.kernels.activate(m.activation, m.gated, rows.kind), [
-            up, up.stride(0) * 4, self._count(), inner, *rows.arguments(),
+            up, up.stride(0) * 4, self.count, inner, *rows.arguments(),
         ]))  # fmt: skip
         self._add(rows, m.down, layer.post2)
 
@@ -286,14 +282,14 @@ class _Layout:
         self._product(rows, layer, part, self.form)
         if post is not None:
             self._norm_into(post, part[:, : self.x.shape[1]], part)
-        self.tape.append(native.Call(self.kernels.add(), [self.x, part, self._count(), self.x.shape[1],
+        self.tape.append(native.Call(self.kernels.add(), [self.x, part, self.count, self.x.shape[1],
                                                           part.stride(0) * 4]))  # fmt: skip
 
     def width_fits(self) -> bool:
         """Whether whole panels fit into the rows of x."""
         return self.x.shape[1] % 32 == 0
 
-    def _attention(self, a: Attention, qkv: Tensor, out: Tensor, num_blocks: int) -> None:
+    def _attention(self, a: Attention, qkv: Tensor, out: Tensor, num_blocks: int, last: bool) -> None:
         heads = self._heads(a)
         cos, sin = self._rotary_tables(a)
         each = num_blocks * heads.head_bytes
@@ -302,16 +298,39 @@ class _Layout:
         k_norm = self._vector(None if a.k_norm is None else a.k_norm.weight, a.dim)
         eps = self._hold(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
         _, positions, table_of, _ = self.inputs
-        stride = qkv.stride(0) * 4
         self.tape.append(native.Call(self.kernels.rotate(heads), [
-            qkv, stride, self._count(), positions, self._tables, keys, values, cos, sin, q_norm, k_norm, eps,
-            table_of, each,
+            qkv, qkv.stride(0) * 4, self.count, positions, self._tables, keys, values, cos, sin, q_norm,
+            k_norm, eps, table_of, each,
         ]))  # fmt: skip
+        queries = qkv
+        if last:
+            queries, positions, table_of = self._pick(qkv, a.heads * a.dim)
         slopes = self._vector(a.slopes, a.heads)
         self.tape.append(native.Call(self.kernels.attend(heads), [
-            qkv, stride, self._count(), positions, self._tables, keys, values, out, self.scratch,
-            self.scratch.stride(0) * 4, slopes, table_of, each,
+            queries, queries.stride(0) * 4, self.count, positions, self._tables, keys, values, out,
+            self.scratch, self.scratch.stride(0) * 4, slopes, table_of, each,
         ]))  # fmt: skip
+
+    def _pick(self, qkv: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Go on with the rows whose logits are wanted: the last layer's keys and values are all there.
+
+        Returns their queries, positions and tables; ``x`` and ``count`` are theirs from now on.
+        """
+        queries = self._hold(torch.zeros(self.tokens, native.padded(width, 16)))
+        x, positions, table_of = (
+            self._hold(torch.zeros_like(t)) for t in (self.x, self.inputs[1], self.inputs[2])
+        )
+        self.count += 8
+        for rows, to, columns in ((qkv, queries, width), (self.x, x, self.x.shape[1])):
+            self.tape.append(native.Call(self.kernels.pick(), [
+                rows, rows.stride(0) * 4, to, to.stride(0) * 4, self.count, self.inputs[3], 4 * columns,
+            ]))  # fmt: skip
+        for numbers, to in ((self.inputs[1], positions), (self.inputs[2], table_of)):
+            self.tape.append(native.Call(self.kernels.pick(), [
+                numbers, 8, to, 8, self.count, self.inputs[3], 8,
+            ]))  # fmt: skip
+        self.x = x
+        return queries, positions, table_of
 
     def _heads(self, a: Attention) -> native.Heads:
         pairs = 0 if a.rotary is None else a.rotary.cos.shape[1]
@@ -338,27 +357,29 @@ class _Layout:
         return self._tables_of_rotary[key]
 
     def _finish(self, d: Decoder, form: str) -> Tensor:
-        rows = self._prepare(d.norm, self.x, form, "head", index=True)
-        start = 0
-        for stop in self.weights.head_cuts:
-            if self.weights.begin() and start:
-                self.head_tape = []
-                self.head.append(self.head_tape)
-            part = d.head if stop - start == d.head.outputs else d.head.part(start, stop)
-            self._product(rows, part, self.logits[:, start:], form, head=True)
-            start = stop
+        rows = self._prepare(d.norm, self.x, form, "head")
+        self._product(rows, d.head, self.logits, form, head=True)
         return rows.y
 
     def _find_best(self, vocab: int) -> tuple[Tensor, Tensor]:
         places, values = torch.zeros(self.tokens, dtype=torch.int32), torch.zeros(self.tokens)
-        self.head_tape.append(native.Call(self.kernels.best(), [
-            self.logits, self.logits.stride(0) * 4, self._count(True), vocab, values, places,
+        self.tape.append(native.Call(self.kernels.best(), [
+            self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places,
         ]))  # fmt: skip
         return self._hold(places), self._hold(values)
 
     def finish(self) -> tuple[list[native.Tape], list[native.Tape]]:
         """Compile the kernels and return the tapes of the body and of the head, a list of segments each."""
         library = self.kernels.compile()
-        keep = [*self.keep, self.inputs, self.counts, self.x, self.logits, self.scratch, library]
+        keep = [
+            *self.keep,
+            self.inputs,
+            self.counts,
+            self.x,
+            self.embedded,
+            self.logits,
+            self.scratch,
+            library,
+        ]
         body, head = ([native.lay(calls, library, keep) for calls in part] for part in (self.body, self.head))
         return body, head

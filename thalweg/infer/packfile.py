@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import secrets
+import weakref
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
@@ -75,6 +76,9 @@ class PackedFile:
         self.complete = handle is not None
         self._handle = self._create() if handle is None else handle
         self._direct = self._open_direct()
+        # An engine that is dropped without being closed must not keep the disk's space.
+        handles = [handle for handle in (self._direct, self._handle) if handle is not None]
+        self._end = weakref.finalize(self, _give_back, self._disk, self._threads, handles, self._part)
 
     @property
     def name(self) -> str:
@@ -240,10 +244,13 @@ class PackedFile:
 
     def close(self) -> None:
         """Close the file; a file without a name, or one that was never sealed, is gone."""
-        self._threads.close()
-        for handle in (self._direct, self._handle):
-            if handle is not None:
-                self._disk.close(handle)
-        if self._part is not None:
-            self._part.unlink(missing_ok=True)
+        self._end()
         self._maps.clear()
+
+
+def _give_back(disk: Disk, threads: IoThreads, handles: Sequence[int], part: Path | None) -> None:
+    threads.close()
+    for handle in handles:
+        disk.close(handle)
+    if part is not None:
+        part.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """ZeRO-Inference: weights that lie in a file and pass by layer by layer (Aminabadi et al. 2022, section 5).
 
-The picture, for a model of 8 segments (6 layers, a head cut in two) and memory for 4 of them::
+The picture, for a model of 8 segments and memory for 4 of them::
 
     file     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      packed weights, as the kernels read them (packfile.py)
     memory   | 0 | a | b | c |                      segment 0 stays; a, b, c are a ring
@@ -9,6 +9,8 @@ The picture, for a model of 8 segments (6 layers, a head cut in two) and memory 
 A step takes the segments in a fixed order, the next step begins where this one ends, and the number of
 segments that are not resident is a multiple of the ring's slots: each segment has one address for good, and
 the runner's tapes are laid once.  The more sequences a step works on, the more tokens a byte read is worth.
+
+A segment is a layer, or less: at least two dozen make up a model, so that a ring of three holds an eighth.
 
 Two ways to get at the file:
 
@@ -23,7 +25,7 @@ error of the disk is an exception of the step that needed the bytes, never a wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +46,8 @@ from thalweg.store.paged import PagedMemory
 from thalweg.store.regions import round_up
 
 _SLOTS = (4, 3, 2)
+_SEGMENTS = 24  # at least, of weights that are large enough to be cut
+_SMALLEST = 1 << 16  # bytes of a segment worth a transfer
 _SHARE = 0.25  # of the free memory, for weights, where nobody says how much
 
 
@@ -112,49 +116,76 @@ def circuit(sizes: Sequence[int], memory: int) -> Circuit:
     return min(fitting, key=lambda c: (c.read_bytes + (c.slots == 2) * c.slot_bytes, -c.slots))
 
 
-def segment_sizes(decoder: Decoder, form: str) -> tuple[list[int], list[int]]:
-    """Return the bytes of every segment, in whole pages, and the outputs at which the head is cut.
+def segments(decoder: Decoder, form: str) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+    """Cut the weights: for each linear layer its ranges (start, stop, segment), and the segments' bytes.
 
-    The head's segments are no larger than the largest layer, so that they do not set the buffers' size.
+    A segment is as much of consecutive weights as the largest layer has, or a part of the whole; the head
+    begins with one of its own.  Ranges are whole panels, bytes whole pages.
     """
-    sizes = [
-        round_up(sum(packed_bytes(x.outputs, x.inputs, form) for x in linears(layer)))
-        for layer in decoder.layers
-    ]
-    outputs, inputs, head = decoder.head.outputs, decoder.head.inputs, head_form(form)
-    panels = -(-outputs // 32)
-    parts = min(-(-packed_bytes(outputs, inputs, head) // max(sizes)), panels)
-    cuts = [min(panels * (i + 1) // parts * 32, outputs) for i in range(parts)]
-    sizes += [round_up(packed_bytes(b - a, inputs, head)) for a, b in pairwise([0, *cuts])]
-    return sizes, cuts
+    layers = [[(x, form) for x in linears(layer)] for layer in decoder.layers]
+    layers.append([(decoder.head, head_form(form))])
+    weigh = [[packed_bytes(x.outputs, x.inputs, kind) for x, kind in layer] for layer in layers]
+    total = sum(map(sum, weigh))
+    limit = min(max(map(sum, weigh[:-1])), max(total // _SEGMENTS, _SMALLEST))
+    ranges: list[list[tuple[int, int, int]]] = []
+    sizes = [0]
+    for number, layer in enumerate(layers):
+        if number == len(layers) - 1:
+            sizes.append(0)
+        for x, kind in layer:
+            panels = -(-x.outputs // 32)
+            parts = min(-(-packed_bytes(x.outputs, x.inputs, kind) // limit), panels)
+            stops = [min(panels * (i + 1) // parts * 32, x.outputs) for i in range(parts)]
+            ranges.append([])
+            for start, stop in pairwise([0, *stops]):
+                size = packed_bytes(stop - start, x.inputs, kind)
+                if sizes[-1] and sizes[-1] + size > limit:
+                    sizes.append(0)
+                sizes[-1] += size
+                ranges[-1].append((start, stop, len(sizes) - 1))
+    return ranges, [round_up(size) for size in sizes]
 
 
 class _InFile:
     """What both ways have in common: on the first load the weights are packed into the file."""
 
+    own_tapes = False
+    """Whether a segment has a tape of its own."""
+
     def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any) -> None:
-        self.head_cuts: Sequence[int]
-        sizes, self.head_cuts = segment_sizes(decoder, form)
+        self._ranges, sizes = segments(decoder, form)
         self.file = PackedFile(folder, sizes, key)
-        self._segment, self._at = -1, 0
+        self._layer, self._segment, self._at = 0, -1, 0
 
-    def _begin(self) -> None:
-        self._segment, self._at = self._segment + 1, 0
+    def _base(self, segment: int) -> int:
+        """Return the address at which a segment lies, or will lie."""
+        raise NotImplementedError
 
-    def _put(self, layer: Linear, form: str, base: int) -> Packed:
-        start, nbytes = {}, 0
-        for part, size in native.packed_sizes(layer.outputs, layer.inputs, form).items():
-            start[part] = self._at
+    def put(self, layer: Linear, form: str) -> Iterator[Packed]:
+        """Write the weights to the file, unless they are there; yield where they will be."""
+        ranges = self._ranges[self._layer]
+        self._layer += 1
+        for start, stop, segment in ranges:
+            fresh = segment != self._segment
+            if fresh:
+                self._segment, self._at = segment, 0
+            yield self._put(layer.part(start, stop), form, start, stop, fresh and self.own_tapes)
+
+    def _put(self, part: Linear, form: str, start: int, stop: int, fresh: bool) -> Packed:
+        places, nbytes = {}, 0
+        for name, size in native.packed_sizes(part.outputs, part.inputs, form).items():
+            places[name] = self._at
             self._at += line_up(size)
             nbytes += size
         if not self.file.complete:
-            place = dict(start)
-            for block in native.pack_blocks(layer.weight, form):
-                for part, piece in block.items():
-                    self.file.write(self._segment, place[part], piece)
-                    place[part] += piece.numel()
-        scale = base + start["scale"] if "scale" in start else 0
-        return Packed(base + start["weight"], scale, nbytes)
+            at = dict(places)
+            for block in native.pack_blocks(part.weight, form):
+                for name, piece in block.items():
+                    self.file.write(self._segment, at[name], piece)
+                    at[name] += piece.numel()
+        base = self._base(self._segment)
+        scale = base + places["scale"] if "scale" in places else 0
+        return Packed(start, stop, base + places["weight"], scale, nbytes, fresh)
 
     def close(self) -> None:
         """Close the file."""
@@ -168,14 +199,8 @@ class Mapped(_InFile):
         super().__init__(decoder, form, folder, key)
         self._bases = self.file.map()
 
-    def begin(self) -> bool:
-        """The next segment; one tape does for all."""
-        self._begin()
-        return False
-
-    def put(self, layer: Linear, form: str) -> Packed:
-        """Write the weights to the file, unless they are there; return where they are mapped."""
-        return self._put(layer, form, self._bases[self._segment])
+    def _base(self, segment: int) -> int:
+        return self._bases[segment]
 
     def seal(self) -> None:
         """All weights were put."""
@@ -193,6 +218,8 @@ class Mapped(_InFile):
 class Streamed(_InFile):
     """Threads read the file into a ring, ahead of the tapes; ``circuit`` says what lies where."""
 
+    own_tapes = True
+
     def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any, memory: int | None) -> None:
         super().__init__(decoder, form, folder, key)
         if memory is None:
@@ -207,14 +234,8 @@ class Streamed(_InFile):
         self._tickets: dict[int, Ticket] = {}
         self._seen: set[int] = set()
 
-    def begin(self) -> bool:
-        """The next segment, with a tape of its own."""
-        self._begin()
-        return True
-
-    def put(self, layer: Linear, form: str) -> Packed:
-        """Write the weights to the file, unless they are there; return where they will come to lie."""
-        return self._put(layer, form, self._place(self._segment).data_ptr())
+    def _base(self, segment: int) -> int:
+        return self._place(segment).data_ptr()
 
     def _place(self, segment: int) -> Tensor:
         offset = self.circuit.offset(segment)

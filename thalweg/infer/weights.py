@@ -1,14 +1,15 @@
 """Where a runner's packed weights lie, seen from the runner.
 
-A runner lays its model down segment by segment (one for each layer, one or more for the head).  For each
-linear layer it hands the weights over and gets back addresses that stand for them in its calls; at each step
-it has the tapes of all segments run in order.  Whether the bytes have been there all along or arrive just in
-time is not its business: ``Resident`` keeps them in memory, ``stream.py`` brings them from a file.
+For each linear layer a runner hands the weights over and gets back, for one or several ranges of outputs,
+addresses that stand for them in its calls.  Where the weights of a range belong to another segment than those
+before, a new tape begins; at each step the runner has the tapes of all segments run in order.  Whether the
+bytes have been there all along or arrive just in time is not its business: ``Resident`` keeps them in memory,
+``stream.py`` brings them from a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,25 +24,23 @@ LINE = 64  # bytes: every part of a packed weight begins on a cache line
 
 @dataclass(frozen=True)
 class Packed:
-    """Addresses of a packed weight and of its scales (0: the format has none), and the bytes of both."""
+    """Packed weights of outputs ``start`` to ``stop``: addresses of them and of their scales (0: there are
+    none), and the bytes of both."""
 
+    start: int
+    stop: int
     weight: int
     scale: int
     nbytes: int
+    fresh: bool = False
+    """Whether a segment begins here."""
 
 
 class Weights(Protocol):
     """Keeps packed weights."""
 
-    head_cuts: Sequence[int]
-    """Outputs of the head at which a segment of it ends; the last is the vocabulary."""
-
-    def begin(self) -> bool:
-        """A segment begins; tells whether it has to be a tape of its own."""
-        ...
-
-    def put(self, layer: Linear, form: str) -> Packed:
-        """Take the next weights of the segment."""
+    def put(self, layer: Linear, form: str) -> Iterator[Packed]:
+        """Take the next layer's weights; yield its ranges of outputs in order."""
         ...
 
     def run(self, tapes: Sequence[native.Tape], first: int) -> None:
@@ -88,14 +87,9 @@ class Resident:
         self._memory = PagedMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._at = 0
-        self.head_cuts: Sequence[int] = [decoder.head.outputs]
 
-    def begin(self) -> bool:
-        """One tape for everything."""
-        return False
-
-    def put(self, layer: Linear, form: str) -> Packed:
-        """Pack into the memory."""
+    def put(self, layer: Linear, form: str) -> Iterator[Packed]:
+        """Pack into the memory, in one range."""
         start = {}
         for part, size in native.packed_sizes(layer.outputs, layer.inputs, form).items():
             start[part] = self._at
@@ -107,7 +101,8 @@ class Resident:
                 place[part] += piece.numel()
         base = self._bytes.data_ptr()
         scale = base + start["scale"] if "scale" in start else 0
-        return Packed(base + start["weight"], scale, sum(place[part] - start[part] for part in start))
+        nbytes = sum(place[part] - start[part] for part in start)
+        yield Packed(0, layer.outputs, base + start["weight"], scale, nbytes)
 
     def run(self, tapes: Sequence[native.Tape], first: int) -> None:
         """Run the tapes."""

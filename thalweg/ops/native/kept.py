@@ -163,7 +163,7 @@ class Paired(Plain):
         mask = code.b.select(odd, masks[1], masks[0])
         twice = ir.Constant(ir.VectorType(I32, 32), [i // 2 for i in range(32)])
         with code.range(0, h.dim, 16) as d:
-            small = code.b.bitcast(self._narrow(code.add(row, code.mul(d, 4))), vec(16, I16))
+            small: Any = code.b.bitcast(self._narrow(code.add(row, code.mul(d, 4))), vec(16, I16))
             wide = code.b.shuffle_vector(small, ir.Constant(small.type, ir.Undefined), twice)
             at = code.b.inttoptr(code.add(base, code.mul(d, 4)), ir.PointerType())
             code.call("llvm.masked.store.v32i16.p0", VOID, [wide, at, code.i(2, I32), mask])

@@ -90,6 +90,10 @@ class Kernels:
         """Add rows to rows."""
         return self._kernel(pointwise.add)
 
+    def pick(self) -> str:
+        """Copy chosen rows."""
+        return self._kernel(pointwise.pick)
+
     def best(self) -> str:
         """Find each row's largest number."""
         return self._kernel(pointwise.best)

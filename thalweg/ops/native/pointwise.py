@@ -18,12 +18,14 @@ from thalweg.ops.native.panels import GROUP
 OUTPUTS = ("y", "y_stride", "ready", "ready_stride", "scale", "sums", "sums_stride", "total")
 """Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes."""
 
-NORM = ("x", "x_stride", "weight", "bias", "eps", "rows", "width", "index", *OUTPUTS)
-"""``eps`` is the address of an fp32; ``index`` of int64 row numbers of x, or 0 for rows in order."""
+NORM = ("x", "x_stride", "weight", "bias", "eps", "rows", "width", *OUTPUTS)
+"""``eps`` is the address of an fp32."""
 ACTIVATE = ("x", "x_stride", "rows", "width", *OUTPUTS)
 """Gated kernels read ``width`` gates and, right after them, ``width`` values from each row of x."""
 
 
+PICK = ("x", "x_stride", "y", "y_stride", "rows", "index", "bytes")
+"""``index``: int64 numbers of the rows to copy; ``bytes`` of each: 8, or a multiple of 64."""
 BEST = ("x", "x_stride", "rows", "width", "value", "place")
 """``value``: fp32 and ``place``: int32, one for each row."""
 
@@ -98,10 +100,7 @@ def norm(module: Any, style: str, kind: str) -> str:
     eps = code.load(F32, a["eps"])
     first, last = code.share(rows)
     with code.range(first, last) as row:
-        source = code.var(row)
-        with code.when(code.b.icmp_signed("!=", a["index"], code.i(0))):
-            source.value = code.load(I64, code.add(a["index"], code.mul(row, 8)))
-        x = code.add(a["x"], code.mul(source.value, a["x_stride"]))
+        x = code.add(a["x"], code.mul(row, a["x_stride"]))
         y = code.add(a["y"], code.mul(row, a["y_stride"]))
         normalise(code, style, x, y, a["weight"], a["bias"], eps, width)
         _finish(code, module, kind, a, row, y, width)
@@ -175,6 +174,24 @@ def add(module: Any) -> str:
             code.store(value, code.add(to, at))
     code.ret()
     return "add"
+
+
+def pick(module: Any) -> str:
+    """Add the kernel that copies rows by their numbers; arguments: :data:`PICK`."""
+    code = Code(module, "pick")
+    a = _arguments(code, PICK)
+    first, last = code.share(code.load(I64, a["rows"], 8))
+    with code.range(first, last) as row:
+        source = code.load(I64, code.add(a["index"], code.mul(row, 8)), 8)
+        x = code.add(a["x"], code.mul(source, a["x_stride"]))
+        y = code.add(a["y"], code.mul(row, a["y_stride"]))
+        whole = code.mul(code.div(a["bytes"], 64), 64)
+        with code.range(0, whole, 64) as i:
+            code.store(code.load(vec(16), code.add(x, i)), code.add(y, i))
+        with code.range(whole, a["bytes"], 8) as i:
+            code.store(code.load(I64, code.add(x, i)), code.add(y, i))
+    code.ret()
+    return "pick"
 
 
 def best(module: Any) -> str:
