@@ -20,6 +20,7 @@ _PUBLIC = {
     "plan": "thalweg.plan",
     "zero": "thalweg.zero",
     "moe": "thalweg.moe",
+    "pipe": "thalweg.pipe",
     "pipeline": "thalweg.serve.local",
     "serve": "thalweg.serve",
     "client": "thalweg.serve.mii",

@@ -1,7 +1,7 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> recompute activations -> pick CPU kernels -> tile -> compile -> shard -> optimizer
-    -> schedule
+    split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
+    -> shard -> optimizer -> schedule
 
 The order matters.  Splitting comes first: what follows sees a plain, smaller model.
 Recomputation and kernels change how a module computes, so compiling comes after them;
@@ -12,11 +12,11 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.config import Config, ModelFacts
+from thalweg.config.schema_base import AUTO, with_values
 from thalweg.mesh import Axes, Degrees
 from thalweg.nn.moe import MoE
 from thalweg.nn.tiling import tile_model
@@ -33,28 +34,61 @@ from thalweg.observe.meter import Meter
 from thalweg.ops.attention import widen_attention
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
 from thalweg.optim.delayed import DelayPolicy
+from thalweg.optim.groups import parameter_names, rebind
 from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
 from thalweg.parallel.containers import Search, find_experts
 from thalweg.parallel.expert import ExpertLayer, spread_experts
 from thalweg.parallel.hosts import note_groups_across_hosts
+from thalweg.parallel.pipeline.build import Pipeline
+from thalweg.parallel.pipeline.driver import Around
+from thalweg.parallel.pipeline.module import PipelineModule
+from thalweg.parallel.pipeline.names import Naming
 from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
+from thalweg.plan.batch import batch_of, default_length
 from thalweg.plan.preflight import Preflight
+from thalweg.plan.sizes import parse_bytes
 from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.utils.trees import tensors_of
 from thalweg.zero.agree import agree_on_gradients
-from thalweg.zero.logical import like
 from thalweg.zero.options import model_facts, shard_options
 from thalweg.zero.shard import Sharded, shard
 from thalweg.zero.states import States
 from thalweg.zero.units import find_units, is_list_of_experts
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+
+class Runner(Protocol):
+    """Runs whole windows, where one forward and one backward at a time will not do.
+
+    ``refusal``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
+    reads the data.
+    """
+
+    refusal: str
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether this rank reads the data."""
+        ...
+
+    def agree(self, batches: Sequence[Any] | None) -> list[Any]:
+        """The window that all ranks can run; None from one that reads no data; collective."""
+        ...
+
+    def train(self, batches: Sequence[Any]) -> Tensor:
+        """Forward and backward of a window; its mean loss."""
+        ...
+
+    def evaluate(self, batches: Sequence[Any]) -> Tensor:
+        """The mean loss of a window."""
+        ...
 
 
 @dataclass
@@ -72,6 +106,8 @@ class Parts:
     forward_context: ForwardContext
     axes: Axes
     device: torch.device
+    runner: Runner | None = None
+    naming: Naming = field(default_factory=Naming)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -81,12 +117,45 @@ class Parts:
 
 def degrees_of(config: Config) -> Degrees:
     """How many ranks each axis has by the config."""
-    split = config.tensor_parallel
+    split, stages = config.tensor_parallel, config.pipeline.stages
     return Degrees(
         sequence=config.sequence_parallel_size,
         tensor=max(1, split.autotp_size, split.tp.tp_size),
         context=config.context_parallel_size,
+        pipeline=stages if isinstance(stages, int) else 1,
     )
+
+
+def with_model(config: Config, model: nn.Module) -> Config:
+    """The config with what the model itself says about how it is to be run.
+
+    Raises:
+        ValueError: the two contradict each other, or there is nothing to train.
+    """
+    count = config.pipeline.micro_batches
+    if isinstance(count, int) and config.gradient_accumulation_steps in (None, AUTO):
+        config = with_values(config, {"gradient_accumulation_steps": count})  # type: ignore[assignment]
+    if not isinstance(model, PipelineModule):
+        if not any(True for _ in model.parameters()):
+            raise ValueError("the model has no parameters: there is nothing to train")
+        return config
+    stated, own = config.pipeline.stages, model.num_stages
+    if own is not None and isinstance(stated, int) and stated != own:
+        raise ValueError(
+            f"the PipelineModule has num_stages = {own}, but the config's pipeline.stages is {stated}: leave "
+            "one of the two out"
+        )
+    if stated == AUTO and own is not None:
+        config = with_values(config, {"pipeline.stages": own})  # type: ignore[assignment]
+    return config
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """What is known of the whole model, also where no rank will ever hold it."""
+    facts = model_facts(model)
+    if isinstance(model, PipelineModule):
+        facts = replace(facts, num_parameters=model.num_parameters)
+    return facts
 
 
 def assemble(
@@ -105,12 +174,17 @@ def assemble(
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
     """
     mesh = axes.data
+    facts = facts_of(model)
+    given = model
+    pipeline = _open_pipeline(model, axes, config)
+    model = model if pipeline is None else pipeline.model
     preflight = Preflight(model, mesh, config, device)
-    facts = model_facts(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    wanted = _parameter_names(optimizer, model_parameters, names)
+    names = {id(parameter): name for name, parameter in given.named_parameters(remove_duplicate=False)}
+    wanted = parameter_names(optimizer, model_parameters, names)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config, device)
+    if pipeline is not None:
+        pipeline.cut()
     teams += _spread_experts(model, axes, config, states)
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
@@ -128,7 +202,10 @@ def assemble(
     preflight.watch(model)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
-    managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler)
+    local = None if pipeline is None else pipeline.local_name
+    managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler, local)
+    if managed is not None and pipeline is not None:
+        managed.peers = pipeline.peers()
     if loss_tiling is not None:
         loss_tiling.settle()
         if managed is not None:
@@ -136,10 +213,16 @@ def assemble(
     schedule = _schedule(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())
+    if pipeline is not None:
+        pipeline.separate_streams()
     if axes.tensor is not None:
         synchronise_generators(teams[0])
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
+    context = _forward_context(config, device)
+    runner = None
+    if pipeline is not None:
+        runner = pipeline.drive(sharded, device, Around(context, lambda: scaler.scale))
     return Parts(
         module=model,
         sharded=sharded,
@@ -149,10 +232,26 @@ def assemble(
         scaler=scaler,
         meter=_meter(config, axes, facts),
         phases=PhaseTimer(enabled=config.wall_clock_breakdown),
-        forward_context=_forward_context(config, device),
+        forward_context=context,
         axes=axes,
         device=device,
+        runner=runner,
+        naming=Naming() if pipeline is None else pipeline.naming,
     )
+
+
+def _open_pipeline(model: nn.Module, axes: Axes, config: Config) -> Pipeline | None:
+    """The pipeline that the model or the config asks for."""
+    if isinstance(model, PipelineModule):
+        return Pipeline(model, axes, config, None)
+    if axes.pipeline is None:
+        return None
+    rows = min(4, int(config.train_micro_batch_size_per_gpu))
+    length = min(128, default_length(getattr(model, "config", None)))
+    shapes = batch_of(model, rows, length).build()[1]
+    batch = {name: torch.ones_like(value) for name, value in shapes.items()}
+    limit = config.memory.device_limit
+    return Pipeline(model, axes, config, batch, None if limit is None else parse_bytes(limit))
 
 
 def _split(
@@ -222,7 +321,7 @@ def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.de
         return
     if config.fp16.enabled and config.cpu_kernels == "auto":
         widen_attention(model)
-    if ops.switch_linear_layers(model, config.cpu_kernels) == 0 and axes.tensor is None:
+    if ops.switch_linear_layers(model, config.cpu_kernels) == 0 and axes.size == axes.data.size():
         return
     if axes.size > 1:
         root = dist.get_global_rank(axes.everyone, 0)
@@ -276,29 +375,6 @@ def _scale_plain_backwards(model: nn.Module, config: Config, window: Window, sha
     model.register_forward_hook(mark)
 
 
-def _parameter_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
-    """The user's parameter groups with names in place of parameters, which sharding will replace."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        source: Any = optimizer.param_groups
-    else:
-        source = list(model_parameters) if model_parameters is not None else []
-    if source and not isinstance(source[0], Mapping):
-        source = [{"params": source}]
-    groups = []
-    for index, group in enumerate(source):
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        members = [member[1] if isinstance(member, tuple) else member for member in members]
-        foreign = sum(1 for member in members if id(member) not in names)
-        if foreign:
-            raise ValueError(
-                f"group {index} of the optimizer holds {foreign} of {len(members)} parameters that are not "
-                "the model's: build it from model.parameters() of the very model given to initialize()"
-            )
-        groups.append({**group, "params": [names[id(member)] for member in members]})
-    return groups
-
-
 def _optimizer(
     model: nn.Module,
     sharded: Sharded,
@@ -308,15 +384,22 @@ def _optimizer(
     wanted: list[dict[str, Any]],
     window: Window,
     scaler: LossScaler,
+    local_name: Callable[[str], str | None] | None,
 ) -> ManagedOptimizer | None:
     new = dict(model.named_parameters(remove_duplicate=False))
-    groups = [{**group, "params": [new[name] for name in group["params"]]} for group in wanted]
+    known = [[local_name(name) if local_name else name for name in group["params"]] for group in wanted]
+    # None for a parameter that lies on another rank.
+    chosen = [[None if name is None else new[name] for name in names] for names in known]
+    groups = [
+        {**group, "params": [p for p in params if p is not None]}
+        for group, params in zip(wanted, chosen, strict=True)
+    ]
     if not groups:
         groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     replicate_group = mesh.get_group() if mesh.size() > 1 else None
     inner: Any
     if isinstance(given, torch.optim.Optimizer):
-        inner = adopt(_rebind(given, groups), replicate_group=replicate_group)
+        inner = adopt(rebind(given, chosen), replicate_group=replicate_group)
     elif callable(given):
         made: Any = given(groups)
         inner = adopt(made, replicate_group=replicate_group)
@@ -336,19 +419,6 @@ def _optimizer(
     else:
         return None
     return manage(inner, sharded, config, window, scaler, replicate_group)
-
-
-def _rebind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Let the user's optimizer, with any state it has, work on the sharded parameters."""
-    old_state = dict(optimizer.state)
-    optimizer.state.clear()
-    for group, renewed in zip(optimizer.param_groups, groups, strict=True):
-        for old, parameter in zip(group["params"], renewed["params"], strict=True):
-            entries = old_state.pop(old, None)
-            if entries:
-                optimizer.state[parameter] = {key: like(v, parameter) for key, v in entries.items()}
-        group["params"] = renewed["params"]
-    return optimizer
 
 
 def _schedule(config: Config, optimizer: ManagedOptimizer | None, given: Any) -> Any:

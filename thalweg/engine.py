@@ -1,7 +1,6 @@
 """The engine: forward, backward, step; save and load.
 
-``initialize`` reads top to bottom: load the config, build the mesh, assemble the parts,
-wrap them.  The engine then only drives them.  Three facts hold at every stage:
+``initialize`` loads the config and assembles the parts, which the engine drives.  At every stage:
 
 * the window of accumulation ends in a step, ``engine.step()`` or the optimizer's own;
 * a gradient that can be seen is the true mean, unscaled, in the master dtype;
@@ -21,21 +20,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.assemble import Parts, assemble, degrees_of
+from thalweg.assemble import Parts, Runner, assemble, degrees_of, facts_of, with_model
 from thalweg.checkpoint.training import TrainingState
 from thalweg.comm import Ledger
 from thalweg.config import Config, load, resolve
-from thalweg.data.batches import call_with, forever, loss_of, to_device
-from thalweg.data.for_engine import EpochEnd, make_loader
+from thalweg.data.feed import Feed
+from thalweg.data.for_engine import make_loader
 from thalweg.device import choose_allocation, pick_device, return_freed_memory, synchronize
 from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
+from thalweg.optim.managed import ManagedOptimizer
 from thalweg.parallel.parts import splitter_for
 from thalweg.utils.log import enable_console, get_logger
+from thalweg.utils.trees import call_with, loss_of
 from thalweg.zero.init import paused
-from thalweg.zero.logical import full_state_dict, load_full_state_dict
 from thalweg.zero.offload import memory_is_short
-from thalweg.zero.options import model_facts
 
 _log = get_logger(__name__)
 
@@ -55,7 +54,7 @@ def initialize(
     mesh: DeviceMesh | None = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of a plain model; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
+    """Make an engine of a model; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     ``config``: a path, dict or JSON text of DeepSpeed's keys (or ``args.deepspeed_config``).
     ``optimizer``: an optimizer over the model's parameters, a callable that makes one, or
@@ -63,41 +62,31 @@ def initialize(
     optimizer, by default all that require gradients.  ``training_data``: a dataset or a
     DataLoader.  ``lr_scheduler``: an object with ``step()`` or a callable of the optimizer.
 
-    The model is changed in place.  Called by every rank of the job, or by a plain
-    ``python`` process, which is a job of one.
+    The model is changed in place.  Called by every rank, or by one plain ``python`` process.
 
     Raises:
         ConfigError: with every problem of the config at once.
-        ValueError: a model without parameters, an optimizer over foreign ones, data that
-            cannot fill the ranks, an environment that contradicts itself.
+        ValueError: no parameters, an optimizer over foreign ones, data that cannot fill the ranks.
     """
     if model is None:
         raise ValueError("initialize() needs a model: thalweg.initialize(model=model, config=...)")
     if mpu is not None:
-        raise ValueError("mpu= is not built yet: tensor and pipeline parallelism belong to a later version")
+        raise ValueError("mpu= is not needed: the axes follow from the config; leave it out")
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
     enable_console(parsed.log_level)
-    if not any(True for _ in model.parameters()):
-        raise ValueError("the model has no parameters: there is nothing to train")
+    parsed = with_model(parsed, model)
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = pick_device(info.local_rank)
     axes = build_mesh(device, mesh, degrees_of(parsed))
-    resolved = resolve(parsed, world_size=axes.size, model=model_facts(model))
+    resolved = resolve(parsed, world_size=axes.size, model=facts_of(model))
     if device.type == "cpu":
         choose_allocation(memory_is_short(resolved))
     place = (axes.batch.get_local_rank(), axes.batch.size())
     loader = make_loader(training_data, resolved, *place, collate_fn, splitter_for(model, axes))
+    asked = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with paused():  # a caller may still be inside `with zero.Init():`
-        parts = assemble(
-            model,
-            axes,
-            resolved,
-            device,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-        )
+        parts = assemble(model, axes, resolved, device, **asked)
     engine = Engine(parts, resolved, loader)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -121,9 +110,8 @@ class Engine(nn.Module):
         self._parts = parts
         self._training = TrainingState(parts, config, loader)
         self._window = parts.window
-        self._epoch_ends = EpochEnd(loader)
+        self._feed = Feed(loader, self.device)
         self._sync = True
-        self._batches: Iterator[Any] | None = None
         if self.optimizer is not None:
             self.optimizer.after_step(self._count_update)
         _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
@@ -133,6 +121,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its gradients will be those of the window at hand."""
+        self._refuse_parts()
         if torch.is_grad_enabled():
             self._parts.meter.saw_batch(args, kwargs)
             self._parts.sharded.prepare_backward(self._window.is_last, self._sync)
@@ -147,6 +136,7 @@ class Engine(nn.Module):
         Returns the loss as it was differentiated.  A plain ``loss.backward()`` does the
         same, but for that division.
         """
+        self._refuse_parts()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"backward() needs a scalar loss, got {kind}: pass output.loss or loss.mean()")
@@ -177,19 +167,33 @@ class Engine(nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; the last of a window updates the parameters and the schedule."""
+        self._refuse_parts()
+        self._need_optimizer()
+        epoch_ends = self._feed.epoch_ends()
+        if self._window.end_micro_batch() or epoch_ends:
+            self._update(lr_kwargs)
+
+    def _update(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Close the window, whatever it holds."""
+        optimizer = self._need_optimizer()
+        with self._parts.phases.span("step"):
+            optimizer.step()
+        if self.lr_scheduler is not None and not optimizer.overflow:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        optimizer.zero_grad()
+
+    def _need_optimizer(self) -> ManagedOptimizer:
         if self.optimizer is None:
             raise ValueError(
                 "step() needs an optimizer: give initialize() one, or name it in the config, as in "
                 '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
-        epoch_ends = self._epoch_ends()
-        if not (self._window.end_micro_batch() or epoch_ends):
-            return
-        with self._parts.phases.span("step"):
-            self.optimizer.step()
-        if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self.optimizer.zero_grad()
+        return self.optimizer
+
+    def _refuse_parts(self) -> None:
+        """An engine that runs whole windows has no forward, backward and step of its own."""
+        if self._parts.runner is not None:
+            raise ValueError(self._parts.runner.refusal)
 
     def _count_update(self) -> None:
         """After every update, the engine's own or the optimizer's."""
@@ -210,8 +214,7 @@ class Engine(nn.Module):
 
     def _note_memory(self, after: str) -> None:
         if self.config.memory_breakdown:
-            peak = resident_mib(peak=True)
-            _log.info("after %s: %.0f MiB resident, %.0f at the peak", after, resident_mib(), peak)
+            _log.info("after %s: %.0f MiB, %.0f at the peak", after, resident_mib(), resident_mib(peak=True))
 
     def log_communication(self) -> str:
         """A table of what was communicated so far: kind, module, calls, MiB, ms."""
@@ -248,68 +251,61 @@ class Engine(nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on one window of micro-batches; returns their mean loss over all ranks (0-dim).
 
-        A batch may be a mapping (keyword arguments), a tuple (positional) or a tensor; the
-        model returns the loss, or an object with a ``loss``.  An iterator that ends in the
-        middle of a window makes that window shorter.
+        A batch may be a mapping (keyword arguments), a tuple (positional) or a tensor; the model returns the
+        loss, or an object with a ``loss``.  An iterator that ends within a window makes it shorter.
         """
         self.train()
-        total = torch.zeros((), device=self.device)
-        count = 0
-        for batch in self._take(data_iter, self._window.size):
-            loss = loss_of(self._call(batch))
+        if self._parts.runner is not None:
+            return self._mean(self._train_window(self._parts.runner, data_iter))
+        losses = []
+        for batch in self._feed.take(data_iter, self._window.size):
+            loss = loss_of(call_with(self, batch))
             self.backward(loss)
-            total += loss.detach()
-            count += 1
-            if count < self._window.size:
+            losses.append(loss.detach())
+            if len(losses) < self._window.size:
                 self.step()
-        if count == 0:
-            raise StopIteration("the data iterator is empty")
-        if count < self._window.size:
-            # step() has counted the short window's micro-batches; close it as it is.
-            assert self.optimizer is not None
-            self.optimizer.step()
-            if self.lr_scheduler is not None and not self.optimizer.overflow:
-                self.lr_scheduler.step()
-            self.optimizer.zero_grad()
-        else:
+        if 0 < len(losses) < self._window.size:
+            self._update()  # step() has counted the short window's micro-batches
+        elif losses:
             self.step()
-        return self._mean(total / count)
+        return self._mean(_mean_of(losses))
+
+    def _train_window(self, runner: Runner, data_iter: Iterator[Any] | None) -> Tensor:
+        """One window at once; its mean loss over this rank's data."""
+        self._need_optimizer()
+        batches = self._whole_window(runner, data_iter)
+        with (
+            self._parts.phases.span("forward and backward"),
+            self._or_rest(backward=True),
+            self._window.backward(scaled=False, retained=False, count=len(batches)),
+        ):
+            loss = runner.train(batches)
+        self._parts.meter.saw_window(batches, loss)
+        self._update()
+        return loss
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Mean loss over all ranks of one window of micro-batches, without gradients."""
         was_training = self.training
         self.eval()
-        losses = []
-        with torch.no_grad():
-            for batch in self._take(data_iter, self._window.size):
-                losses.append(loss_of(self._call(batch)).detach())
+        if (runner := self._parts.runner) is not None:
+            loss = runner.evaluate(self._whole_window(runner, data_iter))
+        else:
+            with torch.no_grad():
+                batches = self._feed.take(data_iter, self._window.size)
+                loss = _mean_of([loss_of(call_with(self, batch)).detach() for batch in batches])
         self.train(was_training)
-        if not losses:
-            raise StopIteration("the data iterator is empty")
-        return self._mean(torch.stack(losses).mean())
+        return self._mean(loss)
 
-    def _take(self, data_iter: Iterator[Any] | None, count: int) -> Iterator[Any]:
-        if data_iter is None:
-            if self.training_dataloader is None:
-                raise ValueError(
-                    "train_batch() needs data: pass data_iter=, or training_data= to initialize()"
-                )
-            if self._batches is None:
-                self._batches = forever(self.training_dataloader)
-            data_iter = self._batches
-        for _ in range(count):
-            try:
-                yield next(data_iter)
-            except StopIteration:
-                return
-
-    def _call(self, batch: Any) -> Any:
-        return call_with(self, to_device(batch, self.device))
+    def _whole_window(self, runner: Runner, data_iter: Iterator[Any] | None) -> list[Any]:
+        reads = runner.needs_batch or data_iter is not None
+        return runner.agree(self._feed.window(data_iter, self._window.size) if reads else None)
 
     def _mean(self, value: Tensor) -> Tensor:
-        if self._parts.mesh.size() > 1:
-            dist.all_reduce(value, group=self._parts.mesh.get_group())
-        return value / self._parts.mesh.size()
+        mesh = self._parts.mesh
+        if mesh.size() > 1:
+            dist.all_reduce(value, group=mesh.get_group())
+        return value / mesh.size()
 
     # Facts
 
@@ -371,11 +367,11 @@ class Engine(nn.Module):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The model's full tensors on the CPU, under the names of the plain model; collective."""
-        return full_state_dict(self.module)
+        return self._training.full_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
         """Load full tensors (or shards of this layout) into the model; collective."""
-        return load_full_state_dict(self.module, state_dict, strict)
+        return self._training.load_state(state_dict, strict)
 
     def save_checkpoint(
         self,
@@ -410,7 +406,7 @@ class Engine(nn.Module):
         none and the config's ``checkpoint.resume`` allows a fresh start.
         """
         self.zero_grad()
-        self._batches = None
+        self._feed.rewind()
         return self._training.load(
             load_dir,
             tag,
@@ -441,3 +437,9 @@ class Engine(nn.Module):
             return_freed_memory()
 
     destroy = close
+
+
+def _mean_of(losses: list[Tensor]) -> Tensor:
+    if not losses:
+        raise StopIteration("the data iterator is empty")
+    return torch.stack([loss.float() for loss in losses]).mean()

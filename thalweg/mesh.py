@@ -9,12 +9,15 @@ cuts the data axis into ``dp_outer`` x ``dp``.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thalweg.device import pick_device
@@ -35,6 +38,7 @@ class Degrees:
     sequence: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Axes:
     them.  ``batch``: 1-D, those that have other rows.  ``sequence``, ``tensor``: 1-D, the ranks
     that split a sequence, or each layer, with this one; None for a degree of 1.  ``ring`` and
     ``heads``: 1-D, the two ways in which those of ``sequence`` share attention.  ``states``: 2-D
-    over ("tp", "dp"), where parameters lie, if there is a tensor axis.
+    over ("tp", "dp"), where parameters lie, if there is a tensor axis.  ``pipeline``: 1-D, the ranks
+    that have the other layers; all other axes then lie within one of its stages.
     """
 
     data: DeviceMesh
@@ -55,11 +60,12 @@ class Axes:
     states: DeviceMesh | None = None
     ring: DeviceMesh | None = None
     heads: DeviceMesh | None = None
+    pipeline: DeviceMesh | None = None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
         """All ranks of the job."""
-        if self.tensor is None and self.sequence is None:
+        if self.tensor is None and self.sequence is None and self.pipeline is None:
             return self.data.get_group()
         world = dist.group.WORLD
         assert world is not None
@@ -168,15 +174,18 @@ def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: De
     if degrees == Degrees():
         data = mesh[DATA_AXIS] if mesh is not None else _line(device)
         return Axes(data, data)
-    world, inner = dist.get_world_size(), degrees.context * degrees.sequence * degrees.tensor
+    used = {
+        "pipeline.stages": degrees.pipeline,
+        "context_parallel_size": degrees.context,
+        "sequence_parallel_size": degrees.sequence,
+        "tensor_parallel.autotp_size": degrees.tensor,
+    }
+    world, inner = dist.get_world_size(), prod(used.values())
     if world % inner:
-        raise ValueError(
-            f"{world} ranks cannot be divided into groups of {inner}: context_parallel_size = "
-            f"{degrees.context} times sequence_parallel_size = {degrees.sequence} times "
-            f"tensor_parallel.autotp_size = {degrees.tensor}"
-        )
-    shape = (world // inner, degrees.context, degrees.sequence, degrees.tensor)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, "cp", "sp", "tp"))
+        text = " times ".join(f"{name} = {size}" for name, size in used.items())
+        raise ValueError(f"{world} ranks cannot be divided into groups of {inner}: {text}")
+    shape = (degrees.pipeline, world // inner, degrees.context, degrees.sequence, degrees.tensor)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", DATA_AXIS, "cp", "sp", "tp"))
     batch = grid[DATA_AXIS]
     ring = grid["cp"] if degrees.context > 1 else None
     heads = grid["sp"] if degrees.sequence > 1 else None
@@ -188,10 +197,12 @@ def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: De
     tensor = grid["tp"] if degrees.tensor > 1 else None
     states = None
     if tensor is not None:
-        ranks = torch.arange(world).view(-1, degrees.tensor).T.contiguous()
+        stage = torch.arange(world).view(degrees.pipeline, -1)[grid.get_local_rank("pp")]
+        ranks = stage.view(-1, degrees.tensor).T.contiguous()
         groups = [tensor.get_group(), data.get_group()]
         states = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
-    return Axes(data, batch, sequence, tensor, states, ring, heads)
+    pipeline = grid["pp"] if degrees.pipeline > 1 else None
+    return Axes(data, batch, sequence, tensor, states, ring, heads, pipeline)
 
 
 def _line(device: torch.device) -> DeviceMesh:
@@ -200,7 +211,13 @@ def _line(device: torch.device) -> DeviceMesh:
 
 def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
     names = mesh.mesh_dim_names or ()
-    wanted = {DATA_AXIS: None, "cp": degrees.context, "sp": degrees.sequence, "tp": degrees.tensor}
+    wanted = {
+        DATA_AXIS: None,
+        "cp": degrees.context,
+        "sp": degrees.sequence,
+        "tp": degrees.tensor,
+        "pp": degrees.pipeline,
+    }
     for name in names:
         size = mesh[name].size()
         if name not in wanted and size > 1:
@@ -211,6 +228,28 @@ def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
             )
     if DATA_AXIS not in names:
         raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of these ranks (of the job); only they take part in making it."""
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def grid_of(ranks: Tensor, names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    """A mesh over ``ranks``, this one among them, that no other rank takes part in making.
+
+    A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
+    """
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for axis in range(ranks.ndim):
+        line = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(here))]
+        groups.append(group_of(line.tolist()))
+    if ranks.ndim == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -227,4 +266,4 @@ def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:
             f"use one of {fitting}, or -1 to shard over all of them"
         )
     grid = mesh.mesh.flatten().view(-1, size)
-    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("dp_outer", DATA_AXIS))
+    return grid_of(grid, ("dp_outer", DATA_AXIS), mesh.device_type)

@@ -45,6 +45,22 @@ def test_plan_prints_one_json_object_and_writes_a_page(files, tmp_path):
     assert "<svg" in page.read_text()
 
 
+def test_plan_draws_the_schedule_of_a_pipeline(tmp_path):
+    picture = tmp_path / "schedule.svg"
+    options = ["--stages", "4", "--micro-batches", "8"]
+    done = thalweg("plan", "--pipeline", str(picture), *options, "--schedule", "1f1b", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bubble"] == pytest.approx(3 / 11, abs=1e-6)
+    assert found["in_flight"] == [4, 3, 2, 1]
+    assert found["bubbles"]["zbv"] < found["bubble"] / 2
+    assert picture.read_text().startswith("<svg")
+    done = thalweg("plan", "--pipeline", *options, "--schedule", "auto")
+    assert done.returncode == 0 and "rank 3:" in done.stdout and "no rank waits forever" in done.stdout
+    done = thalweg("plan", "--pipeline", *options, "--schedule", "2f2b")
+    assert done.returncode == 2 and "zb_h1" in done.stderr
+
+
 def test_plan_names_the_cure_of_wrong_use(files, tmp_path):
     done = thalweg("plan", "--model", str(tmp_path / "none"), "--device", "h100")
     assert done.returncode == 2

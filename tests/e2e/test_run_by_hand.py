@@ -23,9 +23,9 @@ SCRIPT = """
 """
 
 
-def _options(index: int, port: int, nproc: int, hosts: int = 2) -> tuple[str, ...]:
+def _options(index: int, port: int, nproc: int) -> tuple[str, ...]:
     meet = ("--master-addr", "127.0.0.1", "--master-port", str(port))
-    return ("--num-nodes", str(hosts), "--node-rank", str(index), *meet, "--nproc", str(nproc))
+    return ("--num-nodes", "2", "--node-rank", str(index), *meet, "--nproc", str(nproc))
 
 
 def _port() -> int:
@@ -59,6 +59,6 @@ def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Pa
 @pytest.mark.slow
 def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     port = _port()
-    jobs = [launch(SCRIPT, options=_options(index, port, 1, hosts=3)) for index in (0, 1, 1)]
+    jobs = [launch(SCRIPT, options=_options(index, port, 1)) for index in (0, 1, 1)]
     ends = [finish(job) for job in jobs]
     assert all(code == 2 and "--node-rank 1 is given on" in err for code, _, err in ends), ends

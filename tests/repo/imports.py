@@ -11,8 +11,8 @@ from tests.repo.source import PACKAGE, Module, resolve_from
 # fmt: off
 ORDER = [
     "config", "utils", "observe", "device", "mesh", "comm", "ops", "store", "zero", "parallel", "nn", "moe",
-    "adapt", "remat", "optim", "plan", "assemble", "checkpoint", "data", "engine", "infer", "serve", "rlhf",
-    "study", "launch", "compat", "cli", "__main__",
+    "pipe", "adapt", "remat", "optim", "plan", "assemble", "checkpoint", "data", "engine", "infer", "serve",
+    "rlhf", "study", "launch", "compat", "cli", "__main__",
 ]
 # fmt: on
 ALONE = {"config", "utils"}  # these import nothing of ours

@@ -41,6 +41,7 @@ ROWS = {
     33: "tests/unit/test_checkpoint_save.py::test_row33_no_pickle_on_disk",
     34: "tests/unit/test_checkpoint_hf.py::test_row34_an_export_loads_equal_with_ties_on_and_off",
     37: "tests/dist/test_rows.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    38: "tests/dist/test_pipeline_engine.py::test_row38_a_pipeline_with_any_stage_of_zero_equals_one_process",
     39: "tests/dist/test_sequence.py::test_row39_odd_lengths_masks_heads_and_documents",
     40: "tests/dist/test_rows.py::test_row40_compiled_equals_eager",
     41: "tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",

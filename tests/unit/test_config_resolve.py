@@ -311,6 +311,28 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
         "scheduler.params.cycle_max_lr",
     ),
     ({"autotuning": {"start_profile_step": 9}}, "autotuning.end_profile_step"),
+    (
+        {"pipeline": {"stages": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2},
+        "sequence_parallel_size",
+    ),
+    ({"pipeline": {"stages": 2}, "tensor_parallel": {}, "context_parallel_size": 2}, "context_parallel_size"),
+    (
+        {
+            "pipeline": {"stages": 2, "micro_batches": 2},
+            "tensor_parallel": {},
+            "gradient_accumulation_steps": 4,
+        },
+        "pipeline.micro_batches",
+    ),
+    (
+        {
+            "pipeline": {"stages": 2, "schedule": "dualpipev"},
+            "tensor_parallel": {},
+            "gradient_accumulation_steps": 3,
+        },
+        "pipeline.schedule",
+    ),
+    ({"pipeline": {"virtual_stages": 2}}, "pipeline.virtual_stages"),
     *(
         ({"zero_optimization": {"stage": 0, name: value}}, f"zero_optimization.{name}")
         for name, value in (

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import thalweg
 from tests.unit.infer_models import tiny
-from thalweg.device import return_freed_memory
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.describe import MLP, Attention, Decoder, Layer, Linear
 from thalweg.infer.packfile import DamagedFile, PackedFile
@@ -179,32 +178,6 @@ def test_a_mapped_model_takes_no_memory(tmp_path: Path) -> None:
     assert anonymous() - largest < 16 << 20
     copies = [value.clone() for value in mapped.state_dict().values()]  # negative control
     assert copies and anonymous() - largest > 32 << 20
-
-
-@kernels
-def test_a_model_four_times_its_memory(tmp_path: Path) -> None:
-    fields = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 14}
-    tiny("llama", **fields).save_pretrained(tmp_path / "model")
-    growth, found = {}, {}
-    for stream in ("nvme", None):
-        return_freed_memory()
-        before = anonymous()
-        memory = None if stream is None else weights_of(tmp_path / "model") // 4
-        ask = options(tmp_path, stream=stream, dtype="fp32", stream_memory=memory, kv_memory=4 << 20)
-        engine = load_engine(tmp_path / "model", ask)
-        found[stream] = tokens(engine, new=4)
-        growth[stream] = anonymous() - before
-        engine.close()
-        del engine
-    total = weights_of(tmp_path / "model")
-    assert found["nvme"] == found[None]
-    assert growth["nvme"] < total // 4 + (24 << 20) < 0.5 * total
-    assert growth[None] > 0.9 * total, "the control has them in memory"
-
-
-def weights_of(folder: Path) -> int:
-    """Bytes of a model's weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def anonymous() -> int:

@@ -67,7 +67,7 @@ def losses_and_grads(model: nn.Module, num_stages: int) -> tuple[float, dict[str
     owner = {name: first for first, *others in _tied(model) for name in others}
     grads: dict[str, torch.Tensor] = {}
     for index, stage in enumerate(stages):
-        named = dict(stage.model.named_parameters())
+        named = dict(stage.module.named_parameters())
         assert set(map(id, stage.weights(index))) == set(map(id, named.values()))
         for name, parameter in named.items():
             key = owner.get(name, name)
@@ -88,7 +88,7 @@ def test_stages_of_a_family_are_the_whole_model(family):
     model = build(family)
     loss = model(**batch_of()).loss
     staged_loss, grads = losses_and_grads(model, 3)
-    assert staged_loss == float(loss)
+    assert staged_loss == loss.item()
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
@@ -119,5 +119,13 @@ def test_what_cannot_be_cut_says_so():
                 x = layer(x)
             return x
 
+    class Outside(Backwards):
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    with pytest.raises(ValueError, match="something between its blocks 0 and 1"):
+        dissect(Outside(), {"x": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"order \[2, 1, 0\]"):
         dissect(Backwards(), {"x": torch.ones(1, 2)})

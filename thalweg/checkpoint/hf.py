@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint.dtypes import DTYPES, NAMES
 from thalweg.checkpoint.errors import MismatchedCheckpoint
@@ -28,7 +27,9 @@ from thalweg.checkpoint.publish import make_directory
 from thalweg.checkpoint.ranks import Ranks
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.checkpoint.shards import ShardWriter, Slot
+from thalweg.checkpoint.stages import everywhere, under_stored_names
 from thalweg.checkpoint.state import hf_config, model_tensors
+from thalweg.parallel.pipeline.names import WHOLE, Naming
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -96,6 +97,7 @@ def save_16bit(
     *,
     max_shard_bytes: float = 5e9,
     io: FileSystem | None = None,
+    naming: Naming = WHOLE,
 ) -> Path:
     """Write a live module's weights in Hugging Face layout, floating ones as ``dtype``; collective.
 
@@ -104,10 +106,10 @@ def save_16bit(
     """
     ranks = Ranks.of(group)
     directory = Path(directory)
-    tensors, _ = model_tensors(module)
+    tensors, _ = under_stored_names(*model_tensors(module), naming)
     weights = [
-        _Weight(name, _target_dtype(t.dtype, dtype), tuple(t.shape), lambda t=t: t.detach())
-        for name, t in tensors.items()
+        _Weight(name, _target_dtype(stored, dtype), shape, fetch)
+        for name, stored, shape, fetch in everywhere(tensors, naming)
     ]
     writer = _LayoutWriter(io or FileSystem(), directory, weights, max_shard_bytes)
     with closing(writer):
@@ -120,8 +122,7 @@ def _gather_and_write(writer: _LayoutWriter, ranks: Ranks, module: nn.Module, wh
     ranks.together(what, lambda: writer.open() if writing else None)
     failure: list[Exception] = []
     for weight in writer.order:
-        value = weight.fetch()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = weight.fetch()
         if writing and not failure:
             try:
                 writer.put(weight, whole)

@@ -21,22 +21,37 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from thalweg.checkpoint.dtypes import DTYPES
 from thalweg.checkpoint.errors import MismatchedCheckpoint, UnstorableState
 from thalweg.checkpoint.reader import Checkpoint
+from thalweg.parallel.pipeline.names import WHOLE, Naming
 
 # How an optimiser computes, not what it has learnt: the running job's choice stands.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _MEMBERS = frozenset({"params", "param_names"})
 
 
-def _parameter_names(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+def _parameter_names(module: nn.Module, naming: Naming) -> dict[int, str]:
+    named = module.named_parameters()
+    return {id(parameter): naming.canonical.get(name, name) for name, parameter in named}
 
 
-def collect_optimizer(module: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The logical tensors of an optimiser's state, and what else there is to keep as a tree."""
-    names = _parameter_names(module)
+def _members(group: Mapping[str, Any], module: nn.Module, naming: Naming) -> list[torch.Tensor]:
+    """The parameters of a group that are part of the model."""
+    hidden = (
+        {id(p) for name, p in module.named_parameters() if name in naming.hidden} if naming.hidden else ()
+    )
+    return [parameter for parameter in group["params"] if id(parameter) not in hidden]
+
+
+def collect_optimizer(
+    module: nn.Module, optimizer: Any, naming: Naming = WHOLE
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The logical tensors of an optimiser's state, and what else there is to keep as a tree.
+
+    ``naming``: where the module is a part of the model.
+    """
+    names = _parameter_names(module, naming)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        members = [_name_of(parameter, names, index) for parameter in group["params"]]
+        members = [_name_of(parameter, names, index) for parameter in _members(group, module, naming)]
         hyper = {key: value for key, value in group.items() if key not in _MEMBERS}
         groups.append({"params": members, "hyper": hyper})
     tensors: dict[str, torch.Tensor] = {}
@@ -107,21 +122,27 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    checkpoint: Checkpoint, module: nn.Module, optimizer: Any, saved: dict[str, Any] | None, strict: bool
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    optimizer: Any,
+    saved: dict[str, Any] | None,
+    strict: bool,
+    naming: Naming = WHOLE,
 ) -> OptimizerPlan:
     """Match an optimiser against what was saved; changes nothing.  Raises ``MismatchedCheckpoint``."""
     if saved is None:
         raise MismatchedCheckpoint(
             "the checkpoint was saved without an optimiser; restore the weights alone (optimizer=None)"
         )
-    names = _parameter_names(module)
+    names = _parameter_names(module, naming)
     by_owner = _stored_state(checkpoint)
     plan = OptimizerPlan(loose=saved["loose"])
+    groups = [{**group, "params": _members(group, module, naming)} for group in optimizer.param_groups]
     plan.hyper = [
         _match_group(checkpoint, group, index, names, saved["groups"], strict)
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(groups)
     ]
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         for parameter in group["params"]:
             name = _name_of(parameter, names, index)
             stored_as = _stored_name(checkpoint, name)
@@ -170,6 +191,8 @@ def _match_group(
             f"{', '.join(strangers[:8])}; load with strict=False to start them fresh"
         )
     numbers = sorted({home[name] for name in members if name in home})
+    if not members and index < len(saved):
+        numbers = [index]  # a stage without members of this group
     if not numbers:
         return {}
     choices = [{k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION} for n in numbers]

@@ -22,6 +22,8 @@ from thalweg.checkpoint.ranks import Ranks
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.checkpoint.rng import capture_rng, restore_rng
 from thalweg.checkpoint.save import Snapshot, keep_pages
+from thalweg.checkpoint.stages import merge, under_stored_names
+from thalweg.parallel.pipeline.names import WHOLE, Naming
 
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -58,6 +60,7 @@ def collect(
     per_rank: Mapping[str, Any] | None = None,
     rng: bool = True,
     frozen: bool = True,
+    naming: Naming = WHOLE,
 ) -> Snapshot:
     """Everything that ``restore`` needs, as references to the live tensors (save before the next step).
 
@@ -66,12 +69,13 @@ def collect(
     "thalweg" is reserved in both.  ``rng``: this rank's generators go along.  A Hugging
     Face config of the module is kept for export.  Of plain buffers, in which ranks may
     differ (running statistics), the first rank's values are kept.  ``frozen=False`` leaves
-    out parameters that need no gradient; ``restore`` then leaves those alone.
+    out parameters that need no gradient; ``restore`` then leaves those alone.  ``naming``: where
+    the module is a part of the model; collective over its group then.
     """
     for tree in (state, per_rank):
         if tree is not None and "thalweg" in tree:
             raise UnstorableState("the key 'thalweg' of the state is reserved; use another")
-    tensors, aliases = model_tensors(module)
+    tensors, aliases = under_stored_names(*model_tensors(module), naming)
     own: dict[str, Any] = {}
     if not frozen:
         own["left_out"] = [
@@ -81,7 +85,7 @@ def collect(
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     stored = {f"model/{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
-        more, own["optim"] = collect_optimizer(module, optimizer)
+        more, own["optim"] = collect_optimizer(module, optimizer, naming)
         stored.update(more)
     extra = {name: child.get_extra_state() for name, child in _with_extra_state(module)}
     if extra:
@@ -89,7 +93,7 @@ def collect(
     config = hf_config(module)
     if config is not None:
         own["hf_config"] = config
-    tree = {**(state or {}), "thalweg": own}
+    tree = {**(state or {}), "thalweg": merge(own, naming)}
     ranked = {**(per_rank or {}), "thalweg": {"rng": capture_rng()} if rng else {}}
     named = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
     buffers = {id(buffer) for buffer in module.buffers()}
@@ -124,6 +128,7 @@ def restore(
     strict: bool = True,
     rng: bool = True,
     group: Any = None,
+    naming: Naming = WHOLE,
 ) -> dict[str, Any]:
     """Fill a module, and with it an optimiser, from a checkpoint of any layout; collective.
 
@@ -139,12 +144,12 @@ def restore(
     def prepare() -> None:
         tree = checkpoint.state
         own = tree.pop("thalweg", {})
-        tensors, also = _match_model(checkpoint, module)
+        tensors, also = _match_model(checkpoint, module, naming)
         for name in own.get("left_out", ()):
             tensors.pop(f"model/{name}", None)
         plan = OptimizerPlan()
         if optimizer is not None:
-            plan = plan_optimizer(checkpoint, module, optimizer, own.get("optim"), strict)
+            plan = plan_optimizer(checkpoint, module, optimizer, own.get("optim"), strict, naming)
         generators = checkpoint.per_rank(ranks.rank) if rng and checkpoint.world == ranks.world else None
         prepared.append((tensors, also, {"tree": tree, "own": own}, plan, generators))
 
@@ -168,12 +173,14 @@ def restore(
     return trees["tree"]
 
 
-def _match_model(checkpoint: Checkpoint, module: nn.Module) -> tuple[dict[str, torch.Tensor], set[str]]:
+def _match_model(
+    checkpoint: Checkpoint, module: nn.Module, naming: Naming
+) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The model's tensors by stored name, and the names that they stand for as well.
 
     A model that ties two weights which were saved apart can take them only if they are equal.
     """
-    tensors, aliases = model_tensors(module)
+    tensors, aliases = under_stored_names(*model_tensors(module), naming)
     manifest = checkpoint.manifest
     also = set()
     for alias, name in aliases.items():

@@ -16,11 +16,14 @@ import torch.distributed as dist
 from thalweg.assemble import Parts
 from thalweg.checkpoint.hf import save_16bit
 from thalweg.checkpoint.load import load
+from thalweg.checkpoint.ranks import Ranks
 from thalweg.checkpoint.save import save
-from thalweg.checkpoint.state import collect, restore
+from thalweg.checkpoint.stages import everywhere, under_stored_names
+from thalweg.checkpoint.state import collect, model_tensors, restore
 from thalweg.comm.arena import tag_of
 from thalweg.config import Config
 from thalweg.utils.log import get_logger
+from thalweg.zero.logical import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
 _KEY = "engine"
@@ -52,7 +55,7 @@ class TrainingState:
         return save(
             directory,
             tag,
-            collect(parts.module, parts.optimizer, state=state, frozen=frozen),
+            collect(parts.module, parts.optimizer, state=state, frozen=frozen, naming=parts.naming),
             step=self.global_steps,
             group=parts.axes.everyone,
             keep=None if keep == "all" else keep,
@@ -77,7 +80,15 @@ class TrainingState:
         with found:
             parts.sharded.finish_window()
             optimizer = parts.optimizer if with_optimizer and not only_module else None
-            state = restore(found, parts.module, optimizer, strict=strict, group=group, rng=not only_module)
+            state = restore(
+                found,
+                parts.module,
+                optimizer,
+                strict=strict,
+                group=group,
+                rng=not only_module,
+                naming=parts.naming,
+            )
             if not only_module:
                 self._take(state.get(_KEY, {}), with_schedule)
             return str(found.path), state.get("client_state", {})
@@ -86,7 +97,34 @@ class TrainingState:
         """Write the weights in 16 bits in the Hugging Face layout."""
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
         self.parts.sharded.finish_window()
-        save_16bit(self.parts.module, directory, dtype=dtype, group=self.parts.axes.everyone)
+        parts = self.parts
+        save_16bit(parts.module, directory, dtype, parts.axes.everyone, naming=parts.naming)
+
+    def full_state(self) -> dict[str, Any]:
+        """The whole model's tensors on the CPU, under the names of the plain model."""
+        module, naming = self.parts.module, self.parts.naming
+        if naming.group is None:
+            return {name: v for name, v in full_state_dict(module).items() if name not in naming.hidden}
+        tensors, aliases = under_stored_names(*model_tensors(module), naming)
+        full = {name: fetch().detach().cpu().clone() for name, *_, fetch in everywhere(tensors, naming)}
+        named = [alias for part in Ranks.of(naming.group).exchange(list(aliases.items())) for alias in part]
+        return full | {alias: full[name] for alias, name in named}
+
+    def load_state(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load full tensors, or shards of this layout, into what this rank has of the model."""
+        module, naming = self.parts.module, self.parts.naming
+        if naming.group is not None:
+            own = {name for name in module.state_dict() if name not in naming.hidden}
+            found = {
+                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in own
+            }
+            missing = sorted(name for name in own if found[name] is None)
+            if strict and missing:
+                raise ValueError(f"the state dict lacks {', '.join(missing[:8])}: pass strict=False to go on")
+            state_dict, strict = {name: v for name, v in found.items() if v is not None}, False
+        elif naming.hidden:
+            state_dict, strict = dict(state_dict), False
+        return load_full_state_dict(module, state_dict, strict)
 
     def _own(self) -> dict[str, Any]:
         return {

@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from thalweg.cli.pipeline import add_pipeline_options, show_pipeline
+
 _EXAMPLES = """examples:
   thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
   thalweg plan --model config.json --config ds_config.json --device-memory 80GiB --sequence-length 4096 --json
   thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
+  thalweg plan --pipeline schedule.svg --stages 4 --micro-batches 8 --schedule zb_h1
 
 Without --device and --device-memory the ranks are processes on this machine's processor.
 Exit code 0, also for a run that does not fit: `fits` says so.
@@ -27,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser)
+    add_model_options(parser, required=False)
+    add_pipeline_options(parser)
     parser.add_argument(
         "--html", metavar="FILE", help="also write one page with the memory timeline of a step"
     )
@@ -35,10 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """The options that name the model, the config and the machines."""
     parser.add_argument(
-        "--model", required=True, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
+        "--model", required=required, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
     )
     parser.add_argument(
         "--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0"
@@ -55,6 +59,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
+    if args.pipeline is not None:
+        return show_pipeline(args, read_config(args))
+    if args.model is None:
+        raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.plan import plan
 

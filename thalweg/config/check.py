@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thalweg.config.fates import NO_EFFECT, NOT_BUILT, is_below, not_none
+from thalweg.config.fates import NO_EFFECT, NOT_BUILT, above_1, is_below, not_none
 from thalweg.config.problems import NotBuiltYet, Problem
 from thalweg.config.schema_base import AUTO, Section, value_at
 from thalweg.config.schema_schedules import REQUIRED_PARAMS
@@ -34,6 +34,14 @@ _SPLIT = (
     "tensor_parallel.tp.tp_size",
     "sequence_parallel_size",
     "context_parallel_size",
+)
+# What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
+_NO_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("sequence_parallel_size", above_1, "1"),
+    ("context_parallel_size", above_1, "1"),
+    ("zero_optimization.zero_hpz_partition_size", above_1, "1"),
+    ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
+    ("tiling.loss", bool, "false"),
 )
 CONFLICTS = (
     Conflict(
@@ -264,6 +272,29 @@ CONFLICTS = (
         ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
         lambda on, size, inner: on and max(size, inner) > 1,
         "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
+    ),
+    *(
+        Conflict(
+            (path, "pipeline.stages"),
+            lambda value, stages, on=on: stages > 1 and on(value),
+            f"{default}, or pipeline.stages to be 1; the two are not built together yet",
+        )
+        for path, on, default in _NO_PIPELINE
+    ),
+    Conflict(
+        ("pipeline.micro_batches", "gradient_accumulation_steps", "pipeline.stages"),
+        lambda count, steps, stages: stages > 1 and count != steps,
+        "equal to gradient_accumulation_steps, which says the same, or left out",
+    ),
+    Conflict(
+        ("pipeline.schedule", "gradient_accumulation_steps", "pipeline.stages"),
+        lambda name, steps, stages: stages > 1 and name == "dualpipev" and steps < 2 * stages,
+        "another schedule, or gradient_accumulation_steps to be at least twice pipeline.stages",
+    ),
+    Conflict(
+        ("pipeline.virtual_stages", "pipeline.schedule"),
+        lambda number, name: number > 1 and name != "interleaved",
+        '1, or pipeline.schedule to be "interleaved"',
     ),
     Conflict(
         ("autotuning.end_profile_step", "autotuning.start_profile_step"),

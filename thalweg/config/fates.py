@@ -52,7 +52,6 @@ NOT_BUILT = (
         bool,
         "set it to false; sequence_parallel_size and context_parallel_size cut the activations of norms too",
     ),
-    Switch("pipeline.stages", above_1, _ONE),
     Switch(
         "expert_parallel.expert_tensor_parallel_size",
         above_1,
@@ -233,7 +232,10 @@ NO_EFFECT = {
     "tensor_parallel.keep_module_on_host": "the model is cut tensor by tensor where it is",
     "tensor_parallel.replace_with_kernel_inject": "no kernel is injected",
     "tensor_parallel.tp.tp_grain_size": "layers are cut by whole heads and even widths",
-    "pipeline": "acts on pipeline stages, of which there is one",
+    "pipeline.seed_layers": "PipelineModule(seed_layers=...) says so",
+    "pipeline.pipe_partitioned": "activations between stages travel whole",
+    "pipeline.grad_partitioned": "gradients between stages travel whole",
+    "pipeline.use_reentrant": "recomputation is never re-entrant; it gives the same values",
 }
 
 LATER = (

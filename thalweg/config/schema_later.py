@@ -103,7 +103,7 @@ class Pipeline(Section):
     """Layers spread over ``stages`` groups of ranks."""
 
     stages: Positive = AUTO
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"] = "1f1b"
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"] = "1f1b"
     micro_batches: Positive = AUTO
     virtual_stages: Positive = 1
     partition: str = "best"

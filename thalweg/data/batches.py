@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,26 +33,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Call ``model`` with a batch: a mapping as keywords, a tuple or list as positions, else as it is."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in a model's output: the output itself, its ``loss``, or its first element.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(output, Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple | list) and output:
-        loss = output[0]
-    if not isinstance(loss, Tensor):
-        raise ValueError("the model must return a loss, or an object with a loss, to be trained by batches")
-    return loss

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.device import return_freed_memory
 from thalweg.infer.api import EngineOptions, ModelFacts
 from thalweg.infer.batch import Batch, Runner, Span
 from thalweg.infer.describe import Decoder, Unsupported
@@ -159,7 +158,6 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
                 max_tokens=options.max_step_tokens,
                 cache=cache,
             )
-            return_freed_memory()  # what packing has left
             return made, length
         except Unsupported as reason:
             if wanted == "native":

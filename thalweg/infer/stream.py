@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.device import return_freed_memory
 from thalweg.infer.api import EngineOptions
 from thalweg.infer.describe import MLP, Decoder, Linear
 from thalweg.infer.packfile import PackedFile, bytes_of
@@ -184,9 +183,6 @@ class _InFile:
                 for name, piece in block.items():
                     self.file.write(self._segment, at[name], piece)
                     at[name] += piece.numel()
-            # Small blocks that live on are cut out of freed large ones, and the next large one does not fit:
-            # without this the heap grows by what is packed.
-            return_freed_memory()
         base = self._base(self._segment)
         scale = base + places["scale"] if "scale" in places else 0
         return Packed(start, stop, base + places["weight"], scale, nbytes, fresh)

@@ -7,7 +7,7 @@ all-reduce of five numbers, and which steps are read is the same on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thalweg.observe.record import StepRecord
 from thalweg.observe.recorder import Recorder
+from thalweg.utils.trees import tensors_of
 
 PART = "sequence_part"
 """The key of a batch of which this rank has been given its part; its value knows the whole ``length``."""
@@ -69,6 +70,12 @@ class Meter:
             self._loss = self._loss + loss.detach().float()
             self._num_losses += 1
 
+    def saw_window(self, batches: Sequence[Any], loss: Tensor) -> None:
+        """Count the micro-batches of a window, and their mean loss."""
+        for batch in batches:
+            self.saw_batch((), batch) if isinstance(batch, Mapping) else self.saw_batch(_flat(batch), {})
+        self.saw_loss(loss)
+
     def step(
         self,
         step: int,
@@ -115,3 +122,7 @@ class Meter:
     def close(self) -> None:
         """Close the writers."""
         self.recorder.close()
+
+
+def _flat(batch: Any) -> tuple[Any, ...]:
+    return tuple(tensors_of(batch))

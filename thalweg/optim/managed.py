@@ -9,9 +9,9 @@ training loop that knows nothing of the engine gets the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,22 @@ class UpdateHooks:
     finish_window: Callable[[], None]
     set_loss_scale: Callable[[float], None]
     drop_gradients: Callable[[], None]
+
+
+class Peers(Protocol):
+    """Ranks that update other parameters of the same model, and copies of some of ours."""
+
+    def add_up(self) -> None:
+        """Bring the gradients of copies together, once they are reduced."""
+        ...
+
+    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those that this rank counts in the norm."""
+        ...
+
+    def norm(self, own: float) -> float:
+        """The norm over all of them, the same everywhere; ``own`` is that of what this rank counts."""
+        ...
 
 
 class ManagedOptimizer(torch.optim.Optimizer):
@@ -65,6 +81,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._hooks, self._replicate_group = hooks, replicate_group
         self._update = update or PlainUpdate(inner)
+        # Set where parts of the model are updated elsewhere.
+        self.peers: Peers | None = None
         self._after: list[Callable[[], None]] = []
         hooks.set_loss_scale(scaler.scale)
 
@@ -141,9 +159,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._hooks.finish_window()
-        params = [p for group in self.param_groups for p in group["params"]]
         factor = self.window.mean_factor
-        norm = self._update.grad_norm(params, self._replicate_group) * factor
+        norm = self._norm() * factor
         self.overflow = not math.isfinite(norm)
         self.grad_norm = math.nan if self.overflow else norm
         if self.overflow:
@@ -159,6 +176,13 @@ class ManagedOptimizer(torch.optim.Optimizer):
         for call in self._after:
             call()
         return result
+
+    def _norm(self) -> float:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self.peers is None:
+            return self._update.grad_norm(params, self._replicate_group)
+        self.peers.add_up()
+        return self.peers.norm(self._update.grad_norm(self.peers.counted(params), self._replicate_group))
 
 
 def _nothing() -> None:

@@ -55,8 +55,11 @@ class Window:
         self._forced = last
 
     @contextmanager
-    def backward(self, *, scaled: bool, retained: bool) -> Iterator[None]:
-        """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not."""
+    def backward(self, *, scaled: bool, retained: bool, count: int = 0) -> Iterator[None]:
+        """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not.
+
+        ``count``: those of as many micro-batches at once, which it then counts too.
+        """
         for call in self.before_backward:
             call()
         self._open = True
@@ -66,6 +69,8 @@ class Window:
             yield
             for call in self.after_backward:
                 call()
+            for _ in range(count):
+                self.end_micro_batch()
         finally:
             self.in_backward = False
 

@@ -215,6 +215,7 @@ def unmodelled(config: Config) -> list[str]:
         "tensor_parallel": max(split.autotp_size, split.tp.tp_size) > 1,
         "sequence_parallel_size": config.sequence_parallel_size > 1,
         "context_parallel_size": config.context_parallel_size > 1,
+        "pipeline.stages": isinstance(config.pipeline.stages, int) and config.pipeline.stages > 1,
         "zero_optimization.offload_param": zero.offload_param.device != "none",
         "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
         "activation_checkpointing.offload": section.offload != "none",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,3 +18,26 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from tensors_of(value)
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call ``model`` with a batch: a mapping as keywords, a tuple or list as positions, else as it is."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a model's output: the output itself, its ``loss``, or its first element.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        raise ValueError("the model must return a loss, or an object with a loss, to be trained by batches")
+    return loss

@@ -56,6 +56,16 @@ class Group:
         self._inner.all_reduce_grads = reduce
         self._inner.reshard_after_backward = reshard
 
+    def widen_grads(self) -> None:
+        """Add gradients that autograd did not bring here by itself to those kept in the reduction's dtype."""
+        for param in self._inner.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            if param.unsharded_accumulated_grad is not None and param._unsharded_param.grad is not None:
+                param.unsharded_accumulated_grad += param._unsharded_param.grad
+                param._unsharded_param.grad = None
+            param.to_accumulated_grad_if_needed()
+
     def page_with(
         self, read_ahead: Callable[[], None], open_home: Callable[[], None], close_home: Callable[[], None]
     ) -> None:

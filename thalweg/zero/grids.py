@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from thalweg.mesh import split_data_axis
+from thalweg.mesh import grid_of, split_data_axis
 from thalweg.zero.states import Layout, States
 
 
@@ -16,9 +17,7 @@ def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of this rank alone: FSDP2's shape for parameters that are not sharded."""
     if mesh.size() == 1 and mesh.ndim == 1:
         return mesh
-    ranks = mesh.mesh.flatten().tolist()
-    grid = DeviceMesh(mesh.device_type, [[rank] for rank in ranks], mesh_dim_names=("replicate", "alone"))
-    return grid["alone"]
+    return grid_of(torch.tensor([dist.get_rank()]), ("alone",), mesh.device_type)
 
 
 def copies_of_shards(mesh: DeviceMesh, size: int) -> DeviceMesh | None:

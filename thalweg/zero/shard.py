@@ -106,6 +106,14 @@ class Sharded:
             for group in self.groups:
                 group.set_reduce(reduce, reshard)
 
+    def hold(self) -> None:
+        """Keep gradients and parameters whole until the window ends, whatever passes through them."""
+        self._flags = None
+        if self.placement == "wire":
+            self.module.set_reshard_after_forward(False)  # type: ignore[operator]
+        for group in self.groups:
+            group.set_reduce(False, False)
+
     def finish_window(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
         self._settle()
@@ -315,7 +323,8 @@ def shard(
     replicate = not options.policy.shards_states or 1 in (inner.size(), options.traffic.group_size)
     slots = _slots(named, options, 1 if replicate else inner.size())
     blocks = find_units(model, options.units)
-    units = blocks if options.offload.pages else with_stragglers(model, blocks)
+    # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
+    units = blocks if options.offload.pages or states is not None else with_stragglers(model, blocks)
     wiring = plan_wiring(
         Situation(
             inner,
@@ -352,7 +361,7 @@ def shard(
     gathers = options.policy.frees_parameters and wiring.placement == "wire"
     keeps = wiring.secondary if gathers and wiring.secondary > 1 else gathers
     pages = set(paging.pager.units) if paging is not None else set()
-    alone = mesh_of_one(mesh if states is None else states.mesh) if replicate else inner
+    alone = mesh_of_one(mesh) if replicate else inner
     frees = {name: keeps or name in pages for name in units}
     spread = SpreadGradients([parameter for parameter in model.parameters() if is_spread(parameter)])
     _wrap(model, units, alone, options, frees, on_host)

@@ -8,22 +8,27 @@ Every stage runs the model's *own* forward, so masks, positions and rotary table
 the model's own code from the batch, which every stage has.  What is not the stage's is
 replaced: entry and exit modules by stand-ins without parameters, blocks by placeholders that
 pass the hidden tensor on.  The placeholder before the stage's first block puts in what the
-previous stage sent, the one after its last block takes out what the next stage is to get.
-Which module runs when is found by one forward pass on the meta device; names stay the model's.
+previous stage sent; the one after its last block ends the forward, as nothing behind it can
+matter here.  Which module runs when is found by one forward pass on the meta device; names stay
+the model's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thalweg.parallel.pipeline.cut import partition
+from thalweg.parallel.layers import give_forward
+from thalweg.parallel.pipeline.cut import Fits, partition
+from thalweg.utils.trees import call_with, loss_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
     name, blocks = _longest_list(model)
     prefix = f"{name}." if name else ""
     order: list[str] = []
-    ghost = copy.deepcopy(model).to("meta") if not _on_meta(model) else copy.deepcopy(model)
+    ghost = _ghost(model)
     for key, module in ghost.named_modules():
         is_block = key.startswith(prefix) and key.removeprefix(prefix).isdigit()
         inside = key.startswith(prefix) and not is_block and key != name
@@ -61,6 +66,7 @@ def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
             module.register_forward_pre_hook(lambda *_, key=key: order.append(key))
     returned: list[Any] = []
     for block in ghost.get_submodule(name).children():
+        block.register_forward_pre_hook(partial(_refuse_what_lies_between, model, returned), with_kwargs=True)
         block.register_forward_hook(lambda _module, _args, output: returned.append(output))
     with torch.no_grad(), _Ones():
         ghost(**{key: v.to("meta") if isinstance(v, Tensor) else v for key, v in batch.items()})
@@ -84,22 +90,45 @@ def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
     return Anatomy(name, len(blocks), tuple(entry), tuple(leaving), extra, costs)
 
 
-def cut_blocks(model: nn.Module, anatomy: Anatomy, num_stages: int) -> list[range]:
-    """The blocks of each stage, at least one; the exit weighs on the last, look-ups on none.
+def _refuse_what_lies_between(
+    model: nn.Module, returned: list[Any], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A block must take the very tensor that the block before it returned."""
+    if not returned:
+        return
+    before = returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]
+    if not any(value is before for value in (*args, *kwargs.values())):
+        raise ValueError(
+            f"{type(model).__name__} computes something between its blocks {len(returned) - 1} and "
+            f"{len(returned)}, which no stage of a pipeline would do: write the model as a PipelineModule"
+        )
+
+
+def cut_blocks(
+    model: nn.Module,
+    anatomy: Anatomy,
+    num_stages: int,
+    costs: Sequence[float] | None = None,
+    fits: Fits | None = None,
+) -> list[range]:
+    """The blocks of each stage, at least one.
+
+    ``costs``: of the blocks, the exit's in the last; by default numbers of parameters, where the exit
+    weighs on the last stage and look-ups on none.  ``fits`` as in :func:`.cut.partition`.
 
     Raises:
-        ValueError: fewer blocks than stages.
+        ValueError: fewer blocks than stages, or none of the cuts fits.
     """
     if anatomy.num_blocks < num_stages:
         raise ValueError(
             f"{type(model).__name__} has {anatomy.num_blocks} blocks, too few for {num_stages} stages"
         )
-    leaving = sum(
-        p.numel() for key in anatomy.exit for p in model.get_submodule(key).parameters(recurse=False)
-    )
-    costs = list(anatomy.costs)
-    costs[-1] += float(leaving)
-    return partition(costs, num_stages, least=1)
+    if costs is None:
+        leaving = [
+            p.numel() for key in anatomy.exit for p in model.get_submodule(key).parameters(recurse=False)
+        ]
+        costs = [*anatomy.costs[:-1], anatomy.costs[-1] + float(sum(leaving))]
+    return partition(costs, num_stages, least=1, fits=fits)
 
 
 class StagedBlocks(nn.ModuleList):
@@ -114,7 +143,6 @@ class StagedBlocks(nn.ModuleList):
                 self.add_module(str(index), blocks[index])
         self.active = range(0)
         self.incoming: Any = None
-        self.outgoing: Any = None
 
     def __len__(self) -> int:
         return self._total
@@ -148,7 +176,7 @@ class Placeholder(nn.Module):
         if index == owner.active.start - 1:
             hidden = owner.incoming
         if index == owner.active.stop:
-            owner.outgoing = hidden
+            raise _Done(hidden)
         return hidden if owner.extra is None else (hidden, *(None,) * owner.extra)
 
 
@@ -172,13 +200,27 @@ class Absent(nn.Module):
         return f"for {self._kind} of another stage"
 
 
+class _Done(Exception):
+    """What leaves the stage; raised where its last block is behind us."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a stage's forward ends here")
+        self.value = value
+
+
 class StagedModel:
-    """A model cut in place to the stages of one rank, and how to run them."""
+    """A model cut in place to the stages of one rank, and how to run them.
+
+    Afterwards ``model(stage, value, batch)`` is a stage's forward, so that whatever hangs on the
+    model's call sees the tensors that really enter and leave it.
+    """
+
+    needs_batch = True
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, cuts: Sequence[range], mine: Sequence[int]
     ) -> None:
-        self.model, self._cuts = model, cuts
+        self.module, self._cuts = model, cuts
         self._num_stages = len(cuts)
         real = model.get_submodule(anatomy.blocks)
         assert isinstance(real, nn.ModuleList)
@@ -186,26 +228,39 @@ class StagedModel:
         _put(model, anatomy.blocks, self.blocks)
         for names, owner in ((anatomy.entry, 0), (anatomy.exit, self._num_stages - 1)):
             for name in names if owner not in mine else ():
-                _put(model, name, Absent(model.get_submodule(name)))
+                if not any(name.startswith(f"{other}.") for other in names):
+                    _put(model, name, Absent(model.get_submodule(name)))
         self._entry = [model.get_submodule(name) for name in anatomy.entry if 0 in mine]
         self._exit = [model.get_submodule(name) for name in anatomy.exit if self._num_stages - 1 in mine]
+        whole = type(model).forward
+        # A cache of keys and values is of no use in training, and no stage could fill it.
+        self._fixed = {"use_cache": False} if "use_cache" in inspect.signature(whole).parameters else {}
 
-    def run(self, stage: int, value: Any, batch: Mapping[str, Any]) -> Any:
+        def forward(module: nn.Module, stage: int, value: Any, batch: Any) -> Any:
+            return self._forward(partial(whole, module), stage, value, batch)
+
+        give_forward(model, forward)
+
+    def run(self, stage: int, value: Any, batch: Any) -> Any:
         """The stage's forward; the last one returns the loss of ``batch`` (0-dim)."""
-        self.blocks.active, self.blocks.incoming, self.blocks.outgoing = self._cuts[stage], value, None
-        is_last = stage + 1 == self._num_stages
-        inputs = dict(batch)
-        if not is_last:
-            inputs.pop("labels", None)  # no loss is to be made of stand-ins
-        result = self.model(**inputs)
-        outgoing = self.blocks.outgoing
-        self.blocks.incoming = self.blocks.outgoing = None
-        if not is_last:
-            return outgoing
-        loss = result["loss"] if isinstance(result, Mapping) else getattr(result, "loss", result)
-        if not isinstance(loss, Tensor) or loss.ndim:
+        return self.module(stage, value, batch)
+
+    def _forward(self, whole: Callable[..., Any], stage: int, value: Any, batch: Any) -> Any:
+        self.blocks.active, self.blocks.incoming = self._cuts[stage], value
+        inputs = {**self._fixed, **batch} if isinstance(batch, Mapping) else batch
+        try:
+            loss = loss_of(call_with(whole, inputs))
+        except _Done as done:
+            return done.value
+        finally:
+            self.blocks.incoming = None
+        if loss.ndim:
             raise ValueError("a pipelined model must return its loss: give the batch labels")
         return loss
+
+    def problem(self, batch: Any) -> str | None:
+        """What is wrong with a micro-batch, if anything is: the model itself will say."""
+        return None
 
     def weights(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""
@@ -243,5 +298,12 @@ def _longest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
-def _on_meta(model: nn.Module) -> bool:
-    return all(parameter.is_meta for parameter in model.parameters())
+def _ghost(model: nn.Module) -> nn.Module:
+    """A copy on the meta device; nothing of the model's values is copied on the way."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        meta = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)

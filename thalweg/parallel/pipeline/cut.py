@@ -6,16 +6,23 @@ exactly), so no stage holds up the others longer than it must.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+Fits = Callable[[int, int, int], bool]
 
-def partition(costs: Sequence[float], num_stages: int, least: int = 0) -> list[range]:
+
+def partition(
+    costs: Sequence[float], num_stages: int, least: int = 0, fits: Fits | None = None
+) -> list[range]:
     """Split layers ``0..n-1`` into ``num_stages`` runs; the largest sum of ``costs`` is least.
 
     With fewer layers than stages some runs are empty, the later ones.  Among equally good cuts,
     the one whose stages are most alike (least sum of squares).  ``least``: layers that every
-    run must have.
+    run must have.  ``fits(stage, start, stop)``: whether the stage has room for these layers.
+
+    Raises:
+        ValueError: no cut gives every stage what fits.
     """
     num = len(costs)
     before = [0.0, *accumulate(float(cost) for cost in costs)]
@@ -28,10 +35,14 @@ def partition(costs: Sequence[float], num_stages: int, least: int = 0) -> list[r
         for stop in range(num + 1):
             for start in range(stop - least + 1):
                 dearest, squares = best[stage - 1][start]
+                if fits is not None and not fits(stage - 1, start, stop):
+                    continue
                 cost = before[stop] - before[start]
                 found = (max(dearest, cost), squares + cost * cost)
                 if found < best[stage][stop]:
                     best[stage][stop], begin[stage][stop] = found, start
+    if best[num_stages][num] == infinite:
+        raise ValueError(f"no cut into {num_stages} stages fits: take more stages, or a larger memory limit")
     cuts = [num]
     for stage in range(num_stages, 0, -1):
         cuts.append(begin[stage][cuts[-1]])

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from thalweg.parallel.pipeline.cut import partition
 
 Layer = Any  # LayerSpec | nn.Module | Callable
+NOTHING = "_nothing"
 
 
 class LayerSpec:
@@ -101,18 +102,25 @@ class PipelineModule(nn.Module):
                 "topology= is not needed: the mesh follows from pipeline.stages and the world size"
             )
         self.specs, self.num_stages, self.loss_fn = list(layers), num_stages, loss_fn
-        self.partition_method = partition_method.lower()
+        self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = tuple(checkpointable_layers or ())
         self._seeds = (base_seed if seed_layers else None, seed_fn)
+        # So that an optimizer can be made of layers that exist.
+        self.layers = nn.ModuleDict({str(i): s for i, s in enumerate(layers) if isinstance(s, nn.Module)})
         self._costs()  # complain about the method now
 
-    def cut(self, num_stages: int) -> list[range]:
-        """The layers of each stage."""
-        return partition(self._costs(), num_stages)
+    def cut(self, num_stages: int, method: str | None = None) -> list[range]:
+        """The layers of each stage; ``method`` in place of the module's own."""
+        return partition(self._costs(method), num_stages)
 
-    def _costs(self) -> list[float]:
-        method = self.partition_method
+    @property
+    def num_parameters(self) -> int:
+        """Trained elements of the whole model."""
+        return int(sum(self._costs("parameters")))
+
+    def _costs(self, method: str | None = None) -> list[float]:
+        method = (method or self.partition_method).lower()
         if method == "uniform":
             return [1.0] * len(self.specs)
         if method.startswith("type:"):
@@ -179,13 +187,15 @@ class PipelineModule(nn.Module):
 
 
 class Stage(nn.Module):
-    """A run of consecutive layers; parameters are named ``layers.<index>...`` as in the whole model."""
+    """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
     def __init__(self, specs: Sequence[Layer], built: dict[int, Any], checkpoint_every: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(
             {str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)}
         )
+        # Each layer is a unit of ZeRO's.
+        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers.values()})
         self._indices = list(built)
         self._plain = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
         self._calls = {
@@ -195,21 +205,65 @@ class Stage(nn.Module):
         }
         self._every = checkpoint_every
 
-    def forward(self, value: Any) -> Any:
-        """Run the layers one after the other on ``value`` (a tensor or a tree of them)."""
+    def forward(self, value: Any, part: Sequence[int] | None = None) -> Any:
+        """Run the layers (or ``part`` of them) one after the other on ``value`` (a tensor or a tree)."""
+        indices = self._indices if part is None else list(part)
         if not self._every or not torch.is_grad_enabled():
-            return self._run(self._indices, value)
-        for start in range(0, len(self._indices), self._every):
-            part = self._indices[start : start + self._every]
-            value = checkpoint(self._run, part, value, use_reentrant=False)
+            return self._run(indices, value)
+        for start in range(0, len(indices), self._every):
+            chunk = indices[start : start + self._every]
+            value = checkpoint(self._run, chunk, value, use_reentrant=False)
         return value
+
+    def weights(self, part: Sequence[int]) -> list[nn.Parameter]:
+        """The parameters of these layers, as the modules hold them now."""
+        modules = [self.layers[str(i)] for i in part if i not in self._plain]
+        return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
     def _run(self, indices: Sequence[int], value: Any) -> Any:
         for index in indices:
-            layer = self._plain.get(index) or self.layers[str(index)]
+            layer = self._plain[index] if index in self._plain else self.layers[str(index)]
             call = self._calls.get(index)
             value = layer(value) if call is None else call(layer, value)
         return value
+
+
+class StagedLayers:
+    """This rank's stages of a :class:`PipelineModule`, and how to run them."""
+
+    def __init__(
+        self, whole: PipelineModule, cuts: Sequence[range], mine: Sequence[int], checkpoint_every: int
+    ) -> None:
+        self._cuts, self._loss_fn = cuts, whole.loss_fn
+        self._last = len(cuts) - 1
+        indices = [index for stage in mine for index in cuts[stage]]
+        self.module = Stage(whole.specs, whole.build_layers(indices), checkpoint_every)
+        if not any(True for _ in self.module.parameters()):
+            # Something for ZeRO and the optimizer to hold; it gets no gradient, and is in no checkpoint.
+            self.module.register_parameter(NOTHING, nn.Parameter(torch.zeros(1)))
+        # Labels are for the last stage, inputs for the first.
+        self.needs_batch = 0 in mine or self._last in mine
+
+    def run(self, stage: int, value: Any, batch: Any) -> Any:
+        """The stage's forward on ``value``, or on the batch's inputs; the last one gives the loss (0-dim)."""
+        result = self.module(batch[0] if stage == 0 else value, self._cuts[stage])
+        if stage != self._last:
+            return result
+        loss = result if self._loss_fn is None else self._loss_fn(result, batch[1])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError("the last layer of a PipelineModule, or its loss_fn, must return a scalar loss")
+        return loss.reshape(())
+
+    def problem(self, batch: Any) -> str | None:
+        """What is wrong with a micro-batch, if anything is."""
+        if not self.needs_batch or (isinstance(batch, tuple | list) and len(batch) == 2):
+            return None
+        kind = type(batch).__name__
+        return f"a PipelineModule's batch is (inputs, labels), got {kind}: let the data iterator yield them"
+
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that the stage uses, as the modules hold them now."""
+        return self.module.weights(self._cuts[stage])
 
 
 def _class_name(spec: Layer) -> str:

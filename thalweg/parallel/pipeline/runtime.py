@@ -33,11 +33,15 @@ class StageCalls:
     ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
     first); the last one returns the loss (0-dim).  ``weights(stage)``: its parameters as its
     graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.
+    ``before(action, last)`` is told of each backward action, and whether it is this rank's last;
+    ``after(action)`` when it is done.
     """
 
     run: Callable[[int, Any, Any], Any]
     weights: Callable[[int], list[nn.Parameter]]
     scale: Callable[[Tensor], Tensor]
+    before: Callable[[Action, bool], None] = lambda action, last: None
+    after: Callable[[Action], None] = lambda action: None
 
 
 @dataclass
@@ -82,11 +86,14 @@ class Runner:
                 )
         losses: dict[int, Tensor] = {}
         try:
+            final = orders[self.rank][-1] if orders[self.rank] else None
             for action in orders[self.rank]:
                 if action.kind == "F":
                     self._forward(action, batches[action.micro], losses, backward)
                 else:
+                    self._calls.before(action, action is final)
                     self._backward(action)
+                    self._calls.after(action)
             self._wire.drain()
         finally:
             self._cells.clear()

@@ -46,14 +46,19 @@ def build(
         raise ValueError(f"unknown pipeline schedule {name!r}: choose one of {', '.join(NAMES)}")
     if num_ranks < 1 or num_micro_batches < 1:
         raise ValueError(f"a pipeline needs ranks and micro-batches, got {num_ranks} and {num_micro_batches}")
-    per_rank = stages_per_rank(name, chunks)
-    num_stages = num_ranks * per_rank
-    fold = per_rank == 2 and name != "interleaved"
-    placement = tuple(_v(stage, num_ranks) if fold else stage % num_ranks for stage in range(num_stages))
-    job = _Job(num_ranks, num_micro_batches, per_rank, placement, costs or Costs.equal(num_stages))
+    placement = placement_of(name, num_ranks, chunks)
+    costs = costs or Costs.equal(len(placement))
+    job = _Job(num_ranks, num_micro_batches, stages_per_rank(name, chunks), placement, costs)
     schedule = Schedule(name, num_micro_batches, placement, _MAKERS[name](job))
     check(schedule)
     return schedule
+
+
+def placement_of(name: Name, num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """The rank of each stage: in turn, or down the ranks and up again."""
+    fold = name in ("zbv", "dualpipev")
+    num_stages = num_ranks * stages_per_rank(name, chunks)
+    return tuple(_v(stage, num_ranks) if fold else stage % num_ranks for stage in range(num_stages))
 
 
 def _v(stage: int, num_ranks: int) -> int:
