@@ -51,6 +51,24 @@ def test_negative_controls_fail():
         assert all(value > 1e-3 for value in found.values()), found
 
 
+def _tiled(rank: int, world: int, cases: list[Case]) -> list[str]:
+    import thalweg.parallel.sequence as rooms
+
+    rooms._TILE = 4
+    return failures(rank, world, cases, 2)
+
+
+def test_masks_of_long_sequences_are_made_tile_by_tile():
+    pytest.importorskip("transformers")
+    cases = [
+        Case("llama, 4 heads on 1", "packed", 14, 1, 2),
+        Case("bert", "padded", 11, 0, 2),
+        Case("mistral, window", "plain", 13, 3, 2),
+    ]
+    for found in run_ranks(_tiled, 2, cases):
+        assert found == []
+
+
 def _too_short(rank: int, world: int) -> str:
     import thalweg
 

@@ -82,6 +82,30 @@ def test_the_fast_kernel_equals_the_formula(dtype, kind):
         assert (one - other).abs().max() < 3 * close * max(1.0, float(other.abs().max()))
 
 
+def test_a_ring_of_one_goes_tile_by_tile_and_skips_what_nobody_sees(monkeypatch):
+    import thalweg.parallel.context as context
+
+    q, k, v, grad = _inputs(5, 20, 20)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    documents = torch.tensor([0] * 7 + [1] * 13)
+
+    def seen(rows, columns):
+        return ((documents[rows][:, None] == documents[columns]) & (columns <= rows[:, None]))[None, None]
+
+    calls = []
+    forward = context.block_forward
+    monkeypatch.setattr(context, "block_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    spans = ((0, 5), (5, 10), (10, 15), (15, 20))
+    layout = context.Layout((spans,), True, seen, 0.3, 1)
+    out = context.Ring(None).attend(*leaves, layout)
+    assert len(calls) == 8  # of 16: the later tiles, and those of another document, are left out
+    index = torch.arange(20)
+    wanted, gradients = _expected(q, k, v, grad, seen(index, index), 0.3)
+    assert (out - wanted).abs().max() < 1e-5
+    for found, value in zip(torch.autograd.grad(out, leaves, grad), gradients, strict=True):
+        assert (found - value).abs().max() < 2e-5
+
+
 def test_forgetting_the_weights_of_blocks_is_noticed():
     q, k, v, grad = _inputs(4, 6, 10)
     wanted, _ = _expected(q, k, v, grad, None, 0.3)

@@ -100,12 +100,14 @@ def _chunks(spans: tuple[Span, ...]) -> list[slice]:
 
 
 class Ring:
-    """This rank's place on a ring, and the two verbs that go round it."""
+    """This rank's place on a ring, and the two verbs that go round it; without a team, a ring of one."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team | None) -> None:
         self.team = team
-        ranks = dist.get_process_group_ranks(team.group)
-        self._next, self._previous = ranks[(team.rank + 1) % team.size], ranks[team.rank - 1]
+        self.rank, self.size = (0, 1) if team is None else (team.rank, team.size)
+        if team is not None:
+            ranks = dist.get_process_group_ranks(team.group)
+            self._next, self._previous = ranks[(team.rank + 1) % team.size], ranks[team.rank - 1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Attention of own queries to everybody's keys.
@@ -116,12 +118,13 @@ class Ring:
 
     def source(self, step: int) -> int:
         """Whose keys are here at a step."""
-        return (self.team.rank - step) % self.team.size
+        return (self.rank - step) % self.size
 
     def hop(self, sent: Tensor, numel: int, tag: int) -> Callable[[], Tensor]:
         """Begin to send a flat tensor on and to receive ``numel`` elements; call to have them."""
-        received = sent.new_empty(numel)
-        group = self.team.group
+        team = self.team
+        assert team is not None
+        received, group = sent.new_empty(numel), team.group
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, self._next, group, tag),
@@ -130,9 +133,7 @@ class Ring:
         )
 
         def arrived() -> Tensor:
-            with self.team.ledger.timed(
-                "send", _NAME, self.team.carrier, full_bytes=sent.nbytes, world_size=self.team.size
-            ):
+            with team.ledger.timed("send", _NAME, team.carrier, full_bytes=sent.nbytes, world_size=team.size):
                 for work in works:
                     work.wait()
             return received
@@ -162,15 +163,15 @@ class _RingAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, layout: Layout
     ) -> Tensor:
-        team, rank = ring.team, ring.team.rank
+        rank = ring.rank
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         block = _packed(k, v)
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(team.size):
+            for step in range(ring.size):
                 source, arrived = ring.source(step), None
-                if step + 1 < team.size:
+                if step + 1 < ring.size:
                     shapes = _shapes(k, v, layout.length(ring.source(step + 1)))
                     arrived = ring.hop(block.flat, shapes[0].numel() + shapes[1].numel(), _KEYS)
                 for rows, columns, causal, mask in layout.rectangles(rank, source, q.device):
@@ -194,22 +195,22 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         ring, layout = ctx.ring, ctx.layout
-        team, grad = ring.team, grads[0].contiguous()
+        grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
         block, own, incoming = _packed(k, v), None, None
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(team.size):
+            for step in range(ring.size):
                 source, arrived = ring.source(step), None
                 shapes = _shapes(k, v, layout.length(ring.source(step + 1)))
                 numel = shapes[0].numel() + shapes[1].numel()
-                if step + 1 < team.size:
+                if step + 1 < ring.size:
                     arrived = ring.hop(block.flat, numel, _KEYS)
                 gradient = _Block(
                     torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
                     block.k.shape,
                     block.v.shape,
                 )
-                for rectangle in layout.rectangles(team.rank, source, q.device):
+                for rectangle in layout.rectangles(ring.rank, source, q.device):
                     _add_gradients(dq, gradient, grad, q, block, y, lse, layout, rectangle)
                 if step == 0:
                     own = gradient

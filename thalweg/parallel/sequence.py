@@ -16,7 +16,7 @@ of one ring rank, and the ring those of all.
 * **Shares.**  Lengths differ by at most one token (:mod:`.shares`), heads are dealt out like tensor ranks'
   (:mod:`.heads`), so neither has to divide.
 * **Masks** are made from what the user gave for the whole sequence: padding, and documents
-  packed one behind the other (positions that begin again); on a ring, piece by piece.
+  packed one behind the other (positions that begin again); piece by piece where sequences are long.
 * **Loss.**  Each rank sums over its own targets, and the team's number of targets divides, so
   the mean over ranks is the mean over tokens, also where a shard has none.
 
@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 
 from thalweg.observe.meter import PART
 from thalweg.parallel.context import Layout, Ring, Seen
+from thalweg.parallel.cuts import even
 from thalweg.parallel.heads import Heads, deal
 from thalweg.parallel.layers import give_forward
 from thalweg.parallel.parts import Signature, Splitter, Whole, splitter_of, tokens_of, whole_of
@@ -50,6 +51,8 @@ from thalweg.parallel.team import Team
 from thalweg.parallel.ulysses import to_heads, to_tokens
 
 _serial = itertools.count()
+_TILE = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
+_CUDA_TILES = 16  # for blocks take no mask, 16 times as many
 _KEYS = "sequence_parallel_size or context_parallel_size above 1"
 
 
@@ -78,7 +81,7 @@ class Attention:
 
     def __init__(self, teams: SequenceTeams) -> None:
         self.teams, self.shares = teams, teams.shares
-        self.ring = None if teams.ring is None else Ring(teams.ring)
+        self.ring = Ring(teams.ring)
         self.whole = Whole()
         self._checks = 2  # whole batches still to be compared
 
@@ -107,14 +110,14 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | Seen | None = None,
+        mask: Seen | None = None,
         dropout: float = 0.0,
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
         """Attention over the whole sequence: q (B, H, own T, D), k and v (B, Hkv, own T, D) -> as q.
 
-        ``mask`` is for the whole sequence: (B or 1, 1, T, T), or on a ring a function of positions.
+        ``mask`` is a function of positions in the whole sequence.
         """
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         if self.teams.heads is None:
@@ -140,29 +143,33 @@ class Attention:
         k: Tensor,
         v: Tensor,
         repeat: int,
-        mask: Tensor | Seen | None,
+        mask: Seen | None,
         dropout: float,
         causal: bool,
         scale: float,
     ) -> Tensor:
-        if self.ring is None:
-            assert mask is None or isinstance(mask, Tensor)
+        length = self.whole.length
+        short = length <= (_TILE if q.is_cpu else _CUDA_TILES * _TILE)
+        if self.ring.size == 1 and (mask is None or dropout > 0 or short):
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            index = torch.arange(length, device=q.device)
+            hidden = None if mask is None else mask(index, index)
             causal = causal and mask is None
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+            return F.scaled_dot_product_attention(q, k, v, hidden, dropout, causal, scale=scale)
         if dropout > 0:
             raise ValueError(
                 f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
                 "the model's attention dropout to 0; dropout elsewhere is fine"
             )
-        assert mask is None or not isinstance(mask, Tensor)
-        length, world = self.whole.length, self.ring.team.size
-        spans = tuple(self.shares.ring(length, rank) for rank in range(world))
+        if self.ring.size == 1:  # tile by tile: a mask of the whole would take T x T
+            spans = (tuple(even(length, -(-length // _TILE))),)
+        else:
+            spans = tuple(self.shares.ring(length, rank) for rank in range(self.ring.size))
         return self.ring.attend(q, k, v, Layout(spans, causal, mask, scale, repeat))
 
-    def mask(self, causal: bool) -> Tensor | Seen | None:
-        """What documents need, or None for one: a mask (B, 1, T, T), on a ring a function of positions."""
+    def mask(self, causal: bool) -> Seen | None:
+        """What documents need, as a function of positions; None for one document."""
         documents = self.whole.documents
         if documents is None:
             return None
@@ -171,8 +178,7 @@ class Attention:
             same = documents[:, None, rows, None] == documents[:, None, None, columns]
             return same & (columns <= rows[:, None]) if causal else same
 
-        index = torch.arange(self.whole.length, device=documents.device)
-        return seen if self.ring is not None else seen(index, index)
+        return seen
 
 
 # The loss
@@ -358,19 +364,20 @@ def _use_interface(model: nn.Module, attention: Attention) -> None:
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **kwargs: Any
-    ) -> Tensor | Seen | None:
+    ) -> Seen | None:
         whole = attention.whole
         if whole.documents is not None:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(whole.documents))
             kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
-        kwargs["attention_mask"] = whole.padding
-        if attention.ring is None:
-            return sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
-        if kwargs.get("use_vmap"):
-            raise ValueError(
-                f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} "
-                "makes of functions of its own; set it to 1"
-            )
+        if kwargs.get("use_vmap"):  # functions of its own, which take one position at a time
+            if attention.ring.size > 1:
+                raise ValueError(
+                    f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} "
+                    "makes of functions of its own; set it to 1"
+                )
+            kwargs["attention_mask"] = whole.padding
+            made = sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
+            return None if made is None else lambda queries, keys: made[:, :, queries[:, None], keys]
         if whole.padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(whole.padding))
         elif _plain(whole.length, **kwargs):

@@ -74,12 +74,16 @@ def parallelise(
 
 
 def _plan(model: nn.Module, team: Team) -> Plan:
-    plan = plan_of(model, team.size, team.rank)
+    why = "no tensor-parallel plan is known for it"
+    try:
+        plan = plan_of(model, team.size, team.rank)
+    except Refused as error:
+        plan, why = None, str(error)
     if plan is None or not plan.layers:
         plan = derive(model, team.size, team.rank)
     if plan is None:
         raise Refused(
-            f"no tensor-parallel plan is known for {type(model).__name__}, and none was found by running it: "
+            f"{type(model).__name__} cannot be cut over tensor ranks: {why}, and running it shows none; "
             "set tensor_parallel.autotp_size to 1"
         )
     return plan

@@ -243,7 +243,7 @@ class Graph:
 
 
 def leaves_of(model: nn.Module, seen: Seen) -> Graph:
-    """Run again with gradients, every product's output cut off from what made it and disturbed a little."""
+    """Run again with gradients, every product's output exchanged for random numbers of its size."""
     products = {product.name: product for product in seen.products}
     leaves: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
@@ -258,8 +258,8 @@ def leaves_of(model: nn.Module, seen: Seen) -> Graph:
     def after(product: Product) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             scale = float(output.detach().float().std())
-            noise = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
-            leaves[product.name] = leaf = (output.detach() + scale * noise).requires_grad_()
+            noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
+            leaves[product.name] = leaf = (scale * noise * _signs(noise)).to(output.dtype).requires_grad_()
             return leaf.clone()  # which may be changed in place, as a leaf may not
 
         return hook
@@ -286,6 +286,13 @@ def leaves_of(model: nn.Module, seen: Seen) -> Graph:
             consumers[one].add(name)
     owners = {f"{name} (parameter)": name.rpartition(".")[0] for name in others}
     return Graph(leaves, inputs, products, sources, consumers, owners)
+
+
+def _signs(like: Tensor) -> Tensor:
+    """Signs that alternate from token to token, so that no channel is below zero for all of them."""
+    tokens = torch.arange(like.numel() // like.shape[-1], device=like.device).view(*like.shape[:-1], 1)
+    channels = torch.arange(like.shape[-1], device=like.device)
+    return 1.0 - 2.0 * ((tokens + channels) % 2)
 
 
 def _sources(x: Tensor, asked: dict[str, Tensor]) -> set[str]:
