@@ -1,11 +1,13 @@
 """The runs whose memory `bench/plan.py` predicts and measures: models, configs, batches.
 
 A case is a JSON object: `model` (a name of MODELS), `stage`, `world`, `dtype`, `remat`,
-`accumulation`, `micro`, `sequence`, `kernels`, `optimizer`.
+`accumulation`, `micro`, `sequence`, `kernels`, `optimizer`, `states` and `params` (the tiers of the
+optimizer's state and of the parameters), `clip` (0 lets updates run within the backward pass).
 """
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -113,6 +115,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "vocab_size": 16384,
     },
+    "mixtral": {
+        "family": "hf",
+        "class": "MixtralForCausalLM",
+        "model_type": "mixtral",
+        "num_hidden_layers": 3,
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": 8192,
+    },
+    "phi": {
+        "family": "hf",
+        "class": "PhiForCausalLM",
+        "model_type": "phi",
+        "num_hidden_layers": 6,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "vocab_size": 10240,
+        "max_position_embeddings": 512,
+    },
     "vit": {
         "family": "hf",
         "class": "ViTForImageClassification",
@@ -127,7 +152,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-HELD_OUT = ("opt", "qwen2", "neox", "vit")
+HELD_OUT = ("opt", "qwen2", "neox", "vit", "mixtral", "phi")
 
 
 def _case(
@@ -140,6 +165,7 @@ FULL: dict[str, Any] = {"remat": "full"}
 SELECTIVE: dict[str, Any] = {"remat": "selective"}
 BF16: dict[str, Any] = {"dtype": "bf16"}
 TORCH: dict[str, Any] = {"kernels": "torch"}
+DISK: dict[str, Any] = {"params": "nvme", "states": "nvme", "clip": 0.0}
 CASES: list[dict[str, Any]] = [
     *(_case("gpt", stage, 1) for stage in (0, 2)),
     *(_case("gpt", stage, 2) for stage in (0, 1, 2, 3)),
@@ -176,6 +202,23 @@ CASES: list[dict[str, Any]] = [
     _case("t5", 2, 2, 2),
     _case("t5", 3, 2, 2, **FULL),
     _case("t5", 1, 2, 2, **BF16),
+    _case("gpt", 2, 1, states="cpu", clip=0.0),
+    _case("gpt", 2, 2, states="cpu", clip=0.0),
+    _case("gpt", 1, 2, states="nvme"),
+    _case("gpt", 3, 2, states="nvme", clip=0.0, **FULL),
+    _case("gpt-deep", 2, 1, 2, states="nvme", clip=0.0),
+    _case("gpt-deep", 3, 1, 2, **DISK),
+    _case("gpt-deep", 3, 2, 2, **DISK),
+    _case("gpt-deep", 3, 2, 2, **DISK, **BF16, **FULL),
+    _case("gpt-untied", 3, 1, 4, **DISK, **FULL),
+    _case("gpt-untied", 2, 2, 4, states="nvme", accumulation=2, **BF16),
+    _case("llama", 3, 1, 4, **DISK, **FULL),
+    _case("llama", 3, 2, 2, **DISK, accumulation=2),
+    _case("llama", 1, 1, 2, states="nvme", clip=0.0, **BF16),
+    _case("gpt2", 3, 2, 2, states="cpu", clip=0.0, **FULL),
+    _case("bert", 2, 2, 2, states="nvme", clip=0.0),
+    _case("gpt", 2, 4, 2, **FULL),
+    _case("gpt-deep", 2, 4, 1, **BF16),
     _case("opt", 1, 1, 4),
     _case("opt", 3, 2, 2),
     _case("opt", 2, 2, 2, **FULL),
@@ -185,6 +228,12 @@ CASES: list[dict[str, Any]] = [
     _case("neox", 3, 1, 4, **FULL),
     _case("vit", 2, 2, 8),
     _case("vit", 0, 1, 8, **FULL),
+    _case("opt", 2, 1, 2, states="nvme", clip=0.0),
+    _case("neox", 3, 2, 2, **DISK, **FULL),
+    _case("mixtral", 2, 2, 2),
+    _case("mixtral", 3, 1, 2, **FULL),
+    _case("phi", 1, 2, 2, accumulation=2),
+    _case("phi", 3, 4, 1, **BF16),
 ]
 
 
@@ -197,6 +246,8 @@ def name_of(case: dict[str, Any]) -> str:
         f"{case['micro']}x{case['sequence']}",
     ]
     words += [str(case[key]) for key in ("dtype", "remat", "kernels") if key in case]
+    words += [f"{key} on {case[key]}" for key in ("states", "params") if key in case]
+    words += ["no clipping"] if case.get("clip") == 0.0 else []
     return " ".join([*words, f"accumulate {case['accumulation']}"] if "accumulation" in case else words)
 
 
@@ -234,8 +285,8 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": case["micro"],
         "gradient_accumulation_steps": case.get("accumulation", 1),
         "optimizer": {"type": case.get("optimizer", "AdamW"), "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": case["stage"]},
-        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": case["stage"], **_tiers(case)},
+        "gradient_clipping": case.get("clip", 1.0),
         "cpu_kernels": case.get("kernels", "auto"),
     }
     if case.get("remat", "none") != "none":
@@ -243,6 +294,18 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("dtype", "fp32") != "fp32":
         config[case["dtype"]] = {"enabled": True}
     return config
+
+
+def _tiers(case: dict[str, Any]) -> dict[str, Any]:
+    blocks: dict[str, Any] = {}
+    for key, block in (("states", "offload_optimizer"), ("params", "offload_param")):
+        if key in case:
+            blocks[block] = {"device": case[key]}
+            if case[key] == "nvme":
+                blocks[block]["nvme_path"] = tempfile.gettempdir()
+    if "params" in case:
+        blocks["offload_param"]["max_in_cpu"] = 0
+    return blocks
 
 
 def make_batch(case: dict[str, Any], model: nn.Module, seed: int) -> dict[str, Any]:

@@ -43,6 +43,30 @@ def malloc_mib() -> dict[str, float]:
     return {name: getattr(info, name) / 2**20 for name in names}
 
 
+def mappings() -> dict[str, float]:
+    """Return resident MiB by kind of mapping: heap, anonymous (large, small), files, shared."""
+    found: dict[str, float] = {}
+    kind, size = "", 0
+    with open("/proc/self/smaps") as rows:
+        for row in rows:
+            words = row.split()
+            if not words[0].endswith(":"):
+                name = words[5] if len(words) > 5 else ""
+                first, last = (int(end, 16) for end in words[0].split("-"))
+                size = last - first
+                if name.startswith(("/memfd", "/dev/zero", "/dev/shm")):
+                    kind = "shared"
+                elif name.startswith("["):
+                    kind = name.strip("[]")
+                elif name:
+                    kind = "file"
+                else:
+                    kind = "anonymous" if size >= 1 << 20 else "anonymous, small"
+            elif words[0] == "Rss:":
+                found[kind] = found.get(kind, 0.0) + int(words[1]) / 1024
+    return found
+
+
 def main() -> int:
     """Train and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,6 +93,7 @@ def main() -> int:
     else:
         thalweg.init_distributed()
     facts: dict[str, Any] = {"import": status(), "import_malloc": malloc_mib()}
+    facts["import_mappings"] = mappings()
     model = build_model(case)
     facts["model"] = {**status(), **malloc_mib()}
     start = time.perf_counter()
@@ -89,13 +114,13 @@ def main() -> int:
                 facts["steps"].append({"at": f"backward {micro}", **status(), **malloc_mib()})
             engine.step()
         facts["seconds"].append(time.perf_counter() - clock)
-        facts["steps"].append({"at": f"step {step}", **status(), **malloc_mib()})
+        facts["steps"].append({"at": f"step {step}", **status(), **malloc_mib(), "mappings": mappings()})
     facts["loss"] = loss.item()
     facts["ledger"] = {
         kind: engine.ledger.total(kind).sent_bytes for kind in ("all_gather", "reduce_scatter", "all_reduce")
     }
     dist.barrier()
-    facts["end"] = status()
+    facts["end"], facts["end_mappings"] = status(), mappings()
     facts["peak_mib"], facts["import_mib"] = facts["end"]["VmHWM"], facts["import"]["VmRSS"]
     print(json.dumps(facts), flush=True)
     sys.stdout.flush()

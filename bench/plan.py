@@ -7,6 +7,7 @@ predicts the rest.  One case at a time; a rank has one thread.
     python bench/plan.py --quick
     python bench/plan.py --write
     python bench/plan.py --only gpt2 --json
+    python bench/plan.py --write --part 1/6      # then 2/6 and so on: rows are merged by case
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def predict(case: dict[str, Any], process_bytes: int) -> dict[str, Any]:
     return found.to_dict()
 
 
-def compare(case: dict[str, Any]) -> dict[str, Any]:
-    """Measure and predict one case."""
-    reports = measure(case)
+def compare(case: dict[str, Any], reports: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Measure and predict one case; `reports`: what the ranks said, if they have run already."""
+    reports = reports or measure(case)
     worst = max(reports, key=lambda report: report["peak_mib"])
     answer = predict(case, int(worst["import_mib"] * 2**20))
     predicted = answer["per_rank"]["total"] / 2**20
@@ -100,6 +101,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "case": name_of(case),
         "predicted_mib": predicted,
         "measured_mib": worst["peak_mib"],
+        "of_ranks_mib": [report["peak_mib"] for report in reports],
         "import_mib": worst["import_mib"],
         "error": predicted / worst["peak_mib"] - 1,
         "per_rank": answer["per_rank"],
@@ -143,6 +145,21 @@ def show(found: list[dict[str, Any]]) -> str:
     )
 
 
+def _read_kept(path: str | None) -> dict[str, list[dict[str, Any]]]:
+    if path is None:
+        return {}
+    lines = (json.loads(line) for line in Path(path).read_text().splitlines())
+    return {line["name"]: line["ranks"] for line in lines}
+
+
+def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what results/plan.json holds with these cases in the place of earlier ones, in CASES' order."""
+    path = ROOT / "results" / "plan.json"
+    old = json.loads(path.read_text())["cases"] if path.exists() else []
+    by_name = {one["case"]: one for one in [*old, *found]}
+    return [by_name[name] for name in map(name_of, CASES) if name in by_name]
+
+
 def main() -> int:
     """Run the cases and print or write the table."""
     parser = argparse.ArgumentParser(
@@ -150,25 +167,41 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="five cases, under a minute")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name holds one of these")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N equal parts of the cases")
+    parser.add_argument(
+        "--measured", metavar="FILE", help="predict anew what --keep has written, instead of running it"
+    )
+    parser.add_argument("--keep", metavar="FILE", help="append what the ranks report, a line a case")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write results/plan.md and .json")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.only or any(word in name_of(case) for word in args.only)]
     if args.quick:
         cases = cases[:: max(1, len(cases) // 5)][:5]
+    part, parts = (int(number) for number in args.part.split("/"))
+    cases = cases[part - 1 :: parts]
+    kept = _read_kept(args.measured)
+    if kept:
+        cases = [case for case in cases if name_of(case) in kept]
     found = []
     for case in cases:
         try:
-            found.append(compare(case))
+            reports = kept.get(name_of(case)) or measure(case)
+            found.append(compare(case, reports))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{name_of(case)} failed: {error}", file=sys.stderr)
             continue
+        if args.keep:
+            with Path(args.keep).open("a") as file:
+                file.write(json.dumps({"name": name_of(case), "case": case, "ranks": reports}) + "\n")
         one = found[-1]
         print(
             f"{one['case']}: {100 * one['error']:+.1f}% of {one['measured_mib']:.0f}",
             file=sys.stderr,
             flush=True,
         )
+    if args.write:
+        found = _merged(found)
     rows = [
         Row(one["case"], "measured", "peak_mib", one["predicted_mib"], one["measured_mib"], one["error"] + 1)
         for one in found

@@ -11,7 +11,8 @@ import torch
 # mallopt(3) parameters of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _KEEP = 1 << 30
-_LARGE = 4 << 20
+# From this size on blocks come and go singly where memory is short.
+LARGE_BLOCK = 4 << 20
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -51,7 +52,7 @@ def return_large_blocks() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGE))
+    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK))
 
 
 def choose_allocation(memory_is_short: bool) -> bool:

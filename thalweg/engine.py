@@ -31,6 +31,7 @@ from thalweg.mesh import build_mesh, init_distributed
 from thalweg.observe import resident_mib
 from thalweg.optim.managed import ManagedOptimizer
 from thalweg.parallel.parts import splitter_for
+from thalweg.plan.job import settle_job
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_with, loss_of
 from thalweg.zero.init import paused
@@ -79,6 +80,7 @@ def initialize(
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = pick_device(info.local_rank)
     axes = build_mesh(device, mesh, degrees_of(parsed))
+    parsed = settle_job(parsed, model, axes.data, axes.everyone, device)
     resolved = resolve(parsed, world_size=axes.size, model=facts_of(model))
     if device.type == "cpu":
         choose_allocation(memory_is_short(resolved))

@@ -66,13 +66,57 @@ def test_traffic_is_what_the_ledger_counts(world_size, hosts):
             assert planned == counted, (stage, dtype, accumulation)
 
 
+ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+CROSSINGS = [
+    (1, {}),
+    (3, {}),
+    (2, {"zero_quantized_gradients": True}),
+    (3, ZEROPP),
+    (3, {"mics_shard_size": 2}),
+]
+
+
+def _between_hosts(rank, world_size, cases):
+    import os
+
+    import thalweg
+
+    os.environ["THALWEG_HOST"] = f"host{rank // 2}"
+    found = []
+    for stage, zero in cases:
+        torch.manual_seed(1)
+        config = config_of(stage, "bf16")
+        config["zero_optimization"] |= zero
+        engine, *_ = thalweg.initialize(model=GPT(SHAPE), config=config)
+        train(engine, 2, 1, rank)
+        before = engine.ledger.total().inter_bytes
+        train(engine, 1, 1, rank)
+        found.append(engine.ledger.total().inter_bytes - before)
+        engine.close()
+    return found
+
+
+def test_what_crosses_between_hosts_is_what_the_ledger_counts():
+    import thalweg
+    from thalweg.plan.cluster import Cluster
+
+    cluster = Cluster(num_nodes=2, devices_per_node=2, device="cpu")
+    ranks = run_ranks(_between_hosts, 4, CROSSINGS)
+    for index, (stage, zero) in enumerate(CROSSINGS):
+        config = config_of(stage, "bf16")
+        config["zero_optimization"] |= zero
+        planned = thalweg.plan(SHAPE.to_dict(), config, cluster=cluster, sequence_length=32).links
+        counted = sum(found[index] for found in ranks) / 4
+        assert planned.get("between nodes", 0) == pytest.approx(counted, rel=0.05), (stage, zero)
+
+
 def _around_the_limit(rank, world_size, widths, limit):
     """(width, refused, peak, planned total) of jobs of growing size under one limit."""
     import gc
 
     import thalweg
-    from thalweg.plan import preflight
     from thalweg.observe import resident_mib
+    from thalweg.plan import preflight
     from thalweg.plan.preflight import DoesNotFit
 
     preflight._SEARCH_SECONDS = 0.1  # what would fit instead is not asked here
@@ -112,6 +156,127 @@ def test_rows_21_22_thirty_sizes_around_a_limit_none_exceeds_it():
     # Sizes grow, so the refused ones are the last ones.
     assert max(width for width, *_ in ran) < min(width for width, *_ in refused)
     assert all(total is None or total > 0.9 * limit for *_, total in refused)
+
+
+BIG = GPTConfig(vocab_size=4096, n_layer=4, n_head=4, n_embd=448, block_size=64)
+
+
+def tiers_of(folder):
+    nvme = {"device": "nvme", "nvme_path": folder}
+    return {
+        "none": {"stage": 1},
+        "early": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "states": {"stage": 1, "offload_optimizer": nvme},
+        "all": {"stage": 3, "offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}},
+    }
+
+
+def _offloaded(rank, world_size, zero):
+    """(peak, planned peak) in MiB of one job."""
+    import thalweg
+    from thalweg.observe import resident_mib
+    from thalweg.plan.cluster import Cluster
+
+    cluster = Cluster(devices_per_node=world_size, device="cpu")
+    _ = thalweg.initialize
+    base = int(resident_mib() * 2**20)
+    torch.manual_seed(1)
+    model = GPT(BIG)
+    config = config_of(1) | {"zero_optimization": zero}
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    shape = {"tokens_BT": tokens, "labels_BT": tokens}
+    planned = thalweg.plan(model, config, cluster=cluster, batch=shape, process_bytes=base, suggest=False)
+    engine, *_ = thalweg.initialize(model=model, config=config)
+    del model
+    train(engine, 3, 1, rank)
+    peak = resident_mib(peak=True)
+    engine.close()
+    return peak, planned.per_rank.total / 2**20
+
+
+def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
+    found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
+    for name, (peak, planned) in found.items():
+        assert peak <= 1.05 * planned, name
+        assert peak >= 0.85 * planned, name  # a bound that is never reached would say nothing
+    for name in ("states", "all"):
+        saved, said = (found["none"][i] - found[name][i] for i in (0, 1))
+        assert saved > 20
+        assert saved == pytest.approx(said, rel=0.35), name
+
+
+class Odd(torch.nn.Module):
+    """A model that tells nothing: no config, no hidden_size, inputs of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(96, 96) for _ in range(6))
+
+    def forward(self, signal, wanted):
+        for layer in self.layers:
+            signal = torch.relu(layer(signal))
+        return (signal - wanted).square().mean()
+
+
+def _auto(rank, world_size, folder):
+    import thalweg
+
+    found = []
+    for limit in ("4GiB", "8MiB"):
+        config = config_of("auto", memory={"host_limit": limit, "nvme_path": folder, "preflight": "off"})
+        config["zero_optimization"]["offload_optimizer"] = {"device": "auto"}
+        engine, *_ = thalweg.initialize(model=Odd(), config=config)
+        engine.backward(engine(torch.ones(2, 96), torch.zeros(2, 96)))
+        engine.step()
+        zero = engine.config.zero_optimization
+        found.append((zero.stage, zero.offload_optimizer.device, engine.config.describe()))
+        engine.close()
+    return found
+
+
+def test_row18_auto_is_the_same_on_all_ranks_also_for_a_model_that_tells_nothing(tmp_path):
+    ranks = run_ranks(_auto, 2, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    (roomy_stage, roomy_tier, text), (_, tight_tier, _) = ranks[0]
+    assert roomy_stage in range(4)
+    assert roomy_tier == "none"
+    assert "the plan: the cheapest that fits" in text
+    assert tight_tier == "nvme"  # nothing fits into 8 MiB: the smallest is taken
+
+
+def _too_large(rank, world_size, zero, limit, folder):
+    import time
+
+    import thalweg
+    from thalweg.plan.preflight import DoesNotFit
+
+    config = config_of(1, memory={"host_limit": limit, "nvme_path": folder}) | {"zero_optimization": zero}
+    model, start = GPT(BIG), time.process_time()
+    try:
+        engine, *_ = thalweg.initialize(model=model, config=config)
+        train(engine, 1, 1, rank)
+        engine.close()
+    except DoesNotFit as error:
+        return str(error), time.process_time() - start
+    return "ran", time.process_time() - start
+
+
+def test_row21_an_offloaded_job_that_cannot_fit_is_refused_with_a_table(tmp_path):
+    base = run_ranks(_resident, 1)[0]
+    zero = tiers_of(str(tmp_path))
+    refused, seconds = run_ranks(_too_large, 1, zero["all"], f"{base + 60:.0f}MiB", str(tmp_path))[0]
+    assert "does not fit" in refused
+    assert "gathered" in refused
+    assert seconds < 10
+    assert run_ranks(_too_large, 1, zero["none"], "4GiB", str(tmp_path))[0][0] == "ran"
+
+
+def _resident(rank, world_size):
+    import thalweg
+    from thalweg.observe import resident_mib
+
+    _ = thalweg.initialize
+    return resident_mib()
 
 
 def _regardless(rank, world_size, modes):

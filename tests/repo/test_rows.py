@@ -26,7 +26,7 @@ ROWS = {
     18: "tests/dist/test_rows.py::test_row18_a_model_without_hidden_size_takes_auto",
     19: "tests/dist/test_rows.py::test_rows_18_19_20_bad_input_is_one_clear_error",
     20: "tests/dist/test_rows.py::test_rows_18_19_20_bad_input_is_one_clear_error",
-    21: "tests/dist/test_plan.py::test_rows_21_22_thirty_sizes_around_a_limit_none_exceeds_it",
+    21: "tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",
     22: "tests/dist/test_plan.py::test_rows_21_22_thirty_sizes_around_a_limit_none_exceeds_it",
     23: "tests/unit/test_optim_streamed_time.py::test_row23_a_step_takes_what_its_bytes_take",
     24: "tests/unit/test_optim_streamed.py::test_row24_a_tensor_larger_than_the_buffer",
@@ -47,6 +47,7 @@ ROWS = {
     41: "tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",
     42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
     44: "tests/dist/test_rows.py::test_row44_each_optimiser_at_each_stage",
+    45: "tests/dist/test_frozen.py::test_row45_a_frozen_base_in_few_bits_trains_its_adapters_and_thaws",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",
     47: "tests/dist/test_expert.py::test_row47_experts_are_stored_under_global_ids",
 }

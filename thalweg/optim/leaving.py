@@ -39,7 +39,7 @@ from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 # Units whose updates may wait for the disk while the backward pass goes on: each holds its gradients.
-_PENDING = 2
+PENDING = 2
 
 
 class Leaving:
@@ -199,7 +199,7 @@ class Leaving:
         if self._thread is None:
             self._step(params)
         else:
-            while len(self._pending) >= _PENDING:
+            while len(self._pending) >= PENDING:
                 self._pending.pop(0).result()
             self._pending.append(self._thread.submit(self._step, params))
 

@@ -23,7 +23,7 @@ from thalweg.optim.norms import Measured, measure
 from thalweg.store import Ring, SwapFile, Ticket
 from thalweg.store.regions import round_up
 
-_BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20
 
 
 def spill_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -96,12 +96,12 @@ class GradSpill:
         self._measured.clear()
 
     def _buffers(self) -> Ring:
-        self._ring = self._ring or Ring(3, _BUFFER_BYTES)
+        self._ring = self._ring or Ring(3, BUFFER_BYTES)
         return self._ring
 
     def _pieces(self, flat: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """(first element, piece, buffer) of a flat tensor."""
-        step, ring = _BUFFER_BYTES // flat.itemsize, self._buffers()
+        step, ring = BUFFER_BYTES // flat.itemsize, self._buffers()
         pieces = enumerate(range(0, flat.numel(), step))
         found = []
         for turn, first in pieces:

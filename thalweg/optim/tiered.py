@@ -35,6 +35,7 @@ from thalweg.zero.shard import Sharded
 
 # Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
 _BUFFER_BYTES = 32 << 20
+_LEAST_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class StateTier:
     pin: bool = True
     early: bool = False
 
+    @property
+    def ring(self) -> tuple[int, int]:
+        """Buffers, and bytes of each."""
+        size = min(_BUFFER_BYTES, max(1, self.buffer_elements) * 4)
+        return max(2, self.buffers), max(size, _LEAST_BUFFER)
+
 
 def manage(
     inner: torch.optim.Optimizer,
@@ -64,7 +71,7 @@ def manage(
     """The optimizer that users hold, with its state where the config wants it."""
     update, swap = build_update(
         inner,
-        _state_tier(config, sharded),
+        state_tier(config, on_cpu=sharded.device.type == "cpu"),
         window,
         swap=sharded.swap,
         copies=sharded.copies(),
@@ -95,10 +102,11 @@ def manage(
     return managed
 
 
-def _state_tier(config: Config, sharded: Sharded) -> StateTier:
+def state_tier(config: Config, *, on_cpu: bool) -> StateTier:
+    """The tier that a config asks for, of ranks that compute on the CPU or not."""
     section = config.zero_optimization.offload_optimizer
     # Gradients on their way from a GPU arrive when the backward pass is over.
-    waits = config.gradient_clipping > 0 or config.fp16.enabled or sharded.device.type != "cpu"
+    waits = config.gradient_clipping > 0 or config.fp16.enabled or not on_cpu
     return StateTier(
         device=section.device,
         folder=section.nvme_path or "",
@@ -137,8 +145,7 @@ def build_update(
     if swap is None:
         update: Update = PlainUpdate(optimizer)
     elif elementwise:
-        size = min(_BUFFER_BYTES, max(1, tier.buffer_elements) * 4)
-        ring = Ring(max(2, tier.buffers), max(size, 1 << 20), pin=tier.pin)
+        ring = Ring(*tier.ring, pin=tier.pin)
         update = StreamedUpdate(optimizer, swap, ring, copies=copies, state_in_memory=not on_disk)
     else:
         update = MappedUpdate(optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk)

@@ -10,20 +10,21 @@ from thalweg.config import Config, load, resolve
 _DERIVED = ("train_batch_size", "data_parallel_size")
 
 
-def changed(config: Config, changes: dict[str, Any], world_size: int) -> Config:
-    """The resolved config with ``changes`` (dotted keys).
+def changed(config: Config, changes: dict[str, Any], world_size: int, keep: tuple[str, ...] = ()) -> Config:
+    """The config with ``changes`` (dotted keys), resolved; ``keep``: totals that do not follow from factors.
 
     Raises:
         ConfigError: the values contradict each other.
     """
-    return resolve(load(with_changes(config.to_dict(), changes)), world_size=world_size)
+    return resolve(load(with_changes(config.to_dict(), changes, keep)), world_size=world_size)
 
 
-def with_changes(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def with_changes(tree: dict[str, Any], changes: dict[str, Any], keep: tuple[str, ...] = ()) -> dict[str, Any]:
     """A ds_config with ``changes`` (dotted keys); the total batch size is left to follow from its factors."""
     tree = copy.deepcopy(tree)
     for key in _DERIVED:
-        tree.pop(key, None)
+        if key not in keep:
+            tree.pop(key, None)
     for path, value in changes.items():
         node = tree
         *outer, last = path.split(".")

@@ -10,12 +10,14 @@ from torch import nn
 
 from thalweg.config import Config, load, resolve
 from thalweg.observe import resident_mib
+from thalweg.plan.auto import settle
 from thalweg.plan.batch import Batch, batch_of, like
 from thalweg.plan.cluster import Cluster, cluster_of
 from thalweg.plan.depth import at_full_depth
-from thalweg.plan.memory import Moment, PerRank, simulate
+from thalweg.plan.memory import simulate
+from thalweg.plan.process import Moment, PerRank
 from thalweg.plan.rehearsal import rehearse
-from thalweg.plan.setting import Setting, setting_of
+from thalweg.plan.setting import Setting, setting_of, unmodelled
 from thalweg.plan.source import Source, open_source
 from thalweg.plan.time import compose, time_of
 from thalweg.plan.traffic import traffic_of
@@ -28,7 +30,9 @@ class Plan:
 
     ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
-    none was found or asked for.
+    none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
+    ``disk_read`` and ``disk_written`` in a step.  ``not_counted``: options that are on and whose effect
+    is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
     per_rank: PerRank
@@ -37,6 +41,7 @@ class Plan:
     host_limit: int | None
     traffic: dict[str, int]
     links: dict[str, int]
+    tiers: dict[str, int]
     seconds: float
     parts: dict[str, float]
     bottleneck: str
@@ -46,25 +51,40 @@ class Plan:
     timeline: list[Moment] = field(default_factory=list)
     suggestion: dict[str, Any] | None = None
     reasons: list[str] = field(default_factory=list)
+    not_counted: list[str] = field(default_factory=list)
     model: str = ""
     config: Config | None = None
+    disk_limit: int | None = None
+    ranks_per_node: int = 1
 
     @property
     def fits(self) -> bool | None:
         """Whether every rank stays within its device, and the ranks of a host together within it."""
+        return self._within if self._within or not self.not_counted else None
+
+    @property
+    def _within(self) -> bool | None:
         found = []
-        if self.per_host and self.host_limit is not None:
-            found.append(self.per_host <= self.host_limit)
-        elif self.limit is not None:
+        if self._on_host:
+            found.append(self.per_host <= (self.host_limit or 0))
+        if self.limit is not None and (not self._on_host or self.tiers.get("host")):
             found.append(self.per_rank.total <= self.limit)
+        if self.disk_limit is not None and self.tiers.get("disk"):
+            found.append(self.tiers["disk"] * self.ranks_per_node <= self.disk_limit)
         return all(found) if found else None
 
     @property
     def missing_bytes(self) -> int:
         """By how much the limit is exceeded (negative: what is to spare)."""
-        if self.per_host and self.host_limit is not None:
-            return self.per_host - self.host_limit
-        return self.per_rank.total - (self.limit or 0)
+        over = [self.per_host - (self.host_limit or 0)] if self._on_host else []
+        if not over or self.tiers.get("host"):
+            over.append(self.per_rank.total - (self.limit or 0))
+        return max(over)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether something is held in a host's memory, whose size is known."""
+        return self.per_host > 0 and self.host_limit is not None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the keys that `thalweg plan --json` prints."""
@@ -80,13 +100,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a batch and the machines; configs are then asked about, one after the other."""
+    """A model, a batch and the machines; configs are then asked about, one after the other.
+
+    ``states_only``: activations are left out, as nobody knows the model's inputs.
+    """
 
     source: Source
     cluster: Cluster
     batch: Any = None
     sequence_length: int | None = None
     process_bytes: int = 0
+    states_only: bool = False
 
     def answer(self, config: Config) -> Plan:
         """The plan of a resolved config."""
@@ -103,22 +127,29 @@ class Question:
             memory = simulate(found, setting, process_bytes=self.process_bytes, given_bytes=given)
             timeline[:] = memory.timeline
             traffic = traffic_of(found, setting)
-            time = time_of(found, setting, traffic, self.cluster)
+            time = time_of(found, setting, traffic, memory, self.cluster)
             return {
                 "again": {"bytes": memory.counted_again},
+                "tiers": {
+                    "host": memory.host_bytes,
+                    "disk": memory.disk_bytes,
+                    "disk_read": memory.disk_read,
+                    "disk_written": memory.disk_written,
+                },
                 "memory": {item.name: getattr(memory.peak, item.name) for item in fields(PerRank)},
                 "traffic": traffic.collectives,
                 "links": traffic.links,
                 "time": time.parts,
             }
 
-        found = at_full_depth(self.source.fresh, measure)
+        # Buffers and paged units fill up at some depth: no line goes through that.
+        found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
         seconds, bottleneck = compose(found["time"], self.cluster)
         per_rank, cluster = PerRank(**found["memory"]), self.cluster
         if cluster.device == "cpu":
             host = cluster.devices_per_node * per_rank.total - found["again"]["bytes"]
         else:
-            host = 0
+            host = cluster.devices_per_node * found["tiers"]["host"]
         return Plan(
             per_rank=per_rank,
             limit=cluster.limit_per_rank(),
@@ -126,18 +157,26 @@ class Question:
             host_limit=cluster.host_memory,
             traffic=found["traffic"],
             links=found["links"],
+            tiers=found["tiers"],
             seconds=seconds,
             parts=found["time"],
             bottleneck=bottleneck,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            tokens=shapes.num_tokens * setting.accumulation * setting.ranks.world_size,
+            tokens=(shapes.num_tokens if shapes else setting.micro_batch)
+            * setting.accumulation
+            * setting.ranks.world_size,
             world_size=setting.ranks.world_size,
             timeline=timeline,
+            not_counted=unmodelled(config),
+            disk_limit=cluster.disk_bytes,
+            ranks_per_node=cluster.devices_per_node,
             model=self.source.name,
             config=config,
         )
 
-    def _shapes(self, model: nn.Module, setting: Setting) -> Batch:
+    def _shapes(self, model: nn.Module, setting: Setting) -> Batch | None:
+        if self.states_only:
+            return None
         if self.batch is not None:
             return self.batch if isinstance(self.batch, Batch) else like(self.batch)
         return batch_of(model, setting.micro_batch, self.sequence_length)
@@ -187,7 +226,7 @@ def plan(
         process_bytes=process_bytes,
     )
     world_size, facts = question.cluster.world_size, model_facts(question.source.model)
-    resolved = resolve(load(config), world_size=world_size, model=facts)
+    resolved = resolve(settle(load(config), question), world_size=world_size, model=facts)
     answer = question.answer(resolved)
     if suggest and answer.fits is False:
         from thalweg.plan.search import suggest as search

@@ -50,11 +50,16 @@ def cut(model: nn.Module, depth: int) -> nn.Module:
     return model
 
 
-def at_full_depth(fresh: Callable[[], nn.Module], measure: Callable[[nn.Module], Any]) -> Any:
-    """``measure`` of the whole model: at once, or continued from two shallow ones (see :func:`continued`)."""
+def at_full_depth(
+    fresh: Callable[[], nn.Module], measure: Callable[[nn.Module], Any], *, whole: bool = False
+) -> Any:
+    """``measure`` of the whole model: at once, or continued from two shallow ones (see :func:`continued`).
+
+    ``whole``: do not cut it, as its costs are not linear in depth.
+    """
     model = fresh()
     depth = depth_of(model)
-    if depth <= SHALLOW:
+    if whole or depth <= SHALLOW:
         return measure(model)
     short = measure(cut(model, _SHORT))
     longer = measure(cut(fresh(), _LONGER))

@@ -65,6 +65,17 @@ class Heap:
             self._give(start, size)
         self._taken.clear()
 
+    def settle_since(self, count: int) -> None:
+        """What has settled since :attr:`num_settled` was ``count`` is gone."""
+        for start, size in self._taken[count:]:
+            self._give(start, size)
+        del self._taken[count:]
+
+    @property
+    def num_settled(self) -> int:
+        """Heads and tails that small objects hold now."""
+        return len(self._taken)
+
     def seal(self) -> None:
         """Holes that are there now are lost: long-lived small objects settle in them."""
         for size, start in self._by_size:

@@ -4,25 +4,35 @@ A rank's resident memory on a CPU is made of
 
     process        the interpreter, torch and the libraries: there before the model
     the heap       shards, optimizer state, activations, gradients of units in flight; it only grows
-    blocks apart   reduced gradients, one mapping a unit; the model as it was given
+    blocks apart   reduced gradients, one mapping a unit; the model as it was given; with tiers on a disk,
+                   every large tensor, units read from the disk, and the buffers of the update
     the arena      homes and reduction slots, shared by the ranks of a host, counted in each that has
                    touched them
 
 :func:`simulate` plays the events of a rehearsal through that, three windows long, since the
 first one has no optimizer state yet and the second one meets a heap with holes.  On a GPU the
 caching allocator has no such history: there the peak is the peak of what is alive.
+
+What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from math import prod
 
+from thalweg.device import LARGE_BLOCK
 from thalweg.plan.heap import Heap
-from thalweg.plan.rehearsal import Rehearsal, UnitSize, shard_bytes
+from thalweg.plan.pages import OnDisk, Pages, Streamed, stream
+from thalweg.plan.process import Moment, PerRank, Process
+from thalweg.plan.reductions import Reductions
+from thalweg.plan.rehearsal import Rehearsal, shard_bytes
 from thalweg.plan.setting import Setting
 from thalweg.plan.tape import Event
+from thalweg.store.regions import round_up
+from thalweg.zero.homes import Slot
+from thalweg.zero.offload import CHUNK_BYTES
 
 # glibc maps blocks from this size on apart, until `keep_freed_memory` stops that.
 _MAP_THRESHOLD = 128 * 1024
@@ -31,112 +41,22 @@ _MAP_THRESHOLD = 128 * 1024
 FIRST_STEP_BYTES = 68 * 2**20
 
 
-@dataclass(frozen=True)
-class PerRank:
-    """Bytes of one rank at its peak, by what they are for."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0
-    buffers: int = 0
-    activations: int = 0
-    logits: int = 0
-    fragmentation: int = 0
-    process: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum: what VmHWM (or the device's allocator) shows."""
-        return sum(getattr(self, item.name) for item in fields(self))
-
-
-@dataclass
-class Moment:
-    """The timeline's entry: where the step is, what is alive by label, what is resident."""
-
-    phase: str
-    alive: dict[str, int]
-    resident: int
-
-
 @dataclass
 class Memory:
-    """The result: the peak, and how a step gets there."""
+    """The result: the peak, and how a step gets there.
+
+    ``counted_again``: bytes that the ranks of a host share, as often as they are counted too many;
+    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read``,
+    ``disk_written``: bytes of one step.
+    """
 
     peak: PerRank
     timeline: list[Moment] = field(default_factory=list)
-    counted_again: int = 0  # bytes that the ranks of a host share, as often as they are counted too many
-
-
-class _Process:
-    """The memory of one rank while events are played."""
-
-    def __init__(self, process_bytes: int, heap: Heap | None) -> None:
-        self.heap, self.process_bytes = heap, process_bytes
-        self.alive: Counter[str] = Counter()
-        self.apart: Counter[str] = Counter()
-        self.peak, self._highest = 0, 0
-        self._at_highest: dict[str, int] = {}
-        self._apart_at_peak: dict[str, int] = {}
-        self._heap_at_peak: tuple[int, dict[str, int]] = (0, {})
-        self.timeline: list[Moment] = []
-        self._blocks: dict[int, tuple[tuple[int, int], int, str]] = {}
-        self._live = 0
-        self.phase = "initialize"
-
-    def add(self, number: int, num_bytes: int, label: str) -> None:
-        """A block of the heap."""
-        block = self.heap.malloc(num_bytes) if self.heap is not None and num_bytes else (0, 0)
-        self._blocks[number] = (block, num_bytes, label)
-        self.alive[label] += num_bytes
-        self._live += num_bytes
-        self._look()
-
-    def drop(self, number: int) -> None:
-        """The block is free again."""
-        if number not in self._blocks:
-            return
-        block, num_bytes, label = self._blocks.pop(number)
-        if self.heap is not None and num_bytes:
-            self.heap.free(block)
-        self.alive[label] -= num_bytes
-        self._live -= num_bytes
-
-    def map(self, label: str, num_bytes: int) -> None:
-        """Memory apart from the heap (negative: given back to the kernel)."""
-        self.apart[label] += num_bytes
-        self._look()
-
-    @property
-    def resident(self) -> int:
-        """What the kernel counts now."""
-        own = self.heap.top if self.heap is not None else self._live
-        return self.process_bytes + own + sum(self.apart.values())
-
-    def _look(self) -> None:
-        """Remember what was alive when the heap last grew, and when the whole was largest."""
-        top = self.heap.top if self.heap is not None else self._live
-        if top > self._highest:
-            self._highest, self._at_highest = top, dict(self.alive)
-        if self.resident > self.peak:
-            self.peak = self.resident
-            self._apart_at_peak, self._heap_at_peak = dict(self.apart), (top, self._at_highest)
-
-    def at_peak(self) -> PerRank:
-        """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""
-        top, alive = self._heap_at_peak
-        parts = Counter(alive) + Counter(self._apart_at_peak)
-        named = {item.name: parts.pop(item.name, 0) for item in fields(PerRank)}
-        named["activations"] += sum(parts.values())
-        named["fragmentation"] = top - sum(alive.values())
-        named["process"] = self.process_bytes
-        return PerRank(**named)
-
-    def note(self) -> None:
-        """An entry of the timeline."""
-        parts = self.alive + self.apart
-        self.timeline.append(Moment(self.phase, dict(parts), self.resident))
+    counted_again: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
 
 
 def simulate(
@@ -152,112 +72,189 @@ def simulate(
     ``process_bytes``: resident before the model is there; ``given_bytes``: sizes of the
     parameters of the model that is handed to ``initialize`` (none for one on meta).
     """
-    on_cpu = setting.ranks.device == "cpu"
-    process = _Process(process_bytes + (FIRST_STEP_BYTES if on_cpu else 0), Heap() if on_cpu else None)
-    _initialize(process, found, setting, list(given_bytes))
-    slots = _Slots(process, found, setting)
-    offset = 1 << 40
+    heap = Heap() if setting.on_cpu else None
+    large = LARGE_BLOCK if setting.on_cpu and setting.memory_is_short else None
+    process = Process(process_bytes + (FIRST_STEP_BYTES if setting.on_cpu else 0), heap, large)
+    run = _Run(process, found, setting)
+    run.initialize(list(given_bytes))
     for step in range(steps):
-        offset = _play(process, found.window, offset, slots, watch=step == steps - 1)
-        update = found.first_update if step == 0 else found.later_update
-        offset = _play(process, update, offset, slots, watch=step == steps - 1)
-        slots.end_of_window()
-        if process.heap is not None:
-            process.heap.settle()
-    again = slots.counted_again
+        run.step(first=step == 0, watch=step == steps - 1)
+    again = run.reductions.counted_again
     if setting.placement == "shared":
-        again += (setting.ranks.per_node - 1) * sum(slot.home_bytes for slot in found.slots.values())
-    return Memory(process.at_peak(), process.timeline, again)
+        resident = sum(slot.home_bytes for name, slot in found.slots.items() if name not in run.on_disk)
+        again += (setting.span.per_node - 1) * resident
+    memory = Memory(process.at_peak(), process.timeline, again)
+    memory.host_bytes, memory.disk_bytes = run.host_bytes, run.disk_bytes
+    memory.disk_read, memory.disk_written = run.disk_read, run.streamed.written_bytes + run.spilled
+    return memory
 
 
-def _initialize(process: _Process, found: Rehearsal, setting: Setting, given: list[int]) -> None:
-    """What ``zero.shard`` does: the given model is there, shards are made, full tensors go one by one."""
-    number = 1
-    for size in given:
-        if size >= _MAP_THRESHOLD:
-            process.map("parameters", size)
-    shared, wide = setting.placement == "shared", setting.ranks.world_size > 1
-    for slot in found.slots.values():
-        if not shared or slot.master != slot.compute:
-            process.add(-number, shard_bytes(slot), "parameters")
-        if setting.placement == "private" and slot.master != slot.compute:
-            process.add(-number - 1, slot.home_bytes, "gathered")
-        number += 2
-    before = 0
-    for index, slot in enumerate(found.slots.values()):
-        size = given[index] if index < len(given) else slot.padded_numel * slot.master.itemsize
-        if wide:  # the copy that is broadcast; the last one goes when the next is on its way
-            process.add(-number, size, "buffers")
-            process.drop(before)
-            before = -number
-        if shared and slot.master == slot.compute:
-            process.map("parameters", slot.home_bytes // slot.num_shards)
-        if index < len(given) and size >= _MAP_THRESHOLD:
-            process.map("parameters", -size)
-        number += 1
-    process.drop(before)
-    if process.heap is not None:
-        process.heap.seal()
-    if shared:
-        whole = sum(slot.home_bytes for slot in found.slots.values())
-        own = sum(s.home_bytes // s.num_shards for s in found.slots.values() if s.master == s.compute)
-        process.map("gathered", whole - own)
-    process.add(-number, found.buffer_bytes + found.loose_bytes, "buffers")
+class _Run:
+    """One rank: what it sets up, and what each step does to it."""
 
+    def __init__(self, process: Process, found: Rehearsal, setting: Setting) -> None:
+        self.process, self.found, self.setting = process, found, setting
+        self.reductions = Reductions(process, found.units, setting)
+        self.on_disk = {key for unit in found.units if unit.name in found.paged for key in unit.names}
+        members = {
+            unit.name: [found.slots[key] for key in unit.names]
+            for unit in found.units
+            if unit.name in found.paged
+        }
+        # A GPU's units come through the host: they are no part of the device's memory.
+        self.pages = Pages(Process(0, None) if setting.states_on_host else process, members, setting)
+        self.streamed = self._stream()
+        self.spilled = 0
+        if setting.spills and not setting.updates_early:
+            self.spilled = sum(unit.sharded_grad_bytes for unit in found.units if unit.trains)
+        self.disk_bytes, self.disk_read = self._disk_bytes(), 0
+        self.host_bytes = self._host_bytes()
+        self._offset = 1 << 40
+        self._of_graph = 0
 
-class _Slots:
-    """Memory that reductions touch and keep: slots of the arena, and the blocks of reduced gradients."""
+    def initialize(self, given: list[int]) -> None:
+        """What ``zero.shard`` does: the given model is there, shards are made, full tensors go one by one."""
+        process, found, setting = self.process, self.found, self.setting
+        for size in given:
+            if size >= _MAP_THRESHOLD:
+                process.map("parameters", size)
+        shared, wide = setting.placement == "shared", setting.ranks.world_size > 1
+        slots = {name: slot for name, slot in found.slots.items() if name not in self.on_disk}
+        number = 1
+        for slot in slots.values() if not setting.states_on_host else ():
+            if not shared or slot.master != slot.compute:
+                process.add(-number, shard_bytes(slot), "parameters")
+            if setting.placement == "private" and slot.master != slot.compute:
+                process.add(-number - 1, slot.home_bytes, "gathered")
+            number += 2
+        before = 0
+        for index, (name, slot) in enumerate(found.slots.items()):
+            size = given[index] if index < len(given) else slot.padded_numel * slot.master.itemsize
+            if wide:  # the copy that is broadcast; the last one goes when the next is on its way
+                process.add(-number, size, "buffers")
+                process.drop(before)
+                before = -number
+            if name in self.on_disk:  # written through two buffers, whose pages go at once
+                writer = min(2 * CHUNK_BYTES, shard_bytes(slot))
+                process.map("buffers", writer)
+                process.map("buffers", -writer)
+            elif shared and slot.master == slot.compute:
+                process.map("parameters", slot.home_bytes // slot.num_shards)
+            if index < len(given) and size >= _MAP_THRESHOLD:
+                process.map("parameters", -size)
+            number += 1
+        process.drop(before)
+        if process.heap is not None:
+            process.heap.seal()
+        if shared:
+            whole = sum(slot.home_bytes for slot in slots.values())
+            own = sum(s.home_bytes // s.num_shards for s in slots.values() if s.master == s.compute)
+            process.map("gathered", whole - own)
+        process.add(-number, found.buffer_bytes + found.loose_bytes, "buffers")
 
-    def __init__(self, process: _Process, found: Rehearsal, setting: Setting) -> None:
-        self._process, self._setting = process, setting
-        self._units: dict[str, UnitSize] = {unit.name: unit for unit in found.units}
-        self._touched = [0, 0]
-        self._sequence = 0
-        self._blocks: Counter[str] = Counter()
-        self._held: set[str] = set()
+    def step(self, first: bool, watch: bool) -> None:
+        """A window and its update."""
+        read = self.pages.read_bytes
+        self._play(self.found.window, watch)
+        self.pages.end_of_window()
+        if first and not self.setting.states_on_host:
+            self.process.map("buffers", self.streamed.buffer_bytes)
+        self._play(self._update(first), watch)
+        self.reductions.end_of_window()
+        if self.process.heap is not None:
+            self.process.heap.settle()
+        self.disk_read = self.pages.read_bytes - read + self.streamed.read_bytes
 
-    def reduce(self, name: str) -> None:
-        """One reduction of a unit's gradients."""
-        unit, world = self._units[name], self._setting.ranks.world_size
-        in_arena = world > 1 and self._setting.placement != "wire"
-        if in_arena:
-            place = self._sequence % 2
-            more = max(0, unit.reduce_bytes - self._touched[place])
-            self._touched[place] += more
-            seen = world if self._setting.replicates else 1 + (world - 1) / world
-            self._process.map("buffers", int(more * seen))
-            self._sequence += 1
-        needed = 2 if name in self._held else 1
-        if needed > self._blocks[name]:
-            self._process.map("gradients", unit.sharded_grad_bytes)
-            self._blocks[name] = needed
-        self._held.add(name)
+    def _update(self, first: bool) -> list[Event]:
+        events = self.found.first_update if first else self.found.later_update
+        elsewhere = self.setting.states_on_host or self.setting.states.device == "nvme"
+        if elsewhere and self.setting.elementwise:  # made, kept and worked on elsewhere
+            return [event for event in events if event[0] == 0]
+        return events
 
-    @property
-    def counted_again(self) -> int:
-        """What the slots of all ranks of the host add up to, less what they are."""
-        world = self._setting.ranks.world_size
-        return sum(self._touched) * (world - 1) * (world if self._setting.replicates else 1)
+    def _play(self, events: list[Event], watch: bool) -> None:
+        process, highest, offset = self.process, 0, self._offset
+        for number, num_bytes, label in events:
+            if number > 0:
+                process.add(offset + number, num_bytes, label)
+                highest = max(highest, number)
+            elif number < 0:
+                process.drop(offset - number)
+            else:
+                self._mark(label)
+            if watch:
+                process.note()
+        self._offset = offset + highest
 
-    def end_of_window(self) -> None:
-        """Gradients are forgotten; the blocks stay."""
-        self._held.clear()
-
-
-def _play(process: _Process, events: list[Event], offset: int, slots: _Slots, watch: bool) -> int:
-    highest = 0
-    for number, num_bytes, label in events:
-        if number > 0:
-            process.add(offset + number, num_bytes, label)
-            highest = max(highest, number)
-        elif number < 0:
-            process.drop(offset - number)
-        elif label.startswith("reduce "):
-            slots.reduce(label.removeprefix("reduce "))
+    def _mark(self, label: str) -> None:
+        verb, _, name = label.partition(" ")
+        if verb in ("reduce", "last"):
+            if not self.setting.states_on_host:
+                self.reductions.reduce(name, verb == "last")
+            if self.process.heap is not None:  # objects of a unit's backward pass go with it
+                self.process.heap.settle_since(self._of_graph)
+            if verb == "last" and self.setting.updates_early and name in self.pages.pages:
+                self.pages.leave(name)
+        elif verb == "gather":
+            self.reductions.gather(name)
+        elif verb in ("open", "close", "ahead"):
+            self.pages.follow(verb, name)
         else:
-            process.phase = label
-            if label == "forward" and process.heap is not None:
-                process.heap.settle()  # the graph of the micro-batch before is gone
-        if watch:
-            process.note()
-    return offset + highest
+            self.process.phase = label
+            heap = self.process.heap
+            if label == "forward":
+                self.pages.pager.end_pass()
+                if heap is not None:
+                    heap.settle()  # the graph of the micro-batch before is gone
+            if heap is not None:
+                self._of_graph = heap.num_settled
+
+    # What rests on a disk
+
+    def _where(self, name: str) -> OnDisk:
+        on_disk = self.setting.states.device == "nvme"
+        return OnDisk(name in self.on_disk, on_disk and not self.setting.updates_early, on_disk)
+
+    def _trained(self) -> list[list[tuple[str, Slot]]]:
+        """The trained parameters, unit by unit."""
+        found = self.found
+        return [
+            [(key, found.slots[key]) for key in unit.names if key not in found.frozen]
+            for unit in found.units
+            if unit.trains
+        ]
+
+    def _stream(self) -> Streamed:
+        setting = self.setting
+        if not setting.elementwise or not (setting.states.device == "nvme" or self.on_disk):
+            return Streamed()
+        updates = [[(slot, self._where(name)) for name, slot in members] for members in self._trained()]
+        if not setting.updates_early:
+            updates = [[pair for members in updates for pair in members]]
+        return stream(updates, self.found.state_dtypes, setting)
+
+    def _disk_bytes(self) -> int:
+        total = 0
+        for name in self.on_disk:
+            slot = self.found.slots[name]
+            numel = prod(slot.padded_shape)
+            total += round_up(numel * slot.compute.itemsize)
+            total += round_up(numel * slot.master.itemsize) if slot.master != slot.compute else 0
+        if self.setting.states.device == "nvme":
+            for _, slot in (pair for members in self._trained() for pair in members):
+                sizes = [slot.master.itemsize, *(dtype.itemsize for dtype in self.found.state_dtypes)]
+                total += sum(round_up(prod(slot.padded_shape) * size) for size in sizes)
+        return total
+
+    def _host_bytes(self) -> int:
+        """What a GPU's rank keeps on the host: masters, gradients, state, units that come from a disk."""
+        if not self.setting.states_on_host:
+            return 0
+        total = sum(shard_bytes(s) for name, s in self.found.slots.items() if name not in self.on_disk)
+        total += sum(unit.sharded_grad_bytes for unit in self.found.units if unit.trains)
+        if self.setting.states.device != "nvme":
+            sizes = sum(dtype.itemsize for dtype in self.found.state_dtypes)
+            total += sizes * sum(prod(s.padded_shape) for members in self._trained() for _, s in members)
+        images = sorted((page.image_bytes for page in self.pages.pages.values()), reverse=True)
+        largest = images[: self.setting.offload.units_in_memory]
+        return total + sum(largest) + self.streamed.buffer_bytes

@@ -7,7 +7,7 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING
 
-from thalweg.plan.memory import Moment, PerRank
+from thalweg.plan.process import Moment, PerRank
 from thalweg.plan.report import WORDS, verdict
 from thalweg.plan.sizes import show_bytes, show_seconds
 

@@ -13,37 +13,27 @@ Labels of events: ``activations`` (what operators make), ``gradients`` (unsharde
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from thalweg.optim import build_optimizer
 from thalweg.plan.batch import Batch
+from thalweg.plan.putaway import EventSaver
 from thalweg.plan.setting import Setting
+from thalweg.plan.stage import Stage, Unit, UnitSize
 from thalweg.plan.tape import Event, Tape
 from thalweg.remat import apply_activation_checkpointing
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.zero.homes import Slot
+from thalweg.zero.offload import choose_paged
 from thalweg.zero.units import find_units, with_stragglers
-
-
-@dataclass
-class UnitSize:
-    """One unit's parameters on one rank, in bytes."""
-
-    name: str
-    gather_bytes: int
-    reduce_bytes: int
-    sharded_grad_bytes: int
-    trains: bool = True
-    names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -59,149 +49,17 @@ class Rehearsal:
     loose_bytes: int
     buffer_bytes: int
     frozen: frozenset[str]
+    paged: frozenset[str]
+    state_dtypes: list[torch.dtype]
     flops: int
     moved_bytes: int
     num_calls: int
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Identity that calls ``hook`` when the gradients of all its inputs are there (FSDP2 has the same)."""
-
-    @staticmethod
-    def forward(ctx: Any, hook: Callable[[], None], *inputs: Tensor) -> Any:  # type: ignore[override]
-        ctx.hook = hook
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.hook()
-        return None, *grads
-
-
-class _Unit:
-    """One unit of the fake model: gathers before use, reduces after its backward."""
-
-    def __init__(self, stage: _Stage, size: UnitSize, params: list[nn.Parameter]) -> None:
-        self.stage, self.size, self.params = stage, size, params
-        self.gathered: list[int] = []
-        self.prefetched = 0
-        self.kept: dict[int, Tensor] = {}
-
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.gather()
-        flat, spec = tree_flatten((args, kwargs))
-        low = self.stage.low_dtype if self.size.name not in self.stage.setting.fp32_modules else None
-        for index, leaf in enumerate(flat):
-            if low is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
-                flat[index] = leaf.to(low)
-        inputs = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if inputs and torch.is_grad_enabled():
-            wrapped = _AfterBackward.apply(self.after_backward, *(flat[i] for i in inputs))
-            for index, leaf in zip(inputs, wrapped, strict=True):
-                flat[index] = leaf
-        return tree_unflatten(flat, spec)
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.stage.frees and self.size.name:
-            self.free()
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and self.stage.wire:
-                leaf.register_hook(self.before_backward)
-        return None
-
-    def before_backward(self, grad: Tensor) -> None:
-        self.gather()
-        self.stage.prefetch_before(self)
-
-    def gather(self) -> None:
-        if not self.stage.wire or self.gathered:
-            return
-        tape = self.stage.tape
-        flat = self.prefetched or tape.note(self.size.gather_bytes, "gathered")
-        self.prefetched = 0
-        self.gathered = [tape.note(p.nbytes, "gathered") for p in self.params]
-        tape.drop(flat)
-
-    def prefetch(self) -> None:
-        if self.stage.wire and not self.gathered and not self.prefetched:
-            self.prefetched = self.stage.tape.note(self.size.gather_bytes, "gathered")
-
-    def free(self) -> None:
-        for number in self.gathered:
-            self.stage.tape.drop(number)
-        self.gathered = []
-
-    def after_backward(self) -> None:
-        stage = self.stage
-        grads = {id(p): p.grad for p in self.params if p.grad is not None}
-        for parameter in self.params:
-            if parameter.grad is not None and id(parameter) in self.kept:
-                self.kept[id(parameter)] += parameter.grad
-                parameter.grad = None
-        if not stage.reduces:
-            reduce = stage.setting.precision.reduce
-            for parameter in self.params:
-                if parameter.grad is not None and parameter.grad.dtype != reduce:
-                    self.kept[id(parameter)], parameter.grad = parameter.grad.to(reduce), None
-        elif grads or self.kept:
-            stage.reduce(self)
-        if stage.last or stage.setting.policy.frees_parameters:
-            self.free()
-
-
-class _Stage:
-    """What the units share: the tape, and what the backward pass at hand does."""
-
-    def __init__(self, tape: Tape, setting: Setting) -> None:
-        self.tape, self.setting = tape, setting
-        self.wire = setting.placement == "wire"
-        self.frees = self.wire and setting.policy.frees_parameters
-        compute = setting.precision.compute
-        self.low_dtype = compute if compute != torch.float32 else None
-        self.units: list[_Unit] = []
-        self.last = self.reduces = True
-        self.reductions: list[str] = []
-        self._held: int = 0
-
-    def begin(self, last: bool) -> None:
-        self.last, self.reduces = last, last or self.setting.policy.reduces_each_backward
-
-    def prefetch_before(self, unit: _Unit) -> None:
-        index = self.units.index(unit)
-        if index > 0 and self.setting.policy.frees_parameters:
-            self.units[index - 1].prefetch()
-
-    def reduce(self, unit: _Unit) -> None:
-        """FSDP2's reduction: copy the gradients in, free them, keep the input until the next one."""
-        tape, ranks = self.tape, self.setting.ranks
-        self.reductions.append(unit.size.name)
-        self.release_input()
-        if self.wire or ranks.world_size == 1:
-            self._held = tape.note(unit.size.reduce_bytes, "buffers")
-        unit.kept.clear()
-        for parameter in unit.params:
-            parameter.grad = None
-        tape.mark(f"reduce {unit.size.name}")
-        if self.wire and ranks.device == "cpu":  # what an all-to-all receives
-            tape.drop(tape.note(unit.size.reduce_bytes, "buffers"))
-
-    def release_input(self) -> None:
-        """FSDP2 keeps a reduction's input until the next one."""
-        if self._held:
-            self.tape.drop(self._held)
-            self._held = 0
-
-    def finish_backward(self) -> None:
-        for unit in self.units:
-            unit.after_backward()
-            if unit.prefetched:
-                self.tape.drop(unit.prefetched)
-                unit.prefetched = 0
-        self.release_input()
-
-
-def rehearse(model: nn.Module, batch: Batch, setting: Setting) -> Rehearsal:
+def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehearsal:
     """Run one window of ``model`` (on meta; it is changed) without computing anything.
+
+    Without a ``batch`` only what does not depend on one: no activations.
 
     Raises:
         ValueError: the model cannot run on shapes alone, as its control flow reads values.
@@ -210,21 +68,26 @@ def rehearse(model: nn.Module, batch: Batch, setting: Setting) -> Rehearsal:
         slots_of(model, setting),
         frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
-    blocks = find_units(model, setting.units)
-    units = blocks if setting.placement == "wire" else with_stragglers(model, blocks)
-    apply_activation_checkpointing(model, list(blocks.values()), setting.remat)
     tape = Tape()
-    stage = _Stage(tape, setting)
+    blocks = find_units(model, setting.units)
+    together = setting.placement == "wire" or setting.offload.pages
+    units = blocks if together else with_stragglers(model, blocks)
+    saver = EventSaver(tape) if setting.inputs_on == "nvme" or _leave_device(setting) else None
+    apply_activation_checkpointing(model, list(blocks.values()), setting.remat, saver)
+    stage = Stage(tape, setting)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         loose, buffers = _fill_with_fakes(model, slots, setting)
         sizes = _wrap(model, units, slots, stage)
         del fake
         with _autocast(setting):
-            _run_window(model, batch, stage)
+            if batch is None:
+                _reduce_all(stage)
+            else:
+                _run_window(model, batch, stage)
         window = tape.take()
-        first, later = _updates(model, slots, setting, tape)
+        first, later, state = _updates(model, slots, setting, tape)
     return Rehearsal(
-        window, first, later, slots, sizes, stage.reductions, loose, buffers, frozen,
+        window, first, later, slots, sizes, stage.reductions, loose, buffers, frozen, stage.paged, state,
         tape.flops, tape.moved_bytes, tape.calls,
     )  # fmt: skip
 
@@ -239,13 +102,28 @@ def slots_of(model: nn.Module, setting: Setting) -> dict[str, Slot]:
         compute = precision.compute_of(master)
         if any(name == key or name.startswith(f"{key}.") for key in setting.fp32_modules):
             compute = master
-        slots[name] = Slot(name, parameter.shape, master, compute, setting.num_shards)
+        slots[name] = Slot(
+            name, parameter.shape, master, compute, setting.num_shards, parameter.requires_grad
+        )
     return slots
 
 
 def shard_bytes(slot: Slot) -> int:
     """Bytes of one rank's padded shard, in the master dtype."""
     return prod(slot.padded_shape) * slot.master.itemsize
+
+
+def in_memory(slots: dict[str, Slot], model: nn.Module, setting: Setting) -> dict[str, Slot]:
+    """Those of ``slots`` that are not read from a disk when they are used."""
+    if not setting.offload.pages:
+        return slots
+    units = find_units(model, setting.units)
+    members: dict[str, list[Slot]] = {}
+    for name, slot in slots.items():
+        members.setdefault(_owner(name, setting.fp32_modules, units), []).append(slot)
+    paged = choose_paged(members, setting.offload, setting.fp32_modules)
+    gone = {slot.name for unit in paged for slot in members[unit]}
+    return {name: slot for name, slot in slots.items() if name not in gone}
 
 
 def _fill_with_fakes(model: nn.Module, slots: dict[str, Slot], setting: Setting) -> tuple[int, int]:
@@ -272,7 +150,7 @@ def _fill_with_fakes(model: nn.Module, slots: dict[str, Slot], setting: Setting)
 
 
 def _wrap(
-    model: nn.Module, units: dict[str, nn.Module], slots: dict[str, Slot], stage: _Stage
+    model: nn.Module, units: dict[str, nn.Module], slots: dict[str, Slot], stage: Stage
 ) -> list[UnitSize]:
     """Hang the units' hooks on the model; the root's unit comes first."""
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {
@@ -282,12 +160,15 @@ def _wrap(
         owner = _owner(name, stage.setting.fp32_modules, units)
         if name in slots:
             by_unit[owner].append((name, parameter))
+    by_unit = {name: members for name, members in by_unit.items() if members}
+    if stage.setting.offload.pages:
+        laid_out = {name: [slots[key] for key, _ in members] for name, members in by_unit.items()}
+        paged = choose_paged(laid_out, stage.setting.offload, stage.setting.fp32_modules)
+        stage.paged = frozenset(paged)
     for unit_name, members in by_unit.items():
-        if not members:
-            continue
         size = _unit_size(unit_name, [slots[name] for name, _ in members], stage.setting)
         size.names, size.trains = [name for name, _ in members], any(p.requires_grad for _, p in members)
-        unit = _Unit(stage, size, [p for _, p in members])
+        unit = Unit(stage, size, [p for _, p in members])
         stage.units.append(unit)
         module = model.get_submodule(unit_name)
         module.register_forward_pre_hook(unit.before_forward, with_kwargs=True)
@@ -309,9 +190,16 @@ def _unit_size(name: str, slots: list[Slot], setting: Setting) -> UnitSize:
     return UnitSize(
         name,
         gather_bytes=sum(slot.home_bytes for slot in slots),
-        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in slots),
-        sharded_grad_bytes=sum(slot.padded_numel // shards * master.itemsize for slot in slots),
+        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in slots if slot.trains),
+        sharded_grad_bytes=sum(
+            slot.padded_numel // shards * master.itemsize for slot in slots if slot.trains
+        ),
     )
+
+
+def _leave_device(setting: Setting) -> bool:
+    """Whether inputs of checkpointed units go from a GPU to the host."""
+    return setting.inputs_on == "cpu" and not setting.on_cpu
 
 
 def _autocast(setting: Setting) -> AbstractContextManager[Any]:
@@ -320,7 +208,7 @@ def _autocast(setting: Setting) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=parse_dtype(setting.autocast))
 
 
-def _run_window(model: nn.Module, batch: Batch, stage: _Stage) -> None:
+def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
     tape, setting = stage.tape, stage.setting
     model.train()
     args, kwargs = batch.build()
@@ -343,6 +231,11 @@ def _run_window(model: nn.Module, batch: Batch, stage: _Stage) -> None:
             stage.finish_backward()
 
 
+def _reduce_all(stage: Stage) -> None:
+    for name in ("forward", "backward", *(f"last {u.size.name}" for u in stage.units if u.size.trains)):
+        stage.tape.mark(name)
+
+
 def _loss_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else output.float().mean()
@@ -356,10 +249,10 @@ def _loss_of(output: Any) -> Tensor:
 
 def _updates(
     model: nn.Module, slots: dict[str, Slot], setting: Setting, tape: Tape
-) -> tuple[list[Event], list[Event]]:
-    """Events of the first update, which makes the optimizer's state, and of a later one."""
+) -> tuple[list[Event], list[Event], list[torch.dtype]]:
+    """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
     if setting.optimizer is None:
-        return [], []
+        return [], [], []
     trained = [slots[name] for name, p in model.named_parameters() if p.requires_grad and name in slots]
     shards = []
     for slot in trained:
@@ -379,4 +272,12 @@ def _updates(
     tape.take()
     kept = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
     first = [(n, size, "optimizer" if n in kept else label) for n, size, label in recorded[0]]
-    return first, recorded[1]
+    return first, recorded[1], _state_dtypes(optimizer)
+
+
+def _state_dtypes(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
+    """Dtypes of the state that has an element for each of the parameter's."""
+    for parameter, state in optimizer.state.items():
+        values = (value for value in state.values() if isinstance(value, Tensor))
+        return [v.dtype for v in values if v.ndim and v.shape == parameter.shape]
+    return []

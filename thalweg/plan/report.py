@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from thalweg.observe.table import format_table
-from thalweg.plan.memory import PerRank
+from thalweg.plan.process import PerRank
 from thalweg.plan.sizes import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "limit": plan.limit,
         "per_host": {"total": plan.per_host, "limit": plan.host_limit},
         "fits": plan.fits,
+        "tiers": plan.tiers,
+        "not_counted": plan.not_counted,
         "traffic": {**plan.traffic, "total": sum(plan.traffic.values()), "links": plan.links},
         "step_seconds": plan.seconds,
         "step_parts": plan.parts,
@@ -62,6 +64,12 @@ def as_table(plan: Plan) -> str:
         sent = ", ".join(f"{kind} {show_bytes(value)}" for kind, value in plan.traffic.items())
         links = ", ".join(f"{link} {show_bytes(value)}" for link, value in plan.links.items())
         lines.append(f"sent by each rank in a step: {sent}; by link: {links}")
+    if plan.tiers.get("host") or plan.tiers.get("disk"):
+        words = {"host": "on the host", "disk": "on disk", "disk_read": "read", "disk_written": "written"}
+        held = [f"{words[key]} {show_bytes(value)}" for key, value in plan.tiers.items() if value]
+        lines.append(f"outside of it, of each rank (read and written: in a step): {', '.join(held)}")
+    if plan.not_counted:
+        lines.append(f"NOT COUNTED, so that these bytes are a bound: {', '.join(plan.not_counted)}")
     lines.append(verdict(plan))
     return "\n".join(lines)
 
@@ -83,6 +91,8 @@ def byte_table(per_rank: PerRank, limit: int | None = None, per_host: int = 0) -
 
 def verdict(plan: Plan) -> str:
     """One line: fits or not, and what would."""
+    if plan.fits is None and plan.not_counted:
+        return "fits: unknown, as not everything that makes it smaller is counted"
     if plan.fits is None:
         return "fits: unknown, as no limit was given"
     if plan.fits:

@@ -2,9 +2,9 @@
 
 Each candidate is a set of changes to the config.  What costs nothing in the result comes
 first: a higher stage, then recomputation, then a smaller micro-batch with more
-accumulation (the same update), then both.  Candidates of one micro-batch are planned, the
-ones that fit are compared by their seconds, and the search ends with the first micro-batch
-that has any.
+accumulation (the same update), then both, then the tiers: the host where the ranks compute on GPUs, a disk
+where the config names a folder.  Candidates of one group are planned, the ones that fit are compared by their
+seconds, and the search ends with the first group that has any.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def suggest(
     question: Question, config: Config, seconds: float = 6.0
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Changes that make the run fit, and what was found on the way; None if nothing tried fits in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.thread_time() + seconds
     reasons: list[str] = []
-    for level in _levels(config):
+    for level in _levels(config, question.cluster.device == "cpu"):
         fitting: list[tuple[float, dict[str, Any]]] = []
         for changes in level:
             answer = _try(question, config, changes)
@@ -41,11 +41,11 @@ def suggest(
             )
             if fits:
                 fitting.append((answer.seconds, changes))
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 break
         if fitting:
             return min(fitting, key=lambda pair: pair[0])[1], reasons
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             reasons.append("the search ran out of time")
             break
     return None, reasons
@@ -58,7 +58,7 @@ def _try(question: Question, config: Config, changes: dict[str, Any]) -> Plan | 
         return None
 
 
-def _levels(config: Config) -> Iterator[list[dict[str, Any]]]:
+def _levels(config: Config, on_cpu: bool) -> Iterator[list[dict[str, Any]]]:
     """Groups of candidates, the cheapest group first."""
     stage = config.zero_optimization.stage
     many = int(config.data_parallel_size) > 1
@@ -78,6 +78,30 @@ def _levels(config: Config) -> Iterator[list[dict[str, Any]]]:
             }
             yield [batch | _stage(stages[-1]) | _remat(p) for p in dict.fromkeys((policies[0], policies[-1]))]
         half //= 2
+    yield from _tiers(config, on_cpu, _remat(policies[-1]))
+
+
+def _tiers(config: Config, on_cpu: bool, remat: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """The optimizer's state elsewhere, then the parameters too."""
+    zero, folder = config.zero_optimization, nvme_folder(config)
+    states, params = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+    for device in ([] if on_cpu else ["cpu"]) + (["nvme"] if folder else []):
+        place = {"nvme_path": folder} if device == "nvme" else {}
+        moved = {f"{states}.{key}": value for key, value in {"device": device, **place}.items()}
+        if zero.offload_optimizer.device == "none":
+            both = _stage(max(1, zero.stage)) | moved
+            yield [both, both | remat]
+        also = {f"{params}.{key}": value for key, value in {"device": device, **place}.items()}
+        also |= {f"{params}.max_in_cpu": 0} if device == "nvme" else {}
+        if zero.offload_param.device == "none":
+            yield [_stage(3) | moved | also, _stage(3) | moved | also | remat]
+
+
+def nvme_folder(config: Config) -> str | None:
+    """The folder that the config names for what goes to a disk, by whatever option."""
+    zero = config.zero_optimization
+    paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
+    return next((path for path in paths if path and path != "auto"), None)
 
 
 def _stage(stage: int) -> dict[str, Any]:

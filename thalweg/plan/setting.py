@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from thalweg.config import Config
+from thalweg.config.schema_base import value_at
+from thalweg.optim import build_optimizer
+from thalweg.optim.tiered import StateTier, state_tier
+from thalweg.optim.worker import is_elementwise
 from thalweg.remat import RematPolicy
 from thalweg.zero.homes import Placement
-from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.offload import Offload, memory_is_short
+from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.units import UnitPolicy
+from thalweg.zero.wiring import REDUCE_DEPTH, REPLICATED_DEPTH
 
 
 @dataclass(frozen=True)
@@ -44,30 +51,85 @@ class Setting:
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     autocast: Any = None
     linear_kernels: str = "auto"
+    traffic: TrafficPolicy = field(default_factory=TrafficPolicy)
+    offload: Offload = field(default_factory=Offload)
+    states: StateTier = field(default_factory=StateTier)
+    inputs_on: str = "none"
+    memory_is_short: bool = False
+    elementwise: bool = True
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks compute on processors."""
+        return self.ranks.device == "cpu"
 
     @property
     def replicates(self) -> bool:
         """Whether every rank holds all states."""
-        return not self.policy.shards_states or self.ranks.world_size == 1
+        return not self.policy.shards_states or self.num_shards == 1
 
     @property
     def num_shards(self) -> int:
-        """Into how many pieces states are cut."""
-        return 1 if self.replicates else self.ranks.world_size
+        """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS)."""
+        world, group = self.ranks.world_size, self.traffic.group_size
+        if not self.policy.shards_states:
+            return 1
+        return world if group in (0, world) else group
+
+    @property
+    def num_copies(self) -> int:
+        """Groups that hold the same shards (MiCS)."""
+        return 1 if self.replicates else self.ranks.world_size // self.num_shards
+
+    @property
+    def span(self) -> Ranks:
+        """The ranks among which states are sharded (replicated: averaged), by host."""
+        ranks = self.ranks
+        size = ranks.world_size if self.replicates else self.num_shards
+        local = min(size, ranks.per_node)
+        return Ranks(max(1, size // local), local, ranks.device)
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether a GPU's shards lie in host memory and are copied to it as they are gathered."""
+        return not self.on_cpu and (self.offload.device != "none" or self.states.device != "none")
 
     @property
     def placement(self) -> Placement:
         """Where unsharded parameters live (see ``zero/homes.py``)."""
+        if self.states_on_host:
+            return "wire"
         if self.replicates:
             return "private"
-        on_one_host = self.ranks.num_nodes == 1 and self.ranks.device == "cpu"
-        return "shared" if on_one_host else "wire"
+        if not self.on_cpu:
+            return "wire"
+        keeps = not self.policy.frees_parameters or self.traffic.secondary_size > 1
+        return "shared" if self.span.num_nodes == 1 or (self.both_levels and keeps) else "wire"
 
     @property
     def both_levels(self) -> bool:
         """Whether an arena on each host works together with the wire between hosts."""
-        ranks = self.ranks
-        return ranks.device == "cpu" and ranks.num_nodes > 1 and ranks.per_node > 1
+        return self.on_cpu and self.span.num_nodes > 1 and self.span.per_node > 1
+
+    @property
+    def in_arena(self) -> bool:
+        """Whether gradients are added up in memory that the ranks of a host share."""
+        return self.on_cpu and self.span.per_node > 1 and (self.span.num_nodes == 1 or self.both_levels)
+
+    @property
+    def num_reduction_slots(self) -> int:
+        """Slots of the arena that each rank fills in turn."""
+        return REPLICATED_DEPTH if self.replicates else REDUCE_DEPTH
+
+    @property
+    def spills(self) -> bool:
+        """Whether gradients rest in the swap file until the update."""
+        return self.on_cpu and self.states.device == "nvme"
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether a unit is updated within the backward pass, its gradients gone at once."""
+        return self.on_cpu and self.states.device != "none" and self.states.early and self.elementwise
 
     def with_stage(self, stage: int) -> Setting:
         """The same run at another stage."""
@@ -91,14 +153,55 @@ def setting_of(config: Config, ranks: Ranks, options: Any) -> Setting:
         optimizer_params=dict(optimizer.params) if optimizer is not None else {},
         autocast=autocast,
         linear_kernels=config.cpu_kernels,
+        traffic=options.traffic,
+        offload=options.offload,
+        states=state_tier(config, on_cpu=ranks.device == "cpu"),
+        inputs_on=section.offload,
+        memory_is_short=memory_is_short(config),
+        elementwise=_is_elementwise(config),
     )
+
+
+def _is_elementwise(config: Config) -> bool:
+    if config.optimizer is None:
+        return True
+    probe = nn.Parameter(torch.zeros(2, 2))
+    try:
+        return is_elementwise(build_optimizer(config.optimizer.type, [probe], dict(config.optimizer.params)))
+    except ValueError:  # an optimizer that wants to see the model
+        return False
+
+
+# What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
+_NOT_COUNTED: dict[str, Any] = {
+    "tensor_parallel.autotp_size": lambda size: size > 1,
+    "tensor_parallel.tp.tp_size": lambda size: size > 1,
+    "sequence_parallel_size": lambda size: size > 1,
+    "context_parallel_size": lambda size: size > 1,
+    "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
+    "expert_parallel.enabled": bool,
+    "expert_parallel.autoep_size": lambda size: size > 1,
+    "compile.enabled": bool,
+    "tiling.loss": bool,
+    "tiling.mlp": lambda tiles: tiles > 1,
+    "zero_optimization.zenflow": lambda section: section is not None,
+}
+
+
+def unmodelled(config: Config) -> list[str]:
+    """Options of ``config`` that are on and that the plan does not count: its bytes are then a bound, not
+    a prediction, and no run is refused by them."""
+    found = []
+    for path, is_on in _NOT_COUNTED.items():
+        value = value_at(config, path)
+        if value is not None and value != "auto" and is_on(value):
+            found.append(path)
+    return found
 
 
 def twin_on_meta(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on the meta device; the model is not touched."""
     import copy
-
-    import torch
 
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:

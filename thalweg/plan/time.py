@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from thalweg.plan.cluster import Cluster
+from thalweg.plan.memory import Memory
 from thalweg.plan.rehearsal import Rehearsal
 from thalweg.plan.setting import Setting
 from thalweg.plan.traffic import Traffic
@@ -26,7 +27,9 @@ class StepTime:
     bottleneck: str = ""
 
 
-def time_of(found: Rehearsal, setting: Setting, traffic: Traffic, cluster: Cluster) -> StepTime:
+def time_of(
+    found: Rehearsal, setting: Setting, traffic: Traffic, memory: Memory, cluster: Cluster
+) -> StepTime:
     """How long one optimizer step takes on each rank."""
     scale = setting.accumulation / min(setting.accumulation, _MICROS_TRACED)
     flops = cluster.flops_of(setting.precision.compute) * cluster.efficiency
@@ -43,8 +46,32 @@ def time_of(found: Rehearsal, setting: Setting, traffic: Traffic, cluster: Clust
         parts["links inside a node"] = traffic.links["inside a node"] / cluster.intra_bandwidth
     if traffic.links.get("between nodes"):
         parts["network between nodes"] = traffic.links["between nodes"] / cluster.inter_bandwidth
+    if setting.states_on_host:
+        parts["host link"] = _over_the_host_link(found, setting) / cluster.host_bandwidth
+        parts["host update"] = _host_update(update, cluster)
+        parts["memory bandwidth"] -= update / cluster.memory_bandwidth
+    if memory.disk_read or memory.disk_written:  # the ranks of a node share its disk
+        ranks = setting.ranks.per_node
+        parts["disk"] = ranks * (
+            memory.disk_read / cluster.disk_read_bandwidth
+            + memory.disk_written / cluster.disk_write_bandwidth
+        )
     seconds, bottleneck = compose(parts, cluster)
     return StepTime(parts, seconds, bottleneck)
+
+
+def _host_update(update_bytes: int, cluster: Cluster) -> float:
+    """Seconds of an update by the host's processors, whose memory all ranks of a node share."""
+    return update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
+
+
+def _over_the_host_link(found: Rehearsal, setting: Setting) -> int:
+    """Bytes that a GPU and its host exchange in a step: shards for each gather, gradients back."""
+    openings = setting.accumulation * (2 if setting.policy.frees_parameters else 1)
+    shards = sum(unit.gather_bytes // setting.num_shards for unit in found.units)
+    reductions = setting.accumulation if setting.policy.reduces_each_backward else 1
+    grads = sum(unit.sharded_grad_bytes for unit in found.units if unit.trains)
+    return shards * openings + grads * reductions
 
 
 def compose(parts: dict[str, float], cluster: Cluster) -> tuple[float, str]:

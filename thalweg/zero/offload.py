@@ -29,7 +29,7 @@ from thalweg.store.regions import round_up
 from thalweg.zero.homes import Placement, Slot, Store, shared_home
 from thalweg.zero.paging import PagedUnit, Pager, Part
 
-_CHUNK = 16 << 20
+CHUNK_BYTES = 16 << 20
 # Addresses for what an optimiser may want to add.
 _MORE = 1 << 40
 
@@ -237,7 +237,7 @@ class _Writer:
     """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
 
     def __init__(self, swap: SwapFile) -> None:
-        self._swap, self._ring = swap, Ring(2, _CHUNK)
+        self._swap, self._ring = swap, Ring(2, CHUNK_BYTES)
 
     def to(self, shard: Tensor, master: int, compute: int, image: Tensor) -> Callable[[Tensor], None]:
         """A function that stores rows at ``master`` in the file and, cast, at ``compute``."""
@@ -254,7 +254,7 @@ class _Writer:
 
     @torch.no_grad()
     def _write(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
-        step = _CHUNK // dtype.itemsize
+        step = CHUNK_BYTES // dtype.itemsize
         tickets = []
         for turn, first in enumerate(range(0, flat.numel(), step)):
             piece = flat[first : first + step]

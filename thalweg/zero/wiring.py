@@ -62,7 +62,7 @@ Maker = Callable[[str, Group], Any]
 _GATHER_DEPTH = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
 # parameters leave no memory to spare for that: there one slot a rank is 17 MiB less of 590 on a small model.
-_REDUCE_DEPTH, _REPLICATED_DEPTH = 2, 1
+REDUCE_DEPTH, REPLICATED_DEPTH = 2, 1
 
 
 @dataclass
@@ -187,7 +187,7 @@ def _choose(here: Situation) -> Wiring:
     if size == 1:
         return _on_the_wire(here, Route((0,), 0))
     if here.device.type == "cpu":
-        depth = _REPLICATED_DEPTH if here.replicate else _REDUCE_DEPTH
+        depth = REPLICATED_DEPTH if here.replicate else REDUCE_DEPTH
         total = here.home_bytes + Ring.num_bytes(size, here.unit_bytes, depth)
         arena = Arena.create(group, total, timeout=here.timeout)
         if here.agreed(arena is not None):
