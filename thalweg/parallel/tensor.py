@@ -109,7 +109,9 @@ def agree_on_values(model: nn.Module, everyone: dist.ProcessGroup) -> None:
 
 def _replace_parameters(model: nn.Module, plan: Plan, team: Team) -> dict[str, tuple[torch.Size, Any]]:
     """Put pieces in place of whole parameters, wherever they are held; shape and placement by name."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, list[str]] = {}  # a stage of a pipeline may know a shared weight by its second name only
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     wanted: dict[int, tuple[nn.Parameter, Cut]] = {}
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
@@ -125,7 +127,7 @@ def _replace_parameters(model: nn.Module, plan: Plan, team: Team) -> dict[str, t
         with torch.no_grad():
             piece = cut.take(parameter, team.rank)
         made[key] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
-        found[names[key]] = (parameter.shape, cut.placement())
+        found |= dict.fromkeys(names[key], (parameter.shape, cut.placement()))
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
