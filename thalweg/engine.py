@@ -150,7 +150,7 @@ class Engine(nn.Module):
         with (
             self._parts.phases.span("backward"),
             self._or_rest(backward=True),
-            window.backward(scaled=scale_wrt_gas, retained=retain_graph),
+            window.backward(scaled=scale_wrt_gas, retained=retain_graph, loss=loss),
         ):
             (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
         return scaled

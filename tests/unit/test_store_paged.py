@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thalweg.store import PagedMemory, Ring, SwapFile, memfd
+from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import PAGE
 
 MIB = 1 << 20
@@ -68,6 +69,27 @@ def test_two_mappings_of_one_memfd_share() -> None:
     assert two.tensor(PAGE, (100,), torch.int32).sum() == 500
     two.drop(0, MIB)
     assert one.tensor(PAGE, (100,), torch.int32).sum() == 0
+
+
+def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
+    memory = PagedMemory(16 * MIB, align=HUGE_PAGE)
+    one, two = memory.region(4 * MIB), memory.region(4 * MIB)
+    first, second = (memory.tensor(at, (4 * MIB,), torch.uint8) for at in (one, two))
+    first.fill_(3)
+    second.fill_(7)
+    before = _resident()
+    for _ in range(3):
+        if not memory.move(one, two, 4 * MIB):
+            pytest.skip("this kernel moves no pages")
+        assert int(second.min()) == int(second.max()) == 3
+        assert int(first[::PAGE].max()) == 0  # mapped, and empty
+        memory.drop(one, 4 * MIB)
+        assert memory.move(two, one, 4 * MIB)
+        assert int(first.min()) == 3
+    assert _resident() <= before - 2 * MIB
+    handle = memfd(MIB)
+    assert not PagedMemory(MIB, handle).move(0, PAGE, PAGE)
+    os.close(handle)
 
 
 def test_regions_and_errors() -> None:

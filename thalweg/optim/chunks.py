@@ -31,12 +31,19 @@ GRAIN = PAGE
 
 @dataclass
 class Operand:
-    """A flat tensor, whether it is needed and changed, and its place in the swap file if it has one."""
+    """A flat tensor, whether it is needed and changed, and its place in the swap file if it has one; new
+    values go there, or to ``twin``, another place that is as large."""
 
     tensor: Tensor
     offset: int | None
     read: bool = True
     write: bool = False
+    twin: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in the swap file."""
+        return round_up(self.tensor.nbytes)
 
 
 @dataclass
@@ -159,7 +166,8 @@ def _with_transfers(pieces: list[Piece]) -> Chunk:
         if operand.read:
             _extend(reads, Span(offset, at, nbytes))
         if operand.write:
-            _extend(writes, Span(offset, at, nbytes))
+            moved = 0 if operand.twin is None or operand.offset is None else operand.twin - operand.offset
+            _extend(writes, Span(offset + moved, at, nbytes))
         at += nbytes
     return Chunk(pieces, reads, writes)
 

@@ -1,6 +1,6 @@
 """The optimiser's step on tensors that lie in a swap file: read n+1, update n, write n-1.
 
-The picture, for chunks 0, 1, ... (chunks.py) and a ring of buffers::
+The picture, for chunks 0, 1, ... (chunks.py) and a ring of buffers (stream.py)::
 
     disk      read 2 | write 0 | read 3 | write 1 | ...      threads (store/io.py)
     buffers      [0: to disk] [1: in use] [2: from disk] [3: from disk]
@@ -16,10 +16,6 @@ What ``optimizer.state`` shows are views of the swap file with the layout of the
 checkpoints and users see an ordinary optimiser.  Counters (Adam's ``step``) stay in memory.  State that does
 not exist yet is made by the optimiser itself, piece by piece, and written without having been read.
 
-The stream runs on a thread of its own that uses one core: one reaches several times a disk's rate, and a
-team of threads that has to meet after each chunk is held up by whoever else computes (40 times slower, where
-a backward pass had the cores).
-
 Invariants: a parameter without gradient is not touched, nor is its state; every element sees the same
 operations as in one plain ``optimizer.step()``; nothing is written before its chunk was updated, and all
 transfers are over when ``apply`` returns or raises.
@@ -27,8 +23,7 @@ transfers are over when ``apply`` returns or raises.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,15 +36,11 @@ from thalweg.optim.chunks import GRAIN, Chunk, Item, Operand, Piece, batches, cu
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.local import like_param, local, local_grad
 from thalweg.optim.norms import ROW, Measured, Rows, full_rows, rows
+from thalweg.optim.stream import Stream
 from thalweg.optim.worker import Job, Worker
-from thalweg.store import IoThreads, Ring, SwapFile, Ticket
+from thalweg.store import Ring, SwapFile
 from thalweg.store.regions import PAGE, round_up
 from thalweg.utils.dtypes import HALF_DTYPES
-from thalweg.utils.log import get_logger
-from thalweg.utils.threads import use_one_core
-
-_log = get_logger("optim")
-_SLOW = 300e6  # bytes a second; below this a disk is worth a word
 
 
 @dataclass(frozen=True)
@@ -90,17 +81,19 @@ class StreamedUpdate:
         state_in_memory: bool = False,
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
-        assert buffers is None or len(buffers) >= 2, "one buffer cannot read and write at once"
         self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
+        self._stream = None if swap is None or buffers is None else Stream(swap, buffers)
         self.copies = dict(copies or {})
         self.policy = policy or StreamPolicy()
         self._state_swap = None if state_in_memory else swap
-        self.waited = 0.0  # seconds of the last step in which the arithmetic waited for the disk
         self._worker = Worker(optimizer)
-        self._thread = IoThreads(1, "thalweg-update", begin=use_one_core)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._told = False
         self.place_state()
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the last step in which the arithmetic waited for the disk."""
+        return 0.0 if self._stream is None else self._stream.waited
 
     # The face of an Update
 
@@ -126,18 +119,46 @@ class StreamedUpdate:
         """Scale the gradients by ``factor`` and update every parameter (``only`` of these) that has one."""
         for hook in self.optimizer._optimizer_step_pre_hooks.values():
             hook(self.optimizer, (), {})
-        items = [item for group in self.optimizer.param_groups for item in self._items(group, only)]
-        buffer_bytes = self.buffers.nbytes if self.buffers is not None else 0
-        chunks = cut_chunks(items, buffer_bytes, max(self.policy.chunk_elements, GRAIN))
-        if self.swap is None or self.buffers is None:
+        items = self.items(only)
+        self.carry_out(items, factor)
+        self.show(items)
+        for hook in self.optimizer._optimizer_step_post_hooks.values():
+            hook(self.optimizer, (), {})
+
+    # Its parts, for whoever wants new values elsewhere first (tentative.py)
+
+    def items(self, only: Collection[Tensor] | None) -> list[Item]:
+        """What a step over these parameters reads and writes."""
+        return [item for group in self.optimizer.param_groups for item in self._items(group, only)]
+
+    def carry_out(self, items: Sequence[Item], factor: float) -> None:
+        """Read, update and write."""
+        chunks = self._chunks(items)
+        if self._stream is None:
             for chunk in chunks:
                 self._update(factor, chunk, None)
         else:
-            self._stream(chunks, self.swap, self.buffers, partial(self._update, factor))
+            self._stream.run(chunks, partial(self._update, factor))
+
+    def expect(self, params: Collection[Tensor]) -> None:
+        """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the
+        hint back, as must be done before anything else may write to them."""
+        if self._stream is not None and not params:
+            self._stream.expect_nothing()
+        if self._stream is None or not params or any(not self.optimizer.state.get(param) for param in params):
+            return
+        groups = self.optimizer.param_groups
+        items = [item for group in groups for item in self._items(group, params, needs_grad=False)]
+        self._stream.expect(self._chunks(items))
+
+    def _chunks(self, items: Sequence[Item]) -> list[Chunk]:
+        buffer_bytes = self.buffers.nbytes if self.buffers is not None else 0
+        return cut_chunks(items, buffer_bytes, max(self.policy.chunk_elements, GRAIN))
+
+    def show(self, items: Sequence[Item]) -> None:
+        """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
         for item in items:
             self._finish(item)
-        for hook in self.optimizer._optimizer_step_post_hooks.values():
-            hook(self.optimizer, (), {})
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""
@@ -165,8 +186,9 @@ class StreamedUpdate:
 
     def _streamed_rows(self, params: Sequence[Tensor]) -> dict[int, Rows]:
         """What the norm needs to know of the gradients that lie in the swap file, by their address."""
-        if self.swap is None or self.buffers is None:
+        if self._stream is None:
             return {}
+        assert self.buffers is not None
         items = []
         for param in params:
             operand = self._operand(local_grad(param))
@@ -186,57 +208,8 @@ class StreamedUpdate:
                     left = flat[cut:]
                     rest.append(left.float() if left.dtype in HALF_DTYPES else left.clone())
 
-        self._stream(cut_chunks(items, self.buffers.nbytes, 1 << 62), self.swap, self.buffers, collect)
+        self._stream.run(cut_chunks(items, self.buffers.nbytes, 1 << 62), collect)
         return known
-
-    def _stream(
-        self,
-        chunks: Sequence[Chunk],
-        swap: SwapFile,
-        ring: Ring,
-        work: Callable[[Chunk, Tensor], None],
-    ) -> None:
-        if chunks:
-            self._thread.submit(self._pump, chunks, swap, ring, work).result()
-
-    @torch.no_grad()
-    def _pump(
-        self,
-        chunks: Sequence[Chunk],
-        swap: SwapFile,
-        ring: Ring,
-        work: Callable[[Chunk, Tensor], None],
-    ) -> None:
-        begun, moved = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
-        self.waited = 0.0
-        depth = len(ring)
-        reads: dict[int, Ticket] = {}
-        writes = [Ticket() for _ in range(depth)]
-
-        def begin(turn: int) -> None:
-            if turn < len(chunks):
-                self._wait(writes[turn % depth])
-                reads[turn] = chunks[turn].begin_read(swap, ring[turn])
-
-        try:
-            for turn in range(depth - 1):
-                begin(turn)
-            for turn, chunk in enumerate(chunks):
-                self._wait(reads.pop(turn))
-                work(chunk, ring[turn])
-                writes[turn % depth] = chunk.begin_write(swap, ring[turn])
-                begin(turn + depth - 1)
-            for ticket in writes:
-                self._wait(ticket)
-        finally:
-            for ticket in [*reads.values(), *writes]:
-                ticket.settle()
-        self._report(time.perf_counter() - begun, swap.reads.nbytes + swap.writes.nbytes - moved)
-
-    def _wait(self, ticket: Ticket) -> None:
-        start = time.perf_counter()
-        ticket.wait()
-        self.waited += time.perf_counter() - start
 
     def _update(self, factor: float, chunk: Chunk, buffer: Tensor | None) -> None:
         if any(self._in_parts(piece.item, factor) for piece in chunk.pieces):
@@ -288,11 +261,13 @@ class StreamedUpdate:
 
     # Items: what a step works on
 
-    def _items(self, group: dict[str, Any], only: Collection[Tensor] | None) -> list[Item]:
+    def _items(
+        self, group: dict[str, Any], only: Collection[Tensor] | None, needs_grad: bool = True
+    ) -> list[Item]:
         schemas: dict[torch.dtype, dict[str, torch.dtype | None]] = {}
         found = []
         for param in group["params"]:
-            if param.grad is None or (only is not None and param not in only):
+            if (needs_grad and param.grad is None) or (only is not None and param not in only):
                 continue
             master = local(param).detach()
             state = self.optimizer.state.get(param, {})
@@ -309,7 +284,7 @@ class StreamedUpdate:
                 scalars = {k: v for k, v in state.items() if k not in cut}
             operands = {
                 "master": self._operand(master, write=True),
-                "grad": self._operand(local_grad(param)),
+                **({} if param.grad is None else {"grad": self._operand(local_grad(param))}),
                 **{key: self._operand(value, read=not fresh, write=True) for key, value in cut.items()},
             }
             if param in self.copies:
@@ -336,7 +311,6 @@ class StreamedUpdate:
         return swap.view(swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
 
     def _finish(self, item: Item) -> None:
-        """Show the new state: views for what was cut, the counters as the optimiser left them."""
         state, piece = self.optimizer.state[item.param], local(item.param)
         if item.fresh:
             views = {k: item.operands[k].tensor.view(piece.shape) for k in item.keys}
@@ -354,22 +328,6 @@ class StreamedUpdate:
         offset = self.swap.locate(tensor) if self.swap is not None else None
         if self.swap is not None and offset is not None:
             self.swap.trim(offset, tensor.nbytes)
-
-    def _report(self, seconds: float, nbytes: int) -> None:
-        """Say once that the disk is what a step waits for, if it is a slow one."""
-        if self._told or nbytes < (64 << 20) or self.waited < 0.5 * seconds or nbytes / seconds > _SLOW:
-            return
-        self._told = True
-        assert self.swap is not None
-        _log.warning(
-            "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
-            "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
-            self.swap.folder,
-            nbytes / seconds / 1e6,
-            nbytes / 1e6,
-            self.waited,
-            seconds,
-        )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

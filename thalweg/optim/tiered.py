@@ -5,7 +5,8 @@ in memory     in memory    plain, or none of this module's business
 any           on NVMe      streamed (mapped, if the optimiser is not elementwise)
 on NVMe       in memory    streamed, with the state where it is
 
-Around it goes :class:`.leaving.Leaving` where the state is offloaded and its rule allows.
+Around it goes :class:`.leaving.Leaving` where the state is offloaded and its rule allows: in place on the
+host, and tentatively (:mod:`.tentative`) for masters that lie on NVMe with their state.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from thalweg.optim.mapped import MappedUpdate
 from thalweg.optim.scaler import LossScaler
 from thalweg.optim.spill import GradSpill, spill_bytes
 from thalweg.optim.streamed import StreamedUpdate, state_bytes
+from thalweg.optim.tentative import Tentative, tentative_bytes
 from thalweg.optim.update import PlainUpdate, Update
 from thalweg.optim.window import Window
 from thalweg.optim.worker import is_elementwise
 from thalweg.store import Ring, SwapFile
 from thalweg.store.regions import round_up
+from thalweg.utils.log import get_logger
 from thalweg.zero.shard import Sharded
 
+_log = get_logger("optim")
 # Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
 _BUFFER_BYTES = 32 << 20
 _LEAST_BUFFER = 1 << 20
@@ -42,8 +46,8 @@ _LEAST_BUFFER = 1 << 20
 class StateTier:
     """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.
 
-    ``early``: updates may run within the backward pass, since nothing later in a step (clipping, a loss
-    scale) can change them.
+    ``early``: updates may run within the backward pass, since nothing later in a step (clipping) can change
+    them; ``in_place``: nor is it likely that they must be taken back (as with a loss scale).
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
@@ -52,6 +56,7 @@ class StateTier:
     buffer_elements: int = 100_000_000
     pin: bool = True
     early: bool = False
+    in_place: bool = False
 
     @property
     def ring(self) -> tuple[int, int]:
@@ -76,6 +81,7 @@ def manage(
         swap=sharded.swap,
         copies=sharded.copies(),
         changed=sharded.changed,
+        group=replicate_group,
     )
     if swap is not None:
         sharded.on_close(swap.close)
@@ -106,7 +112,7 @@ def state_tier(config: Config, *, on_cpu: bool) -> StateTier:
     """The tier that a config asks for, of ranks that compute on the CPU or not."""
     section = config.zero_optimization.offload_optimizer
     # Gradients on their way from a GPU arrive when the backward pass is over.
-    waits = config.gradient_clipping > 0 or config.fp16.enabled or not on_cpu
+    waits = config.gradient_clipping > 0 or not on_cpu
     return StateTier(
         device=section.device,
         folder=section.nvme_path or "",
@@ -114,6 +120,7 @@ def state_tier(config: Config, *, on_cpu: bool) -> StateTier:
         buffer_elements=section.buffer_size,
         pin=section.pin_memory,
         early=not waits,
+        in_place=not waits and not config.fp16.enabled,
     )
 
 
@@ -125,11 +132,12 @@ def build_update(
     swap: SwapFile | None = None,
     copies: Mapping[Tensor, Tensor] | None = None,
     changed: Callable[[list[str]], None] = lambda units: None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Update, SwapFile | None]:
     """The update, and the swap file if one was made here.
 
     ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.streamed.StreamedUpdate`;
-    ``changed``: see :class:`.leaving.Leaving`.
+    ``changed``, ``group``: see :class:`.leaving.Leaving`.
 
     Raises:
         ValueError: the swap file's folder or disk does not do.
@@ -149,12 +157,45 @@ def build_update(
         update = StreamedUpdate(optimizer, swap, ring, copies=copies, state_in_memory=not on_disk)
     else:
         update = MappedUpdate(optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk)
-    early = tier.device != "none" and tier.early and elementwise
+    early = tier.device == "cpu" and tier.in_place and elementwise
     spill = GradSpill(swap) if on_disk and swap is not None else None
+    tentative = None
+    if on_disk and tier.early and isinstance(update, StreamedUpdate):
+        tentative = _tentative(update, optimizer)
     if early or spill is not None:
-        background = swap is not None and early
-        update = Leaving(update, optimizer, window, changed, early=early, spill=spill, background=background)
+        update = Leaving(
+            update,
+            optimizer,
+            window,
+            changed,
+            early=early,
+            tentative=tentative,
+            spill=spill,
+            background=swap is not None and (early or tentative is not None),
+            group=group,
+        )
     return update, made
+
+
+def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tentative | None:
+    """Second places for what an update writes; None where there is nothing to gain, or no room."""
+    swap = update.swap
+    assert swap is not None
+    tentative = Tentative(update, swap)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not any(map(tentative.takes, params)) or not swap.can_exchange():
+        return None
+    needed = tentative_bytes(optimizer, swap, update.copies)
+    # As much is left for others (checkpoints) as is taken.
+    if not swap.extend_if_free(needed, 2 * needed):
+        _log.info(
+            "updates wait for step(), and gradients rest on the disk meanwhile: within the backward pass "
+            "they would need %.1f GiB more of %s",
+            needed / 2**30,
+            swap.folder,
+        )
+        return None
+    return tentative
 
 
 def _bound(optimizer: torch.optim.Optimizer) -> int:

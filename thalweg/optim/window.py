@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 
 class Window:
     """Counts micro-batches; ``size`` is ``gradient_accumulation_steps``."""
@@ -28,6 +30,8 @@ class Window:
         self.in_backward = False
         # Whether that pass keeps its graph, so that another may follow on it.
         self.retained = False
+        # The loss of that pass as it came from the model, on this rank.
+        self.loss: Tensor | None = None
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
 
@@ -55,11 +59,14 @@ class Window:
         self._forced = last
 
     @contextmanager
-    def backward(self, *, scaled: bool, retained: bool, count: int = 0) -> Iterator[None]:
+    def backward(
+        self, *, scaled: bool, retained: bool, count: int = 0, loss: Tensor | None = None
+    ) -> Iterator[None]:
         """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not.
 
         ``count``: those of as many micro-batches at once, which it then counts too.
         """
+        self.loss = None if loss is None else loss.detach()
         for call in self.before_backward:
             call()
         self._open = True
@@ -72,7 +79,7 @@ class Window:
             for _ in range(count):
                 self.end_micro_batch()
         finally:
-            self.in_backward = False
+            self.in_backward, self.loss = False, None
 
     def end_micro_batch(self) -> bool:
         """Count the micro-batch; whether it completes the window."""

@@ -7,6 +7,8 @@
     Ticket       io.py       a transfer under way
     Disk         disk.py     the system calls, replaceable
 
+Where ranges of a swap file have changed places, extents.py knows it.
+
 Nothing here knows of models or optimisers.  No thread starts and no memory is taken at import.
 """
 

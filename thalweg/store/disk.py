@@ -6,12 +6,15 @@ room opens, reads or writes a file.  Errors are the ``OSError`` of the system.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+_FIXED = getattr(mmap, "MAP_SHARED", 1) | 0x10  # MAP_FIXED, which Python does not name
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EIO}
 
 
@@ -75,6 +78,24 @@ class Disk:
         """Start reading the range into the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def remap(self, handle: int, address: int, nbytes: int, offset: int) -> None:
+        """Let ``nbytes`` of addresses, which a shared mapping of the file holds, show it from ``offset``.
+
+        Raises:
+            OSError: the system cannot, or has no place for one more mapping.
+        """
+        library = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(library, "mmap") or not hasattr(mmap, "MAP_SHARED"):
+            raise OSError(errno.ENOSYS, "this system has no mmap(2)")
+        call = library.mmap
+        word = ctypes.c_size_t
+        call.argtypes = [word, word, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+        call.restype = word
+        found = call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _FIXED, handle, offset)
+        if found != address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def close(self, handle: int) -> None:
         """Give the handle back."""

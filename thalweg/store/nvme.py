@@ -14,6 +14,9 @@ Coherence.  A direct read first writes dirty cached pages of its range out, a di
 local file systems; tests/unit/test_store_nvme.py).  So the two paths may alternate freely, but must not run
 at the same time on the same bytes, as with any two writers.
 
+Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (extents.py): views
+keep their addresses and show the other bytes, and not a byte is moved.
+
 Space is taken in full when the file is made: a disk that is too small is an error before training, not in
 its midst.  The file never has a name (or loses it at once), so nothing stays behind, however a job ends.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -33,6 +37,7 @@ import torch
 from torch import Tensor
 
 from thalweg.store.disk import Disk
+from thalweg.store.extents import Extents
 from thalweg.store.io import IoThreads, Meter, Ticket
 from thalweg.store.regions import PAGE, Regions, round_up
 from thalweg.utils.log import get_logger
@@ -80,6 +85,8 @@ class SwapFile:
         self._memory = mmap.mmap(self._handle, self._capacity)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._regions = Regions(self.num_bytes)
+        self._extents = Extents()
+        self._lock = threading.Lock()
         self._threads = IoThreads(num_threads)
         self._closed = False
         # An engine that is dropped without being closed must not keep the disk's space.
@@ -103,7 +110,8 @@ class SwapFile:
         Raises:
             ValueError: the file has no gap of that size.
         """
-        offset = self._regions.reserve(nbytes)
+        with self._lock:
+            offset = self._regions.reserve(nbytes)
         if offset is None:
             raise ValueError(
                 f"the swap file in {self.folder} was made for {_size(self.num_bytes)} and has "
@@ -132,9 +140,21 @@ class SwapFile:
         self.num_bytes += extra
         self._regions.extend(extra)
 
+    def extend_if_free(self, num_bytes: int, free_bytes: int) -> bool:
+        """:meth:`extend`, if the disk has ``free_bytes``; whether it had."""
+        fits = self.num_bytes + round_up(num_bytes) <= self._capacity
+        if not fits or self._disk.free_bytes(self.folder) < free_bytes:
+            return False
+        try:
+            self.extend(num_bytes)
+        except ValueError:  # somebody else was quicker, or a quota says less
+            return False
+        return True
+
     def free(self, offset: int) -> None:
         """Give back the region that begins at ``offset``; its views must not be used any more."""
-        self._regions.release(offset)
+        with self._lock:
+            self._regions.release(offset)
 
     # The slow path
 
@@ -163,11 +183,42 @@ class SwapFile:
         stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
         if stop > start and not self._closed:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-            self._disk.forget_cached(self._handle, start, stop - start)
+            for extent in self._extents.find(start, stop - start):
+                self._disk.forget_cached(self._handle, extent.place, extent.nbytes)
 
     def expect(self, offset: int, nbytes: int) -> None:
         """A hint that views of the range are about to be read: the disk starts at once."""
-        self._disk.expect_cached(self._handle, offset, nbytes)
+        for extent in self._extents.find(offset, nbytes):
+            self._disk.expect_cached(self._handle, extent.place, extent.nbytes)
+
+    def exchange(self, first: int, second: int, nbytes: int) -> None:
+        """Let two ranges of whole pages change places in the file; no transfer of theirs may be under way.
+
+        Raises:
+            OSError: the system cannot map the file anew; nothing has changed then.
+        """
+        assert first % PAGE == second % PAGE == nbytes % PAGE == 0, (first, second, nbytes)
+        self._extents.exchange(first, second, nbytes)
+        try:
+            for start in (first, second):
+                self._remap(start, nbytes)
+        except OSError:
+            self._extents.exchange(first, second, nbytes)
+            for start in (first, second):
+                self._remap(start, nbytes)
+            raise
+
+    def can_exchange(self) -> bool:
+        """Whether :meth:`exchange` works on this system."""
+        try:
+            self._remap(0, PAGE)
+        except OSError:
+            return False
+        return True
+
+    def _remap(self, start: int, nbytes: int) -> None:
+        for extent in self._extents.find(start, nbytes):
+            self._disk.remap(self._handle, self._base + extent.start, extent.nbytes, extent.place)
 
     # The fast path
 
@@ -204,11 +255,16 @@ class SwapFile:
         assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
         aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
         aligned = aligned // PAGE * PAGE if self._direct is not None else 0
-        cuts = [*range(0, aligned, self._block), *range(aligned, data.nbytes, self._block), data.nbytes]
-        return Ticket(
-            self._threads.submit(block, data[start:stop], offset + start, stop <= aligned)
-            for start, stop in pairwise(cuts)
-        )
+        parts = []
+        for extent in self._extents.find(offset, data.nbytes):
+            begin = extent.start - offset
+            end = begin + extent.nbytes
+            border = min(max(aligned, begin), end)
+            cuts = [*range(begin, border, self._block), *range(border, end, self._block), end]
+            for start, stop in pairwise(cuts):
+                place = extent.place + start - begin
+                parts.append(self._threads.submit(block, data[start:stop], place, stop <= aligned))
+        return Ticket(parts)
 
     def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
         self._move(self.reads, "read", data, offset, direct)

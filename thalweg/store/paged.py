@@ -7,14 +7,19 @@ saved in the forward pass can be evicted, and be read into the same place before
 Private memory (``shared=None``) is anonymous and asks for huge pages: a fault then brings 2 MiB instead of
 4 KiB.  Shared memory is a memfd that the ranks of one host have in common; a drop there is a drop for all.
 
+``move`` hands the pages of one range to another.  A page that comes fresh from the kernel is cleared first,
+which takes as long as reading it from a fast disk; a moved one is not, and costs a few entries of a table.
+
 Invariant: what a dropped range reads as is undefined to the program (zeros, in fact), until it was written.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -23,6 +28,7 @@ from torch import Tensor
 from thalweg.store.regions import PAGE, Regions, round_up
 
 HUGE_PAGE = 2 << 20
+_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 
 
 class PagedMemory:
@@ -34,6 +40,7 @@ class PagedMemory:
 
     def __init__(self, num_bytes: int, shared: int | None = None, *, align: int = PAGE) -> None:
         self.num_bytes = max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE)
+        self._private = shared is None
         if shared is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
@@ -78,10 +85,38 @@ class PagedMemory:
         if stop > start and self._discard is not None:
             _advise(self._memory, self._discard, start, stop - start)
 
+    def move(self, source: int, target: int, nbytes: int) -> bool:
+        """Give the pages of ``source`` to ``target`` (offsets; whole pages), whose own are lost.
+
+        ``source`` is dropped by that.  Huge pages stay whole where both begin on one.  False, and nothing has
+        happened, where the system cannot.
+        """
+        assert source % PAGE == target % PAGE == nbytes % PAGE == 0, (source, target, nbytes)
+        if not self._private:
+            return False
+        with suppress(OSError, AttributeError):
+            remap(self._base + source, self._base + target, nbytes)
+            return True
+        return False
+
     def locate(self, tensor: Tensor) -> int | None:
         """The offset of a tensor that lies in here, or None."""
         offset = tensor.data_ptr() - self._base
         return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
+
+
+def remap(source: int, target: int, nbytes: int) -> None:
+    """mremap(2): pages go from one address to another, and ``source`` stays mapped, empty.
+
+    Raises:
+        OSError: the system has no such call (Linux has had it since 5.7).
+    """
+    call = ctypes.CDLL(None, use_errno=True).mremap
+    word = ctypes.c_size_t
+    call.argtypes, call.restype = [word, word, word, ctypes.c_int, word], word
+    if call(source, nbytes, nbytes, _MAYMOVE | _FIXED | _DONTUNMAP, target) != target:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def memfd(num_bytes: int) -> int:

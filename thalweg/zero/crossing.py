@@ -63,6 +63,12 @@ class Crossing:
         self._updated = False
         self._pending: set[str] = set()
 
+    def begin_anew(self) -> None:
+        """Take it that nobody holds anything: all parameters go as they are the next time."""
+        self._versions.clear()
+        self._pending.clear()
+        self._updated = False
+
     def note_update(self) -> None:
         """An optimizer step may change every trained parameter from here on."""
         self._updated = True
@@ -86,14 +92,14 @@ class Crossing:
                     self._apply(bucket, rank, row)
                 call.moved(*self._hosts.peers_route.ring(sent.numel()))
         for store in stores:
-            self._versions[store.slot.name] = store.shard._version
+            self._versions[store.slot.name] = store.version()
             self._pending.discard(store.slot.name)
 
     def _wish(self, store: Store) -> _Parcel:
         name = store.slot.name
         if name not in self._versions:
             return _Parcel(store, RAW)
-        moved = store.shard._version != self._versions[name]
+        moved = store.version() != self._versions[name]
         if not moved and not (name in self._pending and store.slot.trains):
             return _Parcel(store, SAME)
         if name not in self._lossy:

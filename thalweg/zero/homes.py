@@ -19,13 +19,14 @@ end of one backward pass on every rank and the fence that opens the next forward
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thalweg.comm import Arena
 
@@ -64,6 +65,15 @@ class Slot:
         return self.padded_numel * self.compute.itemsize
 
 
+class Shown(Protocol):
+    """What the model shows of a store."""
+
+    @property
+    def sharded(self) -> Tensor:
+        """The sharded parameter over the store's shard."""
+        ...
+
+
 class Store:
     """Shard and home of one parameter on this rank; ``rank`` counts its shards.
 
@@ -81,6 +91,7 @@ class Store:
         padded: Tensor | None = None,
     ) -> None:
         self.slot, self.shard, self.home = slot, shard, home
+        self.shown: Shown | None = None
         start = rank * slot.rows
         self._first = min(start, slot.shape[0])
         self._last = min(start + slot.rows, slot.shape[0])
@@ -123,6 +134,18 @@ class Store:
         with torch.no_grad():
             self.shard[: self.num_rows].copy_(self.own_rows(full))
 
+    def version(self) -> int:
+        """Grows with every write to the master, through the shard or through the parameter over it, whose
+        counters are not the same; transfers to where it lies do not count."""
+        found = self.shard._version
+        if self.shown is not None:
+            param = self.shown.sharded
+            found += param._version
+            if isinstance(param, DTensor):
+                with torch.no_grad():
+                    found += param.to_local()._version
+        return found
+
     @property
     def num_rows(self) -> int:
         """Rows of this rank, padding left out."""
@@ -153,6 +176,15 @@ def shared_home(slot: Slot, rank: int, arena: Arena, offset: int) -> tuple[Tenso
 def arena_bytes(slots: Iterable[Slot]) -> int:
     """Bytes of arena for the homes of ``slots``, each aligned."""
     return sum(slot.home_bytes + 64 for slot in slots)
+
+
+def largest_unit(slots: Mapping[str, Slot], units: Iterable[str], reduce: torch.dtype) -> int:
+    """Bytes of the largest unit's gradients as they are reduced; what no unit holds is the root's."""
+    names, sizes = list(units), dict[str, int]()
+    for name, slot in slots.items():
+        unit = next((unit for unit in names if name.startswith(f"{unit}.")), "")
+        sizes[unit] = sizes.get(unit, 0) + slot.padded_numel * reduce.itemsize
+    return max(sizes.values(), default=0)
 
 
 def publish(stores: Iterable[Store]) -> None:

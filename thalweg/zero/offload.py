@@ -25,23 +25,24 @@ from torch import Tensor
 from thalweg.comm import Arena
 from thalweg.config import Config
 from thalweg.store import PagedMemory, Ring, SwapFile
+from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import round_up
 from thalweg.zero.homes import Placement, Slot, Store, shared_home
 from thalweg.zero.paging import PagedUnit, Pager, Part
 
 CHUNK_BYTES = 16 << 20
 # Addresses for what an optimiser may want to add.
-_MORE = 1 << 40
+CAPACITY_TO_COME = 1 << 40
 
 
 @dataclass(frozen=True)
 class Offload:
     """The parameters' tier.
 
-    ``folder``: where the swap file goes; ``units_in_memory``: units that may be in memory at once, those in
-    use included (at least 2); ``resident``: elements of this rank's shards that never leave memory; ``pin``:
-    page-lock what a GPU copies from; ``states``: whether the optimiser's state is offloaded, which on a GPU
-    takes the masters along.
+    ``folder``: where the swap file goes; ``units_in_memory``: units that may be in memory at once beside the
+    root, which is in use throughout (at least 2); ``resident``: elements of this rank's shards that never
+    leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is, which
+    takes the masters along (below ``state_folder`` on NVMe).
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
@@ -49,16 +50,32 @@ class Offload:
     units_in_memory: int = 5
     resident: int = 0
     pin: bool = True
-    states: bool = False
+    states: Literal["none", "cpu", "nvme"] = "none"
+    state_folder: str = "."
 
     def on_host(self, device: torch.device) -> bool:
         """Whether shards lie in host memory and are copied to ``device`` as they are gathered."""
-        return device.type != "cpu" and (self.device != "none" or self.states)
+        return device.type != "cpu" and (self.device != "none" or self.states != "none")
 
     @property
     def pages(self) -> bool:
         """Whether units come from a swap file."""
         return self.device == "nvme"
+
+    def notes(self, device: torch.device) -> dict[str, str]:
+        """What the tiers come to on ``device``, where a user may think of something else."""
+        found = {}
+        if device.type == "cpu" and self.device == "cpu":
+            found["offload_param.device"] = (
+                "no effect: the parameters of a rank that computes on the CPU are in host memory already; "
+                "nvme takes them out of it"
+            )
+        if device.type == "cpu" and self.states == "cpu":
+            found["offload_optimizer.device"] = (
+                "state is in host memory already; updates run within the backward pass where they may, so "
+                "that the gradients of all units never exist at once"
+            )
+        return found
 
 
 def offload_of(config: Config) -> Offload:
@@ -70,7 +87,8 @@ def offload_of(config: Config) -> Offload:
         units_in_memory=section.buffer_count,
         resident=section.max_in_cpu,
         pin=section.pin_memory,
-        states=config.zero_optimization.offload_optimizer.device != "none",
+        states=config.zero_optimization.offload_optimizer.device,
+        state_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
     )
 
 
@@ -169,9 +187,11 @@ def build_paging(
     """
     plans = {name: _Plan(units[name]) for name in paged}
     needed = sum(plan.file_bytes for plan in plans.values())
-    swap = SwapFile(offload.folder, needed, capacity=needed + _MORE)
-    memory = PagedMemory(sum(plan.image_bytes for plan in plans.values()))
-    writer = _Writer(swap)
+    swap = SwapFile(offload.folder, needed, capacity=needed + CAPACITY_TO_COME)
+    # Units begin on huge pages, so that these stay whole as they go from one unit to another.
+    room = sum(round_up(plan.image_bytes, HUGE_PAGE) for plan in plans.values())
+    memory = PagedMemory(room, align=HUGE_PAGE)
+    writer = Writer(swap)
     stores: dict[str, PagedStore] = {}
     found = []
     for name, plan in plans.items():
@@ -195,8 +215,8 @@ def build_paging(
             is_image = slot.name not in plan.masters
             copy = None if is_image else swap.view(base + at, slot.padded_shape, slot.compute)
             write = writer.to(shard, master, base + at, image)
-            stores[slot.name] = PagedStore(slot, rank, shard, home, copy, write, image)
-            parts.append(Part(image, landing, None if is_image else shard, base + at))
+            store = stores[slot.name] = PagedStore(slot, rank, shard, home, copy, write, image)
+            parts.append(Part(image, landing, None if is_image else shard, base + at, store.version))
         drop = _dropper(arena, rows) if arena is not None and rows else None
         found.append(
             PagedUnit(
@@ -233,7 +253,7 @@ class _Plan:
         self.file_bytes = end
 
 
-class _Writer:
+class Writer:
     """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
 
     def __init__(self, swap: SwapFile) -> None:

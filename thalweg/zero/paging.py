@@ -13,7 +13,9 @@ view of the swap file's mapping.
 
 Phases of a unit: *out*, *coming* (a read is under way), *in* (its bytes are there), and *in use* (the modules
 hold the homes).  After use it stays in until the memory is wanted: besides those in use at most
-``limit - 1`` units are anything but out, and the least recently used goes first.
+``limit - 1`` units are anything but out, and the least recently used goes first.  Its pages go to the unit
+that takes its place (*retired* units are out and wait for that), since pages fresh from the kernel would have
+to be cleared; no more than ``limit`` units have pages.
 
 Read-ahead.  What followed a unit the last time is what is read while it computes: a table of pairs of units
 that is learnt as training goes, so that a forward pass, a backward pass and an evaluation each have their
@@ -33,6 +35,8 @@ import torch
 from torch import Tensor
 
 from thalweg.store import PagedMemory, SwapFile, Ticket
+from thalweg.store.paged import HUGE_PAGE
+from thalweg.store.regions import round_up
 
 Phase = Literal["out", "coming", "in"]
 
@@ -43,13 +47,14 @@ class Part:
 
     ``image``: its bytes in the image, compute dtype; ``landing``: this rank's rows of the home, where the
     image is not the home itself; ``shard``: the master, where that is not the image's place in the file;
-    ``offset``: of the image's bytes in the file.
+    ``offset``: of the image's bytes in the file; ``version()`` tells of writes to the master.
     """
 
     image: Tensor
     landing: Tensor | None
     shard: Tensor | None
     offset: int
+    version: Callable[[], int]
 
 
 class PagedUnit:
@@ -73,16 +78,21 @@ class PagedUnit:
         self.closed_at = -1  # how often the ranks had met when it was closed
         self.stale = False  # masters have changed unseen, so that the image must be cast anew
         self.last_use = 0
-        self._memory, self._start, self._nbytes, self._offset = memory, start, nbytes, offset
+        self._memory, self._start, self._offset = memory, start, offset
         self._bytes = memory.tensor(start, (nbytes,), torch.uint8)
+        self.room = round_up(nbytes, HUGE_PAGE)  # of addresses; what is dropped and moved
         self._ticket = Ticket()
         self._drop_landings = drop_landings
-        self._versions = [part.shard._version if part.shard is not None else 0 for part in parts]
+        self._versions = [part.version() for part in parts]
 
-    def begin(self) -> None:
-        """Start reading."""
+    def begin(self, donor: PagedUnit | None = None) -> None:
+        """Start reading, into the pages of ``donor`` if there is one: a retired unit with as much room."""
         if self.phase == "out":
             self.refresh()
+            if donor is not None and donor is not self:
+                assert donor.phase == "out" and donor.room == self.room, (donor.name, self.name)
+                if not self._memory.move(donor._start, self._start, self.room):
+                    donor.clear()
             self._ticket = self.swap.read(self._offset, self._bytes)
             self.phase = "coming"
 
@@ -96,32 +106,37 @@ class PagedUnit:
                 for landing, image in landings:
                     landing.copy_(image)
             if landings:
-                self._memory.drop(self._start, self._nbytes)
+                self.clear()
             self.phase = "in"
 
-    def drop(self) -> None:
-        """Give the pages back."""
+    def retire(self) -> bool:
+        """Its bytes are not wanted any more; whether it leaves pages behind."""
         if self.phase == "coming":
             self._ticket.wait()
+        leaves = self.phase != "out" and self._drop_landings is None
         if self.phase != "out":
-            self._memory.drop(self._start, self._nbytes)
             if self._drop_landings is not None:
+                self.clear()
                 self._drop_landings()
             self.phase = "out"
+        return leaves
+
+    def clear(self) -> None:
+        """Give the image's pages back."""
+        self._memory.drop(self._start, self.room)
 
     def refresh(self) -> None:
         """Cast masters that somebody has written to into the image's place in the file."""
         stale, self.stale = self.stale, False
         for i, part in enumerate(self.parts):
-            if part.shard is None or not (stale or part.shard._version != self._versions[i]):
+            if part.shard is None or not (stale or part.version() != self._versions[i]):
                 continue
             with torch.no_grad():
                 part.image.copy_(part.shard)
             self.swap.write(part.offset, part.image).wait()
-            self._versions[i] = part.shard._version
+            self._versions[i] = part.version()
             if (place := self.swap.locate(part.shard)) is not None:
                 self.swap.trim(place, part.shard.nbytes)
-            self._memory.drop(self._start, self._nbytes)
 
 
 class Pager:
@@ -136,6 +151,7 @@ class Pager:
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.limit = max(2, limit)
+        self._retired: list[PagedUnit] = []
         self.copies_are_kept = False  # whether updates write compute copies as well as masters
         self._meet = meet
         self._clock = self._num_meets = 0
@@ -146,7 +162,7 @@ class Pager:
         """Start reading a unit that is likely to be next, if there is room; a hint."""
         unit = self.units[name]
         if unit.phase == "out" and self._make_room(self.limit - 2):
-            unit.begin()
+            self._begin(unit)
             self._used(unit)
 
     def open(self, name: str) -> None:
@@ -154,6 +170,7 @@ class Pager:
         unit = self.units[name]
         unit.in_use = True
         self._make_room(self.limit - 1)
+        self._begin(unit)
         unit.finish()
         self._used(unit)
         if self._meet is not None:
@@ -173,9 +190,9 @@ class Pager:
         """The parameters of these units (default: all) have changed in the file."""
         for name in self.units if names is None else names:
             if (unit := self.units.get(name)) is not None:
-                unit.stale = True
+                unit.stale = not self.copies_are_kept
                 if not unit.in_use:
-                    unit.drop()
+                    self._retire(unit)
 
     def end_pass(self) -> None:
         """What comes next begins anew: nothing is read ahead across this point."""
@@ -186,7 +203,27 @@ class Pager:
         """Drop everything."""
         for unit in self.units.values():
             unit.in_use = False
-            unit.drop()
+            unit.retire()
+            unit.clear()
+        self._retired.clear()
+
+    def _begin(self, unit: PagedUnit) -> None:
+        if unit.phase != "out":
+            return
+        if unit in self._retired:
+            donor = unit
+        else:
+            donor = next((one for one in self._retired if one.room == unit.room), None)
+        if donor is not None:
+            self._retired.remove(donor)
+        unit.begin(donor)
+        present = sum(one.phase != "out" for one in self.units.values())
+        while self._retired and present + len(self._retired) > self.limit:
+            self._retired.pop(0).clear()
+
+    def _retire(self, unit: PagedUnit) -> None:
+        if unit.retire():
+            self._retired.append(unit)
 
     def _used(self, unit: PagedUnit) -> None:
         self._clock += 1
@@ -201,7 +238,7 @@ class Pager:
         excess = len(idle) - max(spare, 0)
         free = [unit for unit in idle if self._meet is None or unit.closed_at < self._num_meets]
         for unit in sorted(free, key=lambda unit: unit.last_use)[: max(0, excess)]:
-            unit.drop()
+            self._retire(unit)
         return spare >= 0 and len(free) >= excess
 
     def _look_ahead(self) -> None:

@@ -31,7 +31,8 @@ from thalweg.zero import _fsdp2
 from thalweg.zero.fill import Places, fill, places_of
 from thalweg.zero.gather import track
 from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
-from thalweg.zero.homes import Slot, Store, publish
+from thalweg.zero.homes import Slot, Store, largest_unit, publish
+from thalweg.zero.masters import swap_masters
 from thalweg.zero.offload import Offload, PagedStore, Paging, page_units
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.spread import SpreadGradients, is_spread, reduce_scalars
@@ -195,6 +196,15 @@ class Sharded:
                     found[param.sharded] = store.copy[: store.num_rows]
         return found
 
+    def begin_anew(self) -> None:
+        """Let exchanges that build on earlier ones (differences, errors owed) forget these, on all ranks at
+        once: a run that goes on after a save is then one that was loaded from it, in every bit."""
+        if self._crossing is not None:
+            self._crossing.begin_anew()
+        for reducer in self._reducers:
+            if (swap := getattr(reducer, "swap", None)) is not None:
+                swap.begin_anew()
+
     def on_close(self, call: Callable[[], None]) -> None:
         """Call ``call`` when the engine is closed."""
         self._at_close.append(call)
@@ -333,8 +343,8 @@ def shard(
             options.traffic,
             slots,
             replicate=replicate,
-            unit_bytes=_largest_unit(slots, units, options.precision.reduce),
-            root_bytes=_largest_unit(slots, blocks, options.precision.reduce),
+            unit_bytes=largest_unit(slots, units, options.precision.reduce),
+            root_bytes=largest_unit(slots, blocks, options.precision.reduce),
             output_dtype=options.precision.master,
             timeout=options.timeout,
             copies=None if grid is None else Copies.of(grid, device, options.traffic.quantised_gradients),
@@ -346,7 +356,9 @@ def shard(
     if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
         wiring.placement, units = "wire", blocks
     fixed = options.fp32_modules
-    paging = page_units(slots, units, options.offload, fixed, rank, wiring.placement, wiring.arena)
+    wiring.notes |= options.offload.notes(device)
+    place = page_units if options.offload.pages or wiring.crossing is not None else swap_masters
+    paging = place(slots, units, options.offload, fixed, rank, wiring.placement, wiring.arena)
     paged = paging.stores if paging is not None else {}
     shards_on = torch.device("cpu") if on_host else device
     stores = {
@@ -400,14 +412,6 @@ def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: in
     return slots
 
 
-def _largest_unit(slots: dict[str, Slot], units: dict[str, nn.Module], reduce: torch.dtype) -> int:
-    sizes: dict[str, int] = {}
-    for name, slot in slots.items():
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-        sizes[unit] = sizes.get(unit, 0) + slot.padded_numel * reduce.itemsize
-    return max(sizes.values(), default=0)
-
-
 def _wrap(
     model: nn.Module,
     units: dict[str, nn.Module],
@@ -443,5 +447,6 @@ def _plant(sharded: Sharded, places: Places, layout_of: Callable[[str, torch.Siz
             param.replant(store.shard, layout_of(store.slot.name, store.slot.shape))
             if store.home is not None:
                 param.set_home(store.home)
+            store.shown = param
             stores.append(store)
         sharded._stores_of[group.name] = stores

@@ -1,0 +1,71 @@
+"""Where the bytes of a mapping lie in its file: each at its own offset, until ranges are exchanged.
+
+An exchange moves no byte.  Two ranges of addresses change places in the file, so a writer can prepare new
+values beside the old ones and then make them appear at the old address, all at once or not at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """``nbytes`` from ``start`` of the mapping lie at ``place`` of the file."""
+
+    start: int
+    place: int
+    nbytes: int
+
+
+class Extents:
+    """A piecewise constant shift from offsets of the mapping to offsets of the file."""
+
+    def __init__(self) -> None:
+        # Where runs of one shift begin, ascending, and the shift of each.
+        self._starts, self._shifts = [0], [0]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def find(self, start: int, nbytes: int) -> list[Extent]:
+        """The range in pieces that each lie in one run of the file."""
+        found, stop = [], start + nbytes
+        index = bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = self._starts[index + 1] if index + 1 < len(self._starts) else stop
+            end = min(end, stop)
+            found.append(Extent(start, start + self._shifts[index], end - start))
+            start, index = end, index + 1
+        return found
+
+    def exchange(self, first: int, second: int, nbytes: int) -> None:
+        """Let two ranges that do not overlap change places in the file."""
+        assert abs(first - second) >= nbytes, (first, second, nbytes)
+        here, there = self.find(first, nbytes), self.find(second, nbytes)
+        self._put(first, second, there)
+        self._put(second, first, here)
+
+    def _put(self, start: int, origin: int, extents: list[Extent]) -> None:
+        """Let the range at ``start`` lie where ``extents``, which begin at ``origin``, lie."""
+        last = extents[-1]
+        self._cut(start)
+        stop = start + last.start + last.nbytes - origin
+        self._cut(stop)
+        begin, end = (bisect_right(self._starts, at) - 1 for at in (start, stop))
+        starts = [start + extent.start - origin for extent in extents]
+        shifts = [extent.place - at for extent, at in zip(extents, starts, strict=True)]
+        self._starts[begin:end], self._shifts[begin:end] = starts, shifts
+        self._join(begin, begin + len(starts))
+
+    def _cut(self, at: int) -> None:
+        index = bisect_right(self._starts, at) - 1
+        if self._starts[index] != at:
+            self._starts.insert(index + 1, at)
+            self._shifts.insert(index + 1, self._shifts[index])
+
+    def _join(self, begin: int, end: int) -> None:
+        """Make one run of neighbours with the same shift."""
+        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
+            if self._shifts[index] == self._shifts[index - 1]:
+                del self._starts[index], self._shifts[index]
