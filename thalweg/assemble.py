@@ -51,7 +51,7 @@ from thalweg.parallel.tensor import parallelise, synchronise_generators
 from thalweg.plan.batch import batch_of, default_length
 from thalweg.plan.preflight import Preflight
 from thalweg.plan.sizes import parse_bytes
-from thalweg.remat import RematPolicy, apply_activation_checkpointing, make_saver
+from thalweg.remat.wanted import recompute
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
 from thalweg.utils.trees import tensors_of
@@ -188,7 +188,7 @@ def assemble(
     teams += _spread_experts(model, axes, config, states)
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
-    _recompute(model, list(units.values()), config, device)
+    release = recompute(model, list(units.values()), axes, config, device)
     _pick_kernels(model, axes, config, device)
     loss_tiling = tile_model(model, config.tiling)
     _compile(model, list(units.values()), config)
@@ -199,6 +199,7 @@ def assemble(
         config.note(f"zero_optimization.{name}", text)
     for team in teams:
         team.ledger = sharded.ledger
+    sharded.on_close(release)
     preflight.watch(model)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
     scaler = LossScaler.from_config(config.fp16)
@@ -298,21 +299,6 @@ def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> li
     )
     sequence_parallel(model, teams, blocks)
     return teams.all
-
-
-def _recompute(model: nn.Module, units: list[nn.Module], config: Config, device: torch.device) -> None:
-    section = config.activation_checkpointing
-    policy = RematPolicy(policy=section.policy, every=section.every)
-    where = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
-    saver = make_saver(where, device, nvme_folder(config)) if section.policy != "none" else None
-    apply_activation_checkpointing(model, units, policy, saver)
-
-
-def nvme_folder(config: Config) -> str | None:
-    """The folder for what has no ``nvme_path`` of its own."""
-    zero = config.zero_optimization
-    paths = (config.memory.nvme_path, zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path)
-    return next((path for path in paths if path), None)
 
 
 def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> None:

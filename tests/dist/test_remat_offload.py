@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.dist.models import tiny_gpt
 from tests.dist.parity import Case, equal_bits, run_engine
+from tests.dist.tensor_models import batch as llama_batch
+from tests.dist.tensor_models import build, loss_of
 from tests.harness import run_ranks
 from thalweg.remat import PartitionedSaver, RematPolicy, apply_activation_checkpointing, putaway
 
@@ -64,3 +66,54 @@ def test_in_parts_the_bits_are_the_same(world: int) -> None:
     for same, whole, part in run_ranks(_parts, world):
         assert same and whole > 0
         assert part <= whole / world + 3
+
+
+def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
+    """An engine on two tensor ranks whose units keep parts of their inputs, in memory or on disk."""
+    import thalweg
+    from thalweg.remat.offload import DiskSaver
+
+    putaway.LEAST_BYTES = 1
+    closed = []
+    plain_save, plain_close = PartitionedSaver.save, DiskSaver.close
+    DiskSaver.close = lambda self: (closed.append(1), plain_close(self))[1]  # type: ignore[method-assign]
+    found: list[Any] = []
+    for parts, offload in ((False, "none"), (True, "none"), (True, "nvme")):
+        held = []
+
+        def counting(self: Any, tensor: torch.Tensor, held: list[float] = held) -> Any:
+            kept = plain_save(self, tensor)
+            held.append(kept.kept.fetch().numel() / tensor.numel())  # type: ignore[attr-defined]
+            return kept
+
+        PartitionedSaver.save = counting  # type: ignore[method-assign]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "cpu_kernels": "torch",
+            "log_level": "error",
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "tensor_parallel": {"autotp_size": 2},
+            "memory": {"nvme_path": folder},
+            "activation_checkpointing": {
+                "policy": "full", "partition_activations": parts, "offload": offload
+            },
+        }  # fmt: skip
+        engine = thalweg.initialize(model=build("llama"), config=config)[0]
+        losses = []
+        for step in range(2):
+            loss = loss_of(engine, llama_batch(step, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+        found.append((losses, len(held), max(held, default=0.0)))
+    return [*found, len(closed)]
+
+
+def test_over_tensor_ranks_each_keeps_its_part(tmp_path: Path) -> None:
+    for whole, parts, on_disk, closed in run_ranks(_over_tensor_ranks, 2, str(tmp_path)):
+        assert whole[0] == parts[0] == on_disk[0]
+        assert whole[1] == 0
+        assert parts[1] == on_disk[1] > 0
+        assert parts[2] < 0.51 and on_disk[2] < 0.51
+        assert closed == 1

@@ -52,7 +52,7 @@ class TrainingState:
         self._check_tag(tag)
         parts.sharded.finish_window()
         state = {"client_state": dict(client_state or {}), _KEY: self._own()}
-        return save(
+        path = save(
             directory,
             tag,
             collect(parts.module, parts.optimizer, state=state, frozen=frozen, naming=parts.naming),
@@ -61,6 +61,8 @@ class TrainingState:
             keep=None if keep == "all" else keep,
             latest=latest,
         )
+        parts.sharded.begin_anew()
+        return path
 
     def load(
         self,
@@ -89,6 +91,7 @@ class TrainingState:
                 rng=not only_module,
                 naming=parts.naming,
             )
+            parts.sharded.begin_anew()
             if not only_module:
                 self._take(state.get(_KEY, {}), with_schedule)
             return str(found.path), state.get("client_state", {})

@@ -44,6 +44,9 @@ class Swap:
     def __init__(self, group: dist.ProcessGroup, route: Route | None = None) -> None:
         self.group, self.route = group, route or _apart(group)
 
+    def begin_anew(self) -> None:
+        """Forget what earlier sums have left to be made up for."""
+
     def sum(self, rows: Tensor, out: Tensor, scale: float, call: Call, wire: torch.dtype) -> None:
         """Write ``scale`` times the sum of all ranks' ``rows[own rank]`` into ``out``; sent as ``wire``."""
         received = swap_rows(rows.to(wire), self.group)

@@ -57,6 +57,10 @@ class Feedback:
         self._owed: Tensor | None = None
         self._num_calls = 0
 
+    def begin_anew(self) -> None:
+        """Forget what is owed."""
+        self._owed = None
+
     def compensate(self, rows: Tensor, unit: float) -> Tensor:
         """``rows`` in fp32 with what is owed; ``unit`` is the loss scale, which errors are kept without."""
         self._num_calls += 1
@@ -88,6 +92,11 @@ class QuantisedSwap(Swap):
     ) -> None:
         super().__init__(group, route)
         self._packing_of, self._feedback, self._unit = packing_of, feedback, unit
+
+    def begin_anew(self) -> None:
+        """Be as in a new process."""
+        if self._feedback is not None:
+            self._feedback.begin_anew()
 
     def sum(self, rows: Tensor, out: Tensor, scale: float, call: Call, wire: torch.dtype) -> None:
         """Encode, all-to-all, decode, add in fp32."""

@@ -139,18 +139,11 @@ CONFLICTS = (
         lambda states, params, *devices: devices == ("nvme", "nvme") and states != params,
         "the folder of zero_optimization.offload_param.nvme_path; a rank has one swap file",
     ),
-    *(
-        Conflict(
-            (f"zero_optimization.{name}", "zero_optimization.offload_param.device"),
-            lambda size, device, least=least: device == "nvme" and size > least,
-            f'{default}, or zero_optimization.offload_param.device to be "none" or "cpu"',
-        )
-        for name, least, default in (
-            ("zero_hpz_partition_size", 1, "1"),
-            ("mics_shard_size", 0, "-1"),
-            ("zero_quantized_weights", 0, "false"),
-            ("zero_quantized_nontrainable_weights", 0, "false"),
-        )
+    Conflict(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.offload_param.device"),
+        lambda size, device: device == "nvme" and size > 1,
+        '1, or zero_optimization.offload_param.device to be "none" or "cpu": hpZ keeps a copy of the '
+        "parameters in the memory of each host",
     ),
     Conflict(
         ("activation_checkpointing.every", "activation_checkpointing.policy"),

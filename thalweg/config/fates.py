@@ -117,7 +117,6 @@ _FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by 
 _ONE_PATH = "there is one gradient path for every stage"
 _OVERLAPS = "reads and writes of the NVMe tier always overlap the update"
 _COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
-_OWN_TOKENS = "sequence_parallel_size and context_parallel_size leave each rank the activations of its tokens"
 NO_EFFECT = {
     "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped, in every dtype",
     "comms_logger.debug": "the ledger names the module of every collective in any case",
@@ -205,7 +204,6 @@ NO_EFFECT = {
     "optimizer.legacy_fusion": "chose between two fused kernels of DeepSpeed",
     "bf16.immediate_grad_update": _ONE_PATH,
     "fp16.auto_cast": "floating-point inputs are always cast to the compute dtype",
-    "activation_checkpointing.partition_activations": _OWN_TOKENS,
     "activation_checkpointing.contiguous_memory_optimization": "torch's allocator places activations",
     "activation_checkpointing.number_checkpoints": "sized a buffer that is not needed",
     "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronisation is needed between units",

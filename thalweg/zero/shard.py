@@ -74,7 +74,7 @@ class Sharded:
         self.placement = wiring.placement
         self.ledger: Ledger = wiring.ledger
         self._mesh, self._arena = mesh, wiring.arena
-        self._crossing, self.notes = wiring.crossing, wiring.notes
+        self._crossing, self.notes = wiring.crossing, wiring.notes | options.offload.notes(device)
         self._overlap = wiring.overlap
         self._group = mesh.get_group()
         self._world_size = mesh.size()
@@ -197,8 +197,7 @@ class Sharded:
         return found
 
     def begin_anew(self) -> None:
-        """Let exchanges that build on earlier ones (differences, errors owed) forget these, on all ranks at
-        once: a run that goes on after a save is then one that was loaded from it, in every bit."""
+        """Forget what exchanges build on (differences, errors owed), like a process that has just loaded."""
         if self._crossing is not None:
             self._crossing.begin_anew()
         for reducer in self._reducers:
@@ -356,8 +355,7 @@ def shard(
     if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
         wiring.placement, units = "wire", blocks
     fixed = options.fp32_modules
-    wiring.notes |= options.offload.notes(device)
-    place = page_units if options.offload.pages or wiring.crossing is not None else swap_masters
+    place = page_units if options.offload.pages or wiring.crossing else swap_masters
     paging = place(slots, units, options.offload, fixed, rank, wiring.placement, wiring.arena)
     paged = paging.stores if paging is not None else {}
     shards_on = torch.device("cpu") if on_host else device
