@@ -50,7 +50,8 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
     command = [python_for(engine), "-u", str(WORKER), "--engine", engine, "--case", case, "--folder", folder]
     for key, value in options.items():
         command += [f"--{key}"] if value is True else [f"--{key}", str(value)] if value is not False else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Huge pages for large blocks, as `thalweg run` sets it; for every contestant.
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
     if engine == "deepspeed":
         store = tempfile.mktemp(dir=folder)
         command += ["--store", store]

@@ -43,12 +43,23 @@ def _cells(world: int) -> list[tuple[str, Case]]:
         return [
             ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),
             ("odd", Case(windows=(1,) * 3)),
+            ("gpt", Case(dtype="fp16", windows=(1,) * 2)),
+            ("gpt", Case(windows=(1,) * 2, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
+            ("gpt", Case(windows=(1,) * 2, optimizer="Lamb", params={"lr": 1e-2})),
         ]
     cells = [
         ("gpt", Case(windows=(1,) * 4)),
         ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),
         ("gpt", Case(dtype="bf16", windows=(1,) * 3)),
+        ("gpt", Case(windows=(1,) * 3, extra={"tiling": {"loss": True}})),
+        ("gpt", Case(windows=(1,) * 3, optimizer="Lion", params={"lr": 1e-3})),
     ]
+    if world == 1:
+        cells += [
+            ("gpt", Case(dtype="fp16", windows=(1,) * 3)),
+            ("gpt", Case(windows=(1,) * 3, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
+            ("gpt", Case(windows=(1,) * 3, optimizer="Lamb", params={"lr": 1e-2})),
+        ]
     if world == 2:
         cells += [
             ("odd", Case(windows=(2,) * 3, accumulation=2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+import time
 
 import pytest
 import torch
@@ -157,6 +158,53 @@ def _checkpoints(rank, world, folder):
     return equal
 
 
+def _masters(rank, world, folder):
+    """16-bit parameters in memory over masters on the disk: loaded and edited like any others."""
+    results, held = [], []
+    half = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    for tiers in (("none", "none"), ("none", "nvme")):
+        engine = start(tiny_gpt(), folder, *tiers, **half)
+        swap = engine._parts.sharded.swap
+        held.append(swap is not None and all(swap.locate(p.to_local()) is not None for p in engine.module.parameters() if p.to_local().numel()))
+        for step in range(4):
+            if step == 1:
+                engine.save_checkpoint(f"{folder}/masters")
+            if step == 2:  # an edit by hand
+                with torch.no_grad():
+                    for p in engine.module.parameters():
+                        p.mul_(1.01)
+            if step == 3:
+                engine.load_checkpoint(f"{folder}/masters")
+            engine.backward(engine(*mine(step, rank, world)))
+            engine.step()
+        results.append(values(engine))
+    return held, equal_bits(*results)
+
+
+def _delays(rank, world, folder):
+    """Transfers that take their time, each another one, in every order that this allows."""
+    from thalweg.store.disk import Disk
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        for tiers in (("none", "none"), ("nvme", "nvme"), ("none", "nvme")):
+            engine = start(tiny_gpt(), folder, *tiers, bf16={"enabled": True})
+            for step in range(3):
+                engine.backward(engine(*mine(step, rank, world)))
+                engine.step()
+            results.append(values(engine))
+            chance = random.Random(rank)
+            for name in ("preadv", "pwritev"):
+                plain = getattr(Disk, name)
+
+                def slow(self, *args, plain=plain):
+                    time.sleep(chance.random() * 4e-3)
+                    return plain(self, *args)
+
+                patch.setattr(Disk, name, slow)
+    return equal_bits(*results[:2]) and equal_bits(results[0], results[2])
+
+
 def _two_backwards(rank, world, folder):
     engine = start(tiny_gpt(), folder)
     engine.backward(engine(*mine(0, rank, world)))
@@ -215,6 +263,15 @@ def test_an_exception_leaves_the_tiers_at_rest(burns):
 def test_checkpoints_pass_between_tiers():
     for equal in run_ranks(_in_folder, 1, "_checkpoints"):
         assert equal == [True, True]
+
+
+def test_row05_random_delays_of_transfers_change_no_bit():
+    assert all(run_ranks(_in_folder, 2, "_delays"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_masters_go_to_the_disk_and_sixteen_bits_stay(world):
+    assert run_ranks(_in_folder, world, "_masters") == [([False, True], True)] * world
 
 
 def test_row15_two_backward_passes_are_an_error_or_retain_the_graph():

@@ -1,0 +1,44 @@
+"""What stays resident with everything on NVMe: the same after each step, however many there are."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+
+import torch
+
+from tests.dist.test_offload_use import start
+from tests.harness import run_ranks
+from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.observe import resident_mib
+
+SHAPE = GPTConfig(vocab_size=2000, n_layer=6, n_head=4, n_embd=256, block_size=64)
+
+
+def _resident(rank, world, keeps):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found, kept = [], []
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        engine = start(GPT(SHAPE), folder, activation_checkpointing={"policy": "full"})
+        for step in range(7):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(2000, (2, 65), generator=generator)
+            engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+            engine.step()
+            if keeps:  # the control: a unit's worth of memory that nobody gives back
+                kept.append(torch.ones(3 << 18))
+            gc.collect()
+            found.append(resident_mib())
+        engine.close()
+    return found
+
+
+def test_resident_memory_after_step_6_is_that_after_step_3():
+    found = run_ranks(_resident, 1, False)[0]
+    assert abs(found[6] - found[3]) < 4.0, found
+
+
+def test_negative_control_a_unit_that_stays_is_noticed():
+    found = run_ranks(_resident, 1, True)[0]
+    assert found[6] - found[3] > 7.0, found
