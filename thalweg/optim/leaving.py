@@ -227,6 +227,8 @@ class Leaving:
             if self._spill is not None:
                 self._spill.put([param for param in params if not takes(param)])
             params = [param for param in params if takes(param)]
+        if not params:
+            return
         finite = True
         for param in params:
             self.measured[param] = found = measure(local_grad(param))
