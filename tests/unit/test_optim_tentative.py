@@ -125,7 +125,8 @@ def test_hints_change_nothing_but_when_bytes_are_read(tmp_path: Path) -> None:
             twins.tentative.apply(set(unit))
             if step >= 3:
                 other = units[0] if unit is units[1] else units[1]
-                twins.tentative.expect(set(unit if step % 2 else other) if unit is units[0] else unit)
+                guess = unit if unit is units[1] or step % 2 else other
+                twins.tentative.expect(set(guess))
         twins.reference.step()
         twins.tentative.commit()
         twins.tentative.discard()
