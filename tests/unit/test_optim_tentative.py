@@ -136,9 +136,9 @@ def test_hints_change_nothing_but_when_bytes_are_read(tmp_path: Path) -> None:
             for plain, paged in zip(twins.plain, twins.paged, strict=True):
                 plain.mul_(0.5)
                 paged.mul_(0.5)
-    assert read[2] == read[1]
-    assert read[5] > read[4] > read[2]  # a wrong hint costs more than the one at the end, which is idle
     twins.swap.close()
+    assert read[2] == read[1]
+    assert sum(read[3:]) > 5 * read[2]  # what was read in vain
 
 
 def test_what_lies_in_memory_is_not_taken(tmp_path: Path) -> None:
