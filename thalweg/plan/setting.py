@@ -129,7 +129,9 @@ class Setting:
     @property
     def updates_early(self) -> bool:
         """Whether a unit is updated within the backward pass, its gradients gone at once."""
-        return self.on_cpu and self.states.device != "none" and self.states.early and self.elementwise
+        early = self.states.in_place if self.states.device == "cpu" else self.states.early
+        possible = self.states.device == "cpu" or (self.states.device == "nvme" and self.offload.pages)
+        return self.on_cpu and possible and early and self.elementwise
 
     def with_stage(self, stage: int) -> Setting:
         """The same run at another stage."""
