@@ -184,6 +184,7 @@ _NOT_COUNTED: dict[str, Any] = {
     "expert_parallel.enabled": bool,
     "expert_parallel.autoep_size": lambda size: size > 1,
     "compile.enabled": bool,
+    "activation_checkpointing.offload": lambda where: where != "none",
     "tiling.loss": bool,
     "tiling.mlp": lambda tiles: tiles > 1,
     "zero_optimization.zenflow": lambda section: section is not None,
