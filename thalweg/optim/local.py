@@ -55,7 +55,11 @@ def _same_layout(a: DTensor, b: DTensor) -> bool:
 
 
 def like_param(piece: Tensor, param: Tensor) -> Tensor:
-    """Return ``piece`` with the layout of ``param``: the ``DTensor`` whose local tensor it is."""
+    """Return ``piece`` with the layout of ``param``: the ``DTensor`` whose local tensor it is.
+
+    Arithmetic and casts go through here and not through ``DTensor``, which gives their results a plain
+    ``Shard`` in place of any placement derived from it.
+    """
     if not isinstance(param, DTensor):
         return piece
     return DTensor.from_local(
@@ -113,7 +117,8 @@ class Fp32State:
                 continue
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
-                    self.state[param][key] = value.to(device=param.device, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+                    wide = local(value).to(device=param.device, dtype=torch.float32)
+                    self.state[param][key] = like_param(wide, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ExactState:
@@ -127,7 +132,8 @@ class ExactState:
         for i, param in zip(ids, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    self.state[param][key] = value.to(device=param.device, copy=True)  # pyright: ignore[reportAttributeAccessIssue]
+                    own = local(value).to(device=param.device, copy=True)
+                    self.state[param][key] = like_param(own, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class LocalStep(Fp32State):
@@ -163,7 +169,7 @@ class LocalStep(Fp32State):
             state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                    state[key] = replaced[id(value)] = value.float()
+                    state[key] = replaced[id(value)] = like_param(local(value).float(), value)
         return replaced
 
     def _promote(self, params: list[Tensor], grads: list[Tensor]) -> None:

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from thalweg.optim.newton_schulz import multiply_adds
-from thalweg.optim.reduce import cut_dim, cuts_of
+from thalweg.optim.reduce import chunked, cut_dim, cuts_of
 
 ROUND_ELEMENTS = 2**24
 
@@ -84,8 +84,8 @@ class Place:
 def place_of(param: Tensor, replicate_group: dist.ProcessGroup | None) -> Place:
     """Return where ``param`` lies; plain tensors are copies within ``replicate_group`` if one is given."""
     cuts = cuts_of(param)
-    chunked = all(type(placement) is Shard or cut_dim(placement) is None for placement in _placements(param))
-    if len(cuts) > 1 or not chunked:
+    known = all(cut_dim(placement) is None or chunked(placement) for placement in _placements(param))
+    if len(cuts) > 1 or not known:
         return Place(None, Cut(param.shape, None, 1), general=True)
     group, dim = cuts[0] if cuts else (None if isinstance(param, DTensor) else replicate_group, None)
     world = 1 if group is None else dist.get_world_size(group)

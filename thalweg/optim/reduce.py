@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 Span = tuple[dist.ProcessGroup, ...]
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], object]
@@ -27,6 +27,11 @@ def cut_dim(placement: Placement) -> int | None:
     """Return the tensor dim that ``placement`` cuts over its mesh axis, or None."""
     whole = placement.is_replicate() or placement.is_partial()
     return None if whole else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def chunked(placement: Placement) -> bool:
+    """Return whether ``placement`` cuts a dim as ``torch.chunk`` does."""
+    return type(placement) is Shard or bool(getattr(placement, "chunked", False))
 
 
 def cuts_of(param: Tensor) -> tuple[tuple[dist.ProcessGroup, int], ...]:

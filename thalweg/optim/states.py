@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from thalweg.optim.local import like_param, local, state_dtype
+from thalweg.optim.reduce import chunked, cut_dim
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 BLOCK = 256
@@ -54,7 +55,7 @@ def storage_of(param: Tensor, kind: str) -> str:
     if kind == "bf16":
         return kind
     by_rows = not isinstance(param, DTensor) or all(
-        isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in param.placements
+        isinstance(p, Replicate) or (chunked(p) and cut_dim(p) == 0) for p in param.placements
     )
     return kind if param.ndim > 1 and row_length(param) >= _LEAST_ROW and by_rows else "fp32"
 

@@ -6,9 +6,10 @@ split by heads, and a tail of shared rows are others.  The spans of all ranks co
 dim exactly once, so a cut parameter has one owner per element: nothing is stored,
 counted or saved twice.
 
-At rest a cut is a DTensor placement: ``Shard`` where it agrees with ``torch.chunk``, else
-:class:`Pieces`, a ``Shard`` that knows its spans and can be gathered, split and saved like
-any other.
+At rest a cut is a DTensor placement, :class:`Pieces`: a ``Shard`` that knows its spans and can
+be gathered, split and saved like any other.  Also one that agrees with ``torch.chunk``: DTensor's
+cache of layouts asks ``==`` alone, and ``Pieces`` has to equal the plain ``Shard`` of its dim (see
+there), so that no parameter may carry a plain one where another carries ``Pieces``.
 """
 
 from __future__ import annotations
@@ -56,14 +57,9 @@ class Cut:
             return full.narrow(self.dim, 0, 0).clone()
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone().contiguous()
 
-    def placement(self) -> Shard:
-        """The DTensor placement on the tensor axis that says the same."""
-        world = len(self.spans)
-        rows = -(-self.size // world)
-        chunks = tuple(
-            ((min(rank * rows, self.size), min((rank + 1) * rows, self.size)),) for rank in range(world)
-        )
-        return Shard(self.dim) if self.spans == chunks else Pieces(self.dim, self.spans)
+    def placement(self) -> Pieces:
+        """The DTensor placement on the tensor axis that says the same; never a plain ``Shard``."""
+        return Pieces(self.dim, self.spans)
 
 
 class Pieces(Shard):
@@ -74,6 +70,14 @@ class Pieces(Shard):
     def __init__(self, dim: int, spans: tuple[Spans, ...]) -> None:
         super().__init__(dim)  # pyright: ignore[reportCallIssue]
         self.spans = spans
+
+    @property
+    def chunked(self) -> bool:
+        """Whether these are the pieces of ``torch.chunk``, those of a plain ``Shard``."""
+        size = max((stop for spans in self.spans for _, stop in spans), default=0)
+        rows = -(-size // len(self.spans))
+        ends = [(min(rank * rows, size), min((rank + 1) * rows, size)) for rank in range(len(self.spans))]
+        return self.spans == tuple((end,) for end in ends)
 
     def _cut(self, size: int) -> Cut:
         return Cut(self.dim, int(size), self.spans)
@@ -106,11 +110,24 @@ class Pieces(Shard):
         cut = self._cut(current_logical_shape[self.dim])
         return gather_pieces(local_tensor, cut, mesh.get_group(mesh_dim))
 
+    def _to_new_shard_dim(
+        self,
+        local_tensor: Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[Any],
+        new_shard_dim: int,
+    ) -> Tensor:
+        full = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
+        chunks, _ = Shard(new_shard_dim)._split_tensor(full, mesh.size(mesh_dim), with_padding=False)  # pyright: ignore[reportCallIssue]
+        return chunks[mesh.get_local_rank(mesh_dim)].clone()
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Pieces):
             return self.dim == other.dim and self.spans == other.spans
-        # DTensor asks whether this shards that dim (`placement != Shard(dim)`); the hashes differ,
-        # so that nothing is ever looked up under the other's key.
+        # Loose on purpose: DTensor asks whether this shards that dim (`placement != Shard(dim)`), and its
+        # in-place operations compare with a plain Shard that they made. Its C++ cache compares keys that
+        # share a bucket by == and not by hash: hence no plain Shard on a tensor axis (Cut.placement).
         return isinstance(other, Shard) and self.dim == other.dim
 
     def __hash__(self) -> int:
