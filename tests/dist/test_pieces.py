@@ -23,7 +23,7 @@ def _laid_out(cut: Cut, placement: Placement, mesh) -> DTensor:
 
 
 def _mistaken(mesh, plain: bool) -> int:
-    """How many tensors of one shape in pairs, one in halves and one in two sections, get the other's layout."""
+    """How many tensors get another's layout: pairs of one shape, one in halves and one in two sections."""
     wrong = 0
     for size in SIZES:
         half = size // 2
@@ -49,6 +49,22 @@ def test_cuts_of_one_shape_are_not_mistaken_for_each_other():
     for wrong, control in run_ranks(_cached, 2):
         assert wrong == 0
         assert control > 0  # with a plain Shard beside Pieces it happens: the reason for this rule
+
+
+def _turned(rank: int, world: int) -> bool:
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(24.0).view(8, 3)
+    cut = sections(0, [4, 4], [[span, span] for span in even(4, world)])
+    own = cut.take(full, rank)
+    held = DTensor.from_local(
+        own, mesh, [cut.placement()], run_check=False, shape=full.shape, stride=full.stride()
+    )
+    columns = held.redistribute(placements=[Shard(1)])
+    return torch.equal(columns.to_local(), full.chunk(world, 1)[rank])
+
+
+def test_sections_are_redistributed_by_another_dim():
+    assert all(run_ranks(_turned, 2))
 
 
 def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
