@@ -98,7 +98,7 @@ def torch_adam(params) -> torch.optim.Optimizer:
     """The engine's own AdamW."""
     from thalweg.optim import build_optimizer
 
-    return build_optimizer("AdamW", {"lr": 0.1}, params)
+    return build_optimizer("AdamW", params, {"lr": 0.1})
 
 
 def _half(value: DTensor) -> DTensor:
