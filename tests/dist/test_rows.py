@@ -282,7 +282,7 @@ class Empty(nn.Module):
         (Empty, {}, ["no parameters"]),
         (Odd, {"zero_optimizaton": {"stage": 1}}, ["zero_optimizaton", "zero_optimization"]),
         (Odd, {"train_batch_size": 7}, ["7", "2"]),
-        (Odd, {"zero_optimization": {"stage": 3, "zenflow": {}}}, ["not built yet"]),
+        (Odd, {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}, ["not built yet"]),
         (Odd, {"optimizer": {"type": "AdamX", "params": {}}}, ["AdamX", "Adam"]),
     ],
 )

@@ -109,7 +109,7 @@ def _train(
     staged: StagedModel, sharded: Sharded, batch: Mapping[str, Tensor], stage: int, grid: Grid, micros: int
 ) -> int:
     """Forward and backward of a window; returns the bytes that go to neighbouring stages."""
-    width = _width(staged.model, batch)
+    width = _width(staged.module, batch)
     sent = 0
     for index in range(micros):
         sharded.prepare_backward(last=index == micros - 1)

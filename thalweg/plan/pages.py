@@ -18,23 +18,28 @@ from thalweg.optim.chunks import GRAIN, Item, Operand, cut_chunks
 from thalweg.optim.streamed import StreamPolicy
 from thalweg.plan.process import Process
 from thalweg.plan.setting import Setting
+from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import round_up
 from thalweg.zero.homes import Slot
 from thalweg.zero.paging import PagedUnit, Pager, Phase
 
 
 class _Page:
-    """Stands in for a :class:`PagedUnit`: bytes that come and go."""
+    """Stands in for a :class:`PagedUnit`: bytes that come and go, pages that one unit leaves to another."""
 
     def __init__(self, process: Process, name: str, image_bytes: int, home_bytes: int) -> None:
         self.name, self.phase, self.in_use, self.closed_at = name, cast(Phase, "out"), False, -1
         self.stale, self.last_use, self.read_bytes = False, 0, 0
         self._process, self.image_bytes, self._home = process, image_bytes, home_bytes
+        self.room = round_up(image_bytes, HUGE_PAGE)
+        self._kept = 0  # bytes of the image that are in memory
 
-    def begin(self) -> None:
-        """Start reading."""
+    def begin(self, donor: _Page | None = None) -> None:
+        """Start reading, into the pages of ``donor`` if there is one."""
         if self.phase == "out":
-            self._process.map("gathered", self.image_bytes)
+            if donor is not None and donor is not self:
+                self._kept, donor._kept = donor._kept, 0
+            self._keep(max(self._kept, self.image_bytes))
             self.read_bytes += self.image_bytes
             self.phase = "coming"
 
@@ -44,15 +49,26 @@ class _Page:
         if self.phase == "coming":
             if self._home:
                 self._process.map("gathered", self._home)
-                self._process.map("gathered", -self.image_bytes)
+                self.clear()
             self.phase = "in"
 
-    def drop(self) -> None:
-        """The pages go back."""
-        if self.phase != "out":
-            there = self._home if self._home and self.phase == "in" else self.image_bytes
-            self._process.map("gathered", -there)
-            self.phase = "out"
+    def retire(self) -> bool:
+        """Its bytes are not wanted any more; whether it leaves pages behind."""
+        leaves = self.phase != "out" and not self._home
+        if self.phase != "out" and self._home:
+            self.clear()
+            if self.phase == "in":
+                self._process.map("gathered", -self._home)
+        self.phase = "out"
+        return leaves
+
+    def clear(self) -> None:
+        """The image's pages go back."""
+        self._keep(0)
+
+    def _keep(self, nbytes: int) -> None:
+        self._process.map("gathered", nbytes - self._kept)
+        self._kept = nbytes
 
 
 class Pages:

@@ -3,6 +3,9 @@
 ``torch_orders`` asks one of torch's schedules for the order that it would run, without
 building a stage; ``halve_backward`` and ``finish_weights`` are torch's two halves of a
 stage's backward pass.
+
+They are imported where they are used: that module takes torch's compiler along, half a second
+that jobs without a pipeline should not pay, and which exchanges ``torch.manual_seed``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import _backward, schedules
 
 from thalweg.parallel.pipeline.actions import Action, Kind
 
@@ -27,6 +29,8 @@ def torch_orders(
     Raises:
         ValueError: torch's schedule does not take these counts.
     """
+    from torch.distributed.pipelining import schedules
+
     kind = getattr(schedules, class_name)
     maker = kind.__new__(kind)
     maker.pp_group_size, maker._n_microbatches = num_ranks, num_micro
@@ -58,11 +62,15 @@ def halve_backward(
     weights: list[nn.Parameter],
 ) -> tuple[tuple[Tensor | None, ...], Any]:
     """The gradients of ``inputs``; the second result is what :func:`finish_weights` goes on from."""
+    from torch.distributed.pipelining import _backward
+
     return _backward.stage_backward_input(outputs, output_grads, inputs, iter(weights))
 
 
 def finish_weights(weights: list[nn.Parameter], rest: Any) -> None:
     """Add the gradients of ``weights`` to their ``.grad``."""
+    from torch.distributed.pipelining import _backward
+
     kept = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None
