@@ -99,7 +99,6 @@ TABLE: dict[int, list[Case]] = {
     8: [
         ("llama", Layout(2, 2, 3)),
         ("llama", Layout(4, 2, 1)),
-        ("llama", Layout(1, 2, 3, sp=2)),
         ("mixtral", Layout(2, 2, 3, ep=2)),
     ],
 }
