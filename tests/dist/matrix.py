@@ -36,6 +36,7 @@ FEATURES: Mapping[str, Feature] = {
     "tp": Feature("tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, ranks=True),
     "sp": Feature("sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, ranks=True),
     "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, ranks=True),
+    "pp": Feature("pipeline", lambda degree: {"pipeline": {"stages": degree}}, ranks=True),
     "ep": Feature("expert"),  # inside the data ranks; the model asks for it
     "host": Feature("optimiser on host", _zero(offload_optimizer={"device": "cpu"})),
     "nvme": Feature(
@@ -88,6 +89,13 @@ s0 dp2 compile
 s1 dp2 compile bf16 host
 s2 dp2 compile remat nvme
 s3 dp2 compile fp16
+s0 pp2
+s3 pp2 remat
+s1 pp2 bf16
+s2 pp2 fp16
+s1 pp2 host
+s2 pp2 nvme
+s3 pp2 paged
 s0 dp2 tp2
 s1 dp2 tp2
 s2 dp2 tp2
@@ -105,6 +113,10 @@ s3 dp2 cp2
 s1 dp2 cp2 host
 s2 tp2 cp2
 s3 sp2 cp2
+s1 dp2 pp2
+s3 dp2 pp2
+s2 tp2 pp2
+s3 dp2 ep2 pp2
 s0 cp4
 s3 dp2 cp2 ep2
 s2 dp2 cp2 nvme
@@ -138,6 +150,8 @@ s3 dp4 sp2 ep2
 s1 dp2 tp2 cp2
 s3 tp2 sp2 cp2
 s2 dp2 cp4 bf16
+s3 dp2 tp2 pp2
+s1 dp2 tp2 pp2 bf16
 """
 
 # Triples that people use, beside the pairs: (features, a name for it).
@@ -150,6 +164,8 @@ TRIPLES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("s3", "sp", "remat"), "Ulysses, long sequences"),
     (("s3", "cp", "remat"), "a ring, long sequences"),
     (("s3", "sp", "cp"), "Ulysses and a ring together"),
+    (("s3", "pp", "dp"), "a pipeline of sharded stages"),
+    (("s1", "tp", "pp"), "Megatron's three axes"),
     (("s3", "ep", "bf16"), "a mixture of experts"),
     (("s3", "ep", "sp"), "a mixture of experts on long sequences"),
 )
@@ -173,11 +189,13 @@ REFUSED: Mapping[tuple[str, str], Refusal] = {
     ("sp", "compile"): Refusal("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
     ("cp", "compile"): Refusal("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
     ("ep", "compile"): Refusal("s0 dp2 ep2 compile", "grouped product torch does not trace"),
+    ("sp", "pp"): Refusal("s0 sp2 pp2", "the two are not built together yet"),
+    ("cp", "pp"): Refusal("s0 cp2 pp2", "the two are not built together yet"),
     ("tp", "compile"): Refusal("s0 tp2 compile", "split layers are not compiled yet"),
 }
 
 # Pairs that nothing shows and nothing refuses: what is known about them.
-OPEN: Mapping[tuple[str, str], str] = {}
+OPEN: Mapping[tuple[str, str], str] = {("pp", "compile"): "not tried yet"}
 LATER = {"lora": "arrives with the adapters, a later issue"}
 
 
