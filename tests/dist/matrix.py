@@ -91,6 +91,9 @@ s2 dp2 compile remat nvme
 s3 dp2 compile fp16
 s0 pp2
 s3 pp2 remat
+s1 pp2 bf16
+s2 pp2 fp16
+s0 pp2 compile
 s0 dp2 tp2
 s1 dp2 tp2
 s2 dp2 tp2
@@ -108,9 +111,16 @@ s3 dp2 cp2
 s1 dp2 cp2 host
 s2 tp2 cp2
 s3 sp2 cp2
-s1 dp2 pp2
 s3 dp2 pp2
 s2 tp2 pp2
+s3 dp2 pp2 bf16 remat
+s1 dp2 pp2 host
+s2 dp2 pp2 nvme
+s3 dp2 pp2 paged
+s1 dp2 pp2 ep2
+s3 dp2 pp2 ep2
+s0 dp2 tp2 ep2
+s3 dp2 tp2 ep2 remat
 s0 cp4
 s3 dp2 cp2 ep2
 s2 dp2 cp2 nvme
@@ -178,7 +188,6 @@ REFUSED: Mapping[tuple[str, str], Refusal] = {
     ("s0", "paged"): Refusal("s0 dp2 paged", "the only stage that shards parameters"),
     ("s1", "paged"): Refusal("s1 dp2 paged", "the only stage that shards parameters"),
     ("s2", "paged"): Refusal("s2 dp2 paged", "the only stage that shards parameters"),
-    ("tp", "ep"): Refusal("s0 dp2 tp2 ep2", "they are not built together yet"),
     ("sp", "compile"): Refusal("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
     ("cp", "compile"): Refusal("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
     ("ep", "compile"): Refusal("s0 dp2 ep2 compile", "grouped product torch does not trace"),
@@ -188,10 +197,7 @@ REFUSED: Mapping[tuple[str, str], Refusal] = {
 }
 
 # Pairs that nothing shows and nothing refuses: what is known about them.
-OPEN: Mapping[tuple[str, str], str] = {
-    ("pp", "ep"): "`tests/dist/test_pipeline_engine.py` has it, in a model of its own",
-    **{("pp", key): "not tried here yet" for key in ("compile", "host", "nvme", "paged", "bf16", "fp16")},
-}
+OPEN: Mapping[tuple[str, str], str] = {}
 LATER = {"lora": "arrives with the adapters, a later issue"}
 
 

@@ -178,8 +178,10 @@ def _differences(combination: Combination, run: Run, rank: int, world: int) -> d
         return own
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (own, list(run.parameters), list(run.gradients)))
-    names = {name for item in everyone for name in item[1]}
-    assert names == {name for name, _ in build(combination).named_parameters()}, names
+    every = {name for name, _ in build(combination).named_parameters()}
+    for kind in (1, 2):  # each parameter and each gradient is on some stage
+        names = {name for item in everyone for name in item[kind]}
+        assert names == every, names ^ every
     return {key: max(item[0].get(key, 0.0) for item in everyone) for key in EXACT}
 
 
