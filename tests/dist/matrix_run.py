@@ -21,6 +21,7 @@ from thalweg.nn.transformer import GPT, GPTConfig
 ROWS, LENGTH, STEPS, RATE = 8, 9, 20, 0.05
 EXACT = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 HALF = {"loss": 5e-3, "gradient": 6e-2, "parameter": 2e-2}
+ROUTED = {**HALF, "parameter": 1e-1}  # bf16 sends a token in hundreds to another expert: docs/LOG.md
 
 
 class Routed(nn.Module):
@@ -187,6 +188,8 @@ def _differences(combination: Combination, run: Run, rank: int, world: int) -> d
 
 def tolerance(combination: Combination) -> dict[str, float]:
     """What it may differ by."""
+    if {"ep", "bf16"} <= combination.degrees.keys():
+        return ROUTED
     return HALF if {"bf16", "fp16"} & combination.degrees.keys() else EXACT
 
 

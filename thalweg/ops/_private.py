@@ -58,8 +58,8 @@ as_plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """True for a tensor without values, as in a rehearsal or on the meta device."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    """True for a tensor without values, as in a rehearsal."""
+    return isinstance(tensor, FakeTensor)
 
 
 def forward_ad_active() -> bool:
