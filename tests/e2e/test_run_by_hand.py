@@ -59,8 +59,8 @@ def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.xfail(
     strict=False,
-    reason="the third launcher can lose its line to host 0 before it has read the cards: its error then names "
-    "the line, not the option",
+    reason="the third launcher can lose its line to host 0 before it has read the cards: its error then "
+    "names the line, not the option",
 )
 def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     port = _port()
