@@ -153,24 +153,9 @@ class _Leave(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, name: str) -> Tensor:  # type: ignore[override]
-        ctx.team, ctx.name = team, name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            ctx.team.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
-            None,
-            None,
-        )
-
-
 def summed(parameter: Tensor, team: Team, name: str) -> Tensor:
     """A whole parameter that each rank uses on its own part of the activations."""
-    return _Summed.apply(parameter, team, name)  # type: ignore[return-value]
+    return _Enter.apply(parameter, team, name)  # type: ignore[return-value]
 
 
 class _Whole(torch.autograd.Function):
