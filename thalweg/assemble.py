@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from thalweg.optim.window import Window
 from thalweg.parallel.containers import Search, find_experts
 from thalweg.parallel.expert import ExpertLayer, spread_experts
 from thalweg.parallel.hosts import note_groups_across_hosts
+from thalweg.parallel.pipeline.build import Pipeline
+from thalweg.parallel.pipeline.driver import Around
 from thalweg.parallel.pipeline.module import PipelineModule
 from thalweg.parallel.pipeline.names import Naming
 from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
@@ -60,9 +62,6 @@ from thalweg.zero.states import States
 from thalweg.zero.units import find_units, is_list_of_experts
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
-
-if TYPE_CHECKING:
-    from thalweg.parallel.pipeline.build import Pipeline
 
 
 class Runner(Protocol):
@@ -224,8 +223,6 @@ def assemble(
     context = _forward_context(config, device)
     runner = None
     if pipeline is not None:
-        from thalweg.parallel.pipeline.driver import Around
-
         runner = pipeline.drive(sharded, device, Around(context, lambda: scaler.scale))
     return Parts(
         module=model,
@@ -246,13 +243,10 @@ def assemble(
 
 def _open_pipeline(model: nn.Module, axes: Axes, config: Config) -> Pipeline | None:
     """The pipeline that the model or the config asks for."""
-    if not isinstance(model, PipelineModule) and axes.pipeline is None:
-        return None
-    # Schedules, their simulation and what runs them: jobs without a pipeline start without them.
-    from thalweg.parallel.pipeline.build import Pipeline
-
     if isinstance(model, PipelineModule):
         return Pipeline(model, axes, config, None)
+    if axes.pipeline is None:
+        return None
     rows = min(4, int(config.train_micro_batch_size_per_gpu))
     length = min(128, default_length(getattr(model, "config", None)))
     shapes = batch_of(model, rows, length).build()[1]
