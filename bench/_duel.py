@@ -43,6 +43,15 @@ class Outcome:
         """Return the process CPU time of every step in ms, the mean over ranks."""
         return [1e3 * seconds for turn in self.turns for seconds in turn.cpu_seconds()]
 
+    def figures(self, digits: int) -> dict[str, float]:
+        """Return clock and CPU time of a step, and what was metered to that many digits, for a table."""
+        return {
+            "clock_ms_min": round(min(self.clock_ms()), 1),
+            "clock_ms_median": round(statistics.median(self.clock_ms()), 1),
+            "cpu_ms_median": round(statistics.median(self.cpu_ms()), 1),
+            "link_mib": round(statistics.median(self.metered), digits),
+        }
+
     def losses(self) -> list[float]:
         """Return the loss of every timed step, the mean over ranks."""
         return [loss for turn in self.turns for loss in turn.loss()]
@@ -54,12 +63,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a duel is run: rounds of `steps` steps for each, after `warmup` steps that are not counted."""
+    """How a duel is run: rounds of `steps` steps for each, after `warmup` steps that are not counted; with
+    `memory_mib` for all that are alive at once (None: most of what is free)."""
 
     rounds: int = 5
     steps: int = 5
     warmup: int = 2
     threads: int = 1
+    memory_mib: float | None = None
 
 
 class Duel:
@@ -84,7 +95,8 @@ class Duel:
                 self.outcomes[name] = Outcome(name, -1, error=missing)
             else:
                 able.append(name)
-        batches = pack([name for name in able if name != self.anchor], self.anchor, self.job, self.world)
+        others = [name for name in able if name != self.anchor]
+        batches = pack(others, self.anchor, self.job, self.world, self.plan.memory_mib)
         for number, batch in enumerate(batches):
             head = (
                 f"{self.job.name} {self.job.dtype}, {self.world} ranks, batch {number + 1} of {len(batches)}"

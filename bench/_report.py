@@ -7,11 +7,12 @@ a `note` that says why.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -183,3 +184,39 @@ def merge_runs(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     kept = {run["run"]: run for run in [*old.get("runs", []), *runs]}
     merged = [{**kept[key], "rows": []} for key in sorted(kept)]
     return {"bench": name, "commit": commit(), "rows": rows, "runs": merged}
+
+
+def section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return one run as Markdown: its name, when and where, its own table, its rows."""
+    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
+    if run.get("load", 0.0) > run["machine"]["cores"]:
+        about += f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
+    parts = [f"## {run['run']}", "", about, "", table(headers, lines), "", rows_table(run["rows"]), ""]
+    return "\n".join(parts)
+
+
+def publish_runs(
+    name: str,
+    title: str,
+    runs: Sequence[dict[str, Any]],
+    render: Callable[[dict[str, Any]], str],
+    *,
+    write: bool,
+    as_json: bool,
+) -> None:
+    """Print runs, as one JSON object or rendered; `write`: also put them into results/<name>.{json,md}."""
+    if not runs:
+        return
+    if write:
+        data = merge_runs(name, runs)
+        texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
+        write_result(name, data, "\n".join([f"# {title}\n", *texts]))
+    one = {**runs[0], "rows": [row for run in runs for row in run["rows"]], "runs": list(runs)}
+    print(json.dumps(one) if as_json else "\n".join(map(render, runs)))
+
+
+def output_options(parser: argparse.ArgumentParser, name: str, quick: str) -> None:
+    """Add what every benchmark understands; `quick` says what that leaves out."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--write", action="store_true", help=f"write results/{name}.md and .json")

@@ -21,18 +21,7 @@ from _contestants import JOBS
 from _duel import Duel, Plan
 from _groups import exit_on_terminate
 from _namespaces import Hosts, NamespaceError, why_not
-from _report import (
-    Row,
-    cell,
-    compare,
-    envelope,
-    machine_line,
-    merge_runs,
-    rows_for,
-    rows_table,
-    table,
-    write_result,
-)
+from _report import Row, cell, compare, envelope, output_options, publish_runs, section
 
 ANCHOR = "ddp_fused"
 DEFAULT = [ANCHOR, *(f"thalweg_torch_{stage}" for stage in range(4)), "fsdp2_2", "fsdp2_3"]
@@ -72,10 +61,7 @@ def measure(model: str, ranks: int, rate: str | None, plan: Plan, asked: list[st
         line: dict[str, Any] = {"contestant": name, "note": outcome.error}
         if not outcome.error:
             line |= {
-                "clock_ms_min": round(min(outcome.clock_ms()), 1),
-                "clock_ms_median": round(statistics.median(outcome.clock_ms()), 1),
-                "cpu_ms_median": round(statistics.median(outcome.cpu_ms()), 1),
-                "link_mib": round(statistics.median(outcome.metered), 1),
+                **outcome.figures(1),
                 "loss_difference": float(f"{duel.loss_difference(name):.2g}")
                 if duel.usable(ANCHOR)
                 else None,
@@ -93,10 +79,7 @@ def render(run: dict[str, Any]) -> str:
         for c in run["contestants"]
     ]
     headers = ["contestant", "min ms", "median ms", "CPU ms", "MiB sent a step", "loss differs by"]
-    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
-    return "\n".join(
-        [f"## {run['run']}", "", about, "", table(headers, lines), "", rows_table(run["rows"]), ""]
-    )
+    return section(run, headers, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,11 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants, as in train_step.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--quick", action="store_true", help="the small model, three contestants, under a minute"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--write", action="store_true", help="write results/hosts.md and .json")
+    output_options(parser, "hosts", "the small model, three contestants, under a minute")
     args = parser.parse_args(argv)
     exit_on_terminate()
     reason = why_not()
@@ -139,12 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     except NamespaceError as error:
         print(f"hosts: {error}", file=sys.stderr)
         return 1
-    one = {**runs[0], "rows": [row for run in runs for row in run["rows"]], "runs": runs}
-    if args.write:
-        data = merge_runs("hosts", runs)
-        texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
-        write_result("hosts", data, "\n".join(["# Two hosts\n", *texts]))
-    print(json.dumps(one) if args.json else "\n".join(map(render, runs)))
+    publish_runs("hosts", "Two hosts", runs, render, write=args.write, as_json=args.json)
     return (
         1
         if any(c["note"] for run in runs for c in run["contestants"] if "deepspeed" not in c["contestant"])

@@ -30,18 +30,7 @@ from _duel import Duel, Plan, say
 from _groups import exit_on_terminate
 from _namespaces import Hosts, NamespaceError, why_not
 from _peers import ROOT
-from _report import (
-    Row,
-    cell,
-    compare,
-    envelope,
-    machine_line,
-    merge_runs,
-    rows_for,
-    rows_table,
-    table,
-    write_result,
-)
+from _report import Row, cell, compare, envelope, output_options, publish_runs, section
 
 RAW = "thalweg_torch_3+16"
 PEERS = [RAW, "fsdp2_16_3"]
@@ -75,7 +64,7 @@ def traffic(model: str, rate: str | None, plan: Plan, mixes: dict[str, str]) -> 
     """Run one duel over a fresh pair of hosts and return its JSON object."""
     job = dataclasses.replace(JOBS[model], dtype="bf16")
     head = f"{model} bf16, 2 hosts x {RANKS_PER_HOST} ranks, cable {rate or 'unlimited'}"
-    names = [*PEERS, *mixes.values()]
+    names, load = [*PEERS, *mixes.values()], os.getloadavg()[0]
     with Hosts(rate) as hosts:
         duel = Duel(job, 2 * RANKS_PER_HOST, plan, RAW, meter=hosts.sent_mib)
         duel.run(names, hosts.placements(RANKS_PER_HOST))
@@ -87,15 +76,12 @@ def traffic(model: str, rate: str | None, plan: Plan, mixes: dict[str, str]) -> 
         if not outcome.error:
             counted = [r["inter_mib"] for r in outcome.reports[:RANKS_PER_HOST] if "inter_mib" in r]
             line |= {
-                "clock_ms_min": round(min(outcome.clock_ms()), 1),
-                "clock_ms_median": round(statistics.median(outcome.clock_ms()), 1),
-                "cpu_ms_median": round(statistics.median(outcome.cpu_ms()), 1),
-                "link_mib": round(statistics.median(outcome.metered), 3),
+                **outcome.figures(3),
                 "ledger_mib": round(sum(counted), 3) if counted else None,
             }
         lines.append(line)
     rows = [row for mix, name in mixes.items() for row in _rows(duel, head, mix, name, labels)]
-    return envelope("zeropp", rows, run=head, plan=dataclasses.asdict(plan), contestants=lines)
+    return envelope("zeropp", rows, run=head, load=load, plan=dataclasses.asdict(plan), contestants=lines)
 
 
 def _rows(duel: Duel, head: str, mix: str, name: str, labels: dict[str, str]) -> list[Row]:
@@ -178,7 +164,6 @@ def learned_rows(lines: list[dict[str, Any]], head: str) -> list[Row]:
 
 def render(run: dict[str, Any]) -> str:
     """Return one run as Markdown."""
-    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
     if "learned" in run:
         keys = ("first", "last", "held_out", "inter_mib")
         lines = [[line["mix"], *(cell(line.get(k), 4) for k in keys)] for line in run["learned"]]
@@ -190,9 +175,7 @@ def render(run: dict[str, Any]) -> str:
             for c in run["contestants"]
         ]
         headers = ["contestant", "min ms", "median ms", "CPU ms", "MiB on the cable", "MiB counted"]
-    return "\n".join(
-        [f"## {run['run']}", "", about, "", table(headers, lines), "", rows_table(run["rows"]), ""]
-    )
+    return section(run, headers, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,12 +190,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one rate, all three, no text; under a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--write", action="store_true", help="write results/zeropp.md and .json")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="for all contestants alive at once")
+    output_options(parser, "zeropp", "one rate, all three, no text; under a minute")
     args = parser.parse_args(argv)
     exit_on_terminate()
-    plan = Plan(args.rounds, args.steps, warmup=2)
+    plan = Plan(args.rounds, args.steps, warmup=2, memory_mib=args.memory and args.memory * 1024)
     if args.quick:
         args.rate, args.mix, args.learn = ["1gbit"], ["all three"], []
         plan = dataclasses.replace(plan, rounds=2)
@@ -231,19 +213,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zeropp: {error}", file=sys.stderr)
         return 1
     if args.learn:
+        load = os.getloadavg()[0]
         names = list(dict.fromkeys(["stage 3", *args.learn]))
         lines = [learn(name, args.text_steps) for name in names]
         head = f"loss on the standard library's sources after {args.text_steps} steps"
         rows = learned_rows(lines, head)
-        runs.append(envelope("zeropp", rows, run=head, learned=lines))
-    if not runs:
-        return 0
-    one = {**runs[0], "rows": [row for run in runs for row in run["rows"]], "runs": runs}
-    if args.write:
-        data = merge_runs("zeropp", runs)
-        texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
-        write_result("zeropp", data, "\n".join(["# ZeRO++ and MiCS on two hosts\n", *texts]))
-    print(json.dumps(one) if args.json else "\n".join(map(render, runs)))
+        runs.append(envelope("zeropp", rows, run=head, load=load, learned=lines))
+    publish_runs("zeropp", "ZeRO++ and MiCS on two hosts", runs, render, write=args.write, as_json=args.json)
     return 0
 
 

@@ -60,6 +60,7 @@ from thalweg.zero.options import model_facts, shard_options
 from thalweg.zero.shard import Sharded, shard
 from thalweg.zero.states import States
 from thalweg.zero.units import find_units, is_list_of_experts
+from thalweg.zero.wrapped import unwrap_parameters
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -178,9 +179,10 @@ def assemble(
     given = model
     pipeline = _open_pipeline(model, axes, config)
     model = model if pipeline is None else pipeline.model
-    preflight = Preflight(model, mesh, config, device)
     names = {id(parameter): name for name, parameter in given.named_parameters(remove_duplicate=False)}
     wanted = parameter_names(optimizer, model_parameters, names)
+    unwrap_parameters(model)
+    preflight = Preflight(model, mesh, config, device)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config, device)
     if pipeline is not None:
@@ -374,8 +376,8 @@ def _optimizer(
 ) -> ManagedOptimizer | None:
     new = dict(model.named_parameters(remove_duplicate=False))
     known = [[local_name(name) if local_name else name for name in group["params"]] for group in wanted]
-    # None for a parameter that lies on another rank.
-    chosen = [[None if name is None else new[name] for name in names] for names in known]
+    # None for a parameter that lies on another rank, or was taken apart.
+    chosen = [[None if name is None else new.get(name) for name in names] for names in known]
     groups = [
         {**group, "params": [p for p in params if p is not None]}
         for group, params in zip(wanted, chosen, strict=True)

@@ -21,6 +21,8 @@ GROUP = (
     "_to_unsharded",
     "_to_sharded",
     "post_backward",
+    "_orig_dtype",
+    "_reduce_dtype",
     "finalize_backward",
 )
 PARAM = (
@@ -34,6 +36,7 @@ PARAM = (
     "_setattr_on_modules",
     "unsharded_accumulated_grad",
     "all_gather_outputs",
+    "to_accumulated_grad_if_needed",
 )
 
 

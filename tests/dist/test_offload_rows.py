@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+from typing import Any
 
 import pytest
+import torch
 
+import thalweg
 from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
+from thalweg.optim.worker import Worker
+from thalweg.store import SwapFile, Ticket
+from thalweg.store.disk import Disk
 from thalweg.store.regions import round_up
 
 
@@ -40,10 +47,122 @@ def test_row23_a_step_moves_the_bytes_of_the_bandwidth_model():
     assert in_memory <= 2
 
 
-def _full_disk(rank, world):
-    import thalweg
-    from thalweg.store.disk import Disk
+class Order:
+    """What happens in a step, in the order of the program: transfers begun and waited for, units used, updates."""
 
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.io_threads: set[str] = set()
+        self.update_threads: set[tuple[str, int]] = set()
+        for verb in ("read", "write"):
+            patch.setattr(SwapFile, verb, self._around_transfer(verb, getattr(SwapFile, verb)))
+        for call in ("preadv", "pwritev"):
+            patch.setattr(Disk, call, self._around_call(getattr(Disk, call)))
+        wait, step = Ticket.wait, Worker.step
+
+        def waiting(ticket: Ticket) -> None:
+            self.events.append(("wait", id(ticket)))
+            wait(ticket)
+
+        def stepping(worker: Worker, jobs: Any) -> None:
+            self.events.append(("update", None))
+            self.update_threads.add((threading.current_thread().name, torch.get_num_threads()))
+            step(worker, jobs)
+
+        patch.setattr(Ticket, "wait", waiting)
+        patch.setattr(Worker, "step", stepping)
+
+    def _around_transfer(self, verb: str, plain: Any) -> Any:
+        def begin(swap: SwapFile, offset: int, tensor: torch.Tensor) -> Ticket:
+            ticket = plain(swap, offset, tensor)
+            self.events.append((verb, ticket))  # kept, so that no two tickets share an id
+            return ticket
+
+        return begin
+
+    def _around_call(self, plain: Any) -> Any:
+        def call(disk: Disk, *args: Any) -> int:
+            self.io_threads.add(threading.current_thread().name.rpartition("_")[0])
+            return plain(disk, *args)
+
+        return call
+
+    def blocking_writes(self) -> int:
+        """Updates that began right after the write before them had been waited for."""
+        last, waited, found = None, set(), 0
+        for kind, what in self.events:
+            if kind == "write":
+                last = id(what)
+            elif kind == "wait":
+                waited.add(what)
+            elif kind == "update":
+                found += last in waited
+        return found
+
+def _waits_for(begin: Any) -> Any:
+    def blocking(swap: SwapFile, offset: int, tensor: torch.Tensor) -> Ticket:
+        ticket = begin(swap, offset, tensor)
+        ticket.wait()
+        return ticket
+
+    return blocking
+
+
+def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
+    from thalweg.optim import tiered
+
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered, "_LEAST_BUFFER", 1 << 16)  # so that a unit takes many buffers
+        config = settings(folder)
+        config["zero_optimization"]["offload_optimizer"]["buffer_size"] = 1000
+        config["zero_optimization"]["offload_param"]["buffer_count"] = 3
+        engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+        units = engine._parts.sharded.paging.pager.units
+        late: list[str] = []
+
+        def look(name: str) -> Any:
+            return lambda *_: late.append(name) if units[name].phase == "out" else None
+
+        for step in range(3):
+            if step == 2:
+                order = Order(patch)
+                if blocks:
+                    patch.setattr(SwapFile, "write", _waits_for(SwapFile.write))
+                for index in range(2):  # while a block computes, its neighbour is on its way
+                    inside = engine.module.blocks[index].norm1
+                    inside.register_forward_hook(look(f"blocks.{index + 1}"))
+                    inside = engine.module.blocks[index + 1].norm1
+                    inside.register_full_backward_hook(look(f"blocks.{index}"))
+            engine.backward(engine(*mine(step, rank, world)))
+            engine.step()
+        found = {
+            "late": late,
+            "io": order.io_threads,
+            "updates": order.update_threads,
+            "steps": sum(kind == "update" for kind, _ in order.events),
+            "blocking": order.blocking_writes(),
+            "main": torch.get_num_threads(),
+        }
+        engine.close()
+        return found
+
+
+def test_row23_transfers_run_beside_the_computation_on_threads_that_are_bound():
+    """Nothing in a step waits for a transfer that it has just begun, and no thread but four moves bytes."""
+    found = run_ranks(_overlap, 1, False)[0]
+    assert found["late"] == []
+    assert found["io"] == {"thalweg-io"}
+    assert found["updates"] == {("thalweg-stream_0", 1)} and found["main"] == 2
+    assert found["steps"] >= 10 and found["blocking"] <= 4  # a unit's last write is waited for
+
+
+def test_row23_negative_control_a_blocking_copy_is_noticed():
+    found = run_ranks(_overlap, 1, True)[0]
+    assert found["blocking"] == found["steps"] - 1
+
+
+def _full_disk(rank, world):
     def free_bytes(self, folder):
         return 1 << 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_exceptions_give_the_room_back(saver: DiskSaver) -> None:
     del loss
     model.zero_grad()
     assert same(train(model), train(small()))
+    assert saver.num_bytes == 1 << 20
+
+
+def test_sequences_of_every_length_share_the_room(saver: DiskSaver) -> None:
+    model = build(saver)
+    for length, rows in itertools.product(range(1, 17), range(1, 9)):
+        tokens = torch.randint(97, (rows, length + 1), generator=torch.Generator().manual_seed(length))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
     assert saver.num_bytes == 1 << 20
 
 

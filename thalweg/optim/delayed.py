@@ -32,16 +32,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.adam import adam
 
 from thalweg.config.schema_zero import ZenFlow
-from thalweg.optim.lion import check_common, loss_of
-from thalweg.optim.local import ExactState, local, local_grad, new_state
+from thalweg.optim.kernel import AdamOptions, step_adam
+from thalweg.optim.lion import loss_of
+from thalweg.optim.local import local, local_grad, new_state
 from thalweg.optim.reduce import AllReduce, cut_dim, cuts_of, plain_all_reduce, reduce_tensors_
 from thalweg.utils.dtypes import HALF_DTYPES
 
 _CHUNK = 1 << 18
-_LATE = 1e9
 
 
 @dataclass(frozen=True)
@@ -116,36 +115,16 @@ class _Part:
         return piece.view(self.weight.shape)
 
 
-class DelayedAdam(ExactState, torch.optim.Optimizer):
+class DelayedAdam(AdamOptions):
     """See the module; ``policy`` holds for all groups."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        decoupled_weight_decay: bool = True,
-        bias_correction: bool = True,
-        policy: DelayPolicy | None = None,
-    ) -> None:
-        check_common("Adam", lr, betas, weight_decay)
+    def __init__(self, params: Any, *options: Any, policy: DelayPolicy | None = None, **hyper: Any) -> None:
         self._state: Any = {}
         self._job: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self.policy = policy or DelayPolicy()
         self.all_reduce: AllReduce = plain_all_reduce
-        hyper = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, hyper)
+        super().__init__(params, *options, **hyper)
 
     # State, which a thread may be working on
 
@@ -228,10 +207,8 @@ class DelayedAdam(ExactState, torch.optim.Optimizer):
         state["column_steps"] = state["step"].to(device).expand(columns).clone()
 
     def _update_whole(self, part: _Part) -> None:
-        group, step = part.group, part.state["step"]
-        before = float(step - 1) if group["bias_correction"] else _LATE
-        moments = part.matrix("exp_avg"), part.matrix("exp_avg_sq")
-        _adam(group, part.weight, part.grad, *moments, before, group["weight_decay"])
+        step, moments = part.state["step"], (part.matrix("exp_avg"), part.matrix("exp_avg_sq"))
+        step_adam(part.group, part.weight, part.grad, *moments, float(step - 1))
         if "column_steps" in part.state:
             part.state["column_steps"].fill_(float(step))
 
@@ -358,29 +335,6 @@ def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _adam(
-    group: dict[str, Any],
-    weight: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    before: float,
-    weight_decay: float,
-) -> None:
-    """Torch's kernel on one contiguous tensor whose elements have all had ``before`` updates."""
-    if not weight.numel():
-        return
-    fused = weight.device.type in ("cpu", "cuda")
-    step = torch.tensor(before, dtype=torch.float32, device=weight.device if fused else "cpu")
-    adam(
-        [weight], [grad], [mean], [square], [], [step],
-        fused=fused, foreach=not fused, amsgrad=False, maximize=False,
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        beta1=group["betas"][0], beta2=group["betas"][1],
-        lr=group["lr"], weight_decay=weight_decay, eps=group["eps"],
-    )  # fmt: skip
-
-
 def _adam_columns(
     group: dict[str, Any],
     columns: Tensor,
@@ -399,11 +353,10 @@ def _adam_columns(
         old = None if into is weight else w.clone()
         for chosen, count in _by_count(before):
             if chosen is None:
-                _adam(group, w, g, m, v, count if group["bias_correction"] else _LATE, decay)
+                step_adam(group, w, g, m, v, count, weight_decay=decay)
             else:
                 some_w, some_g, some_m, some_v = (t.index_select(1, chosen) for t in (w, g, m, v))
-                bias = count if group["bias_correction"] else _LATE
-                _adam(group, some_w, some_g, some_m, some_v, bias, decay)
+                step_adam(group, some_w, some_g, some_m, some_v, count, weight_decay=decay)
                 for whole, part in ((w, some_w), (m, some_m), (v, some_v)):
                     whole.index_copy_(1, chosen, part)
         mean[rows].index_copy_(1, columns, m)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from thalweg.optim import foreach
+from thalweg.optim.kernel import AdamOptions, step_adam
 from thalweg.optim.lion import check_common, loss_of
 from thalweg.optim.local import ExactState, local, local_grad
 from thalweg.optim.states import (
@@ -38,7 +38,6 @@ from thalweg.optim.states import (
 from thalweg.utils.dtypes import HALF_DTYPES
 
 CHUNK = 1 << 18
-_LATE = 1e9  # a step count at which nothing is left of the bias correction
 
 
 @dataclass
@@ -84,63 +83,22 @@ class _LowBit(ExactState, torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class LowBitAdam(_LowBit):
+class LowBitAdam(_LowBit, AdamOptions):
     """Adam (decoupled decay: AdamW) with ``exp_avg`` and ``exp_avg_sq`` in ``state_dtype``.
 
     Computes what torch's fused Adam computes, on fp32 read from the stored moments; ``state_dtype="fp32"``
     gives its bits.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        decoupled_weight_decay: bool = True,
-        bias_correction: bool = True,
-        maximize: bool = False,
-        state_dtype: str = "int8",
-    ) -> None:
-        check_common("Adam", lr, betas, weight_decay)
+    def __init__(self, params: Any, *options: Any, state_dtype: str = "int8", **hyper: Any) -> None:
         check_state_dtype("Adam", state_dtype)
-        if not eps >= 0:
-            raise ValueError(f"Adam: eps must not be negative, got {eps!r}")
-        hyper = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "bias_correction": bias_correction,
-            "maximize": maximize,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(params, hyper)
+        super().__init__(params, *options, **hyper)
+        self.defaults["state_dtype"] = state_dtype
+        for group in self.param_groups:
+            group.setdefault("state_dtype", state_dtype)
 
     def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
-        before = float(count - 1) if group["bias_correction"] else _LATE
-        fused = chunk.param.device.type in ("cpu", "cuda")
-        adam(
-            [chunk.param],
-            [chunk.grad],
-            [chunk.moments[0]],
-            [chunk.moments[1]],
-            [],
-            [torch.tensor(before, dtype=torch.float32, device=chunk.param.device if fused else "cpu")],
-            fused=fused,
-            foreach=not fused,
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        step_adam(group, chunk.param, chunk.grad, *chunk.moments, float(count - 1))
 
 
 class LowBitLion(_LowBit):

@@ -34,6 +34,7 @@ from thalweg.optim.worker import is_elementwise
 from thalweg.store import Ring, SwapFile
 from thalweg.store.regions import round_up
 from thalweg.utils.log import get_logger
+from thalweg.zero.offload import CAPACITY_TO_COME
 from thalweg.zero.shard import Sharded
 
 _log = get_logger("optim")
@@ -147,7 +148,7 @@ def build_update(
     if on_disk:
         needed = (state_bytes(optimizer) if elementwise else _bound(optimizer)) + spill_bytes(optimizer)
         if swap is None:
-            swap = made = SwapFile(tier.folder, needed)
+            swap = made = SwapFile(tier.folder, needed, capacity=needed + CAPACITY_TO_COME)
         else:
             swap.extend(needed)
     if swap is None:

@@ -171,7 +171,6 @@ def _aligned(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Ten
 class _Room:
     file: Any
     offset: int
-    num_bytes: int
 
 
 class DiskSaver:
@@ -186,8 +185,6 @@ class DiskSaver:
     ) -> None:
         self._open, self._segment = open_file, segment_bytes
         self._files: list[Any] = []
-        self._left = 0
-        self._free: dict[int, list[_Room]] = {}
         self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._leaving: deque[weakref.ref[_OnDisk]] = deque()
         self._chain = _Chain(depth)
@@ -210,18 +207,13 @@ class DiskSaver:
             one.read_ahead()
 
     def take(self, num_bytes: int) -> _Room:
-        """Room for ``num_bytes``, from what was given back where possible."""
+        """Room for ``num_bytes``, whatever sizes were given back before: lengths of sequences differ."""
         with self._lock:
-            rooms = self._free.get(num_bytes)
-            if rooms:
-                return rooms.pop()
-            if not self._files or self._left < num_bytes:
-                size = max(self._segment, num_bytes)
-                self._files.append(self._open(size))
-                self._left = size
-            file = self._files[-1]
-            self._left -= -(-num_bytes // _PAGE) * _PAGE
-            return _Room(file, file.region(num_bytes), num_bytes)
+            file = next((one for one in self._files if one.largest_gap >= num_bytes), None)
+            if file is None:
+                file = self._open(max(self._segment, num_bytes))
+                self._files.append(file)
+            return _Room(file, file.region(num_bytes))
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A page-aligned tensor to write from."""
@@ -235,7 +227,8 @@ class DiskSaver:
     def give_back(self, room: _Room) -> None:
         """Room that nobody needs any more."""
         with self._lock:
-            self._free.setdefault(room.num_bytes, []).append(room)
+            if room.file in self._files:
+                room.file.free(room.offset)
 
     @property
     def num_bytes(self) -> int:
@@ -247,9 +240,7 @@ class DiskSaver:
         for file in self._files:
             file.close()
         self._files.clear()
-        self._free.clear()
         self._buffers.clear()
-        self._left = 0
 
 
 # On the host, from a GPU

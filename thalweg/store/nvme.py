@@ -55,7 +55,7 @@ class SwapError(RuntimeError):
 class SwapFile:
     """``num_bytes`` of disk below ``folder``, with views and asynchronous transfers.
 
-    ``capacity``: bytes that :meth:`extend` may bring it to (by default none more); they cost addresses only.
+    ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
     ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io.Meter` s.
 
@@ -79,14 +79,11 @@ class SwapFile:
         self.reads, self.writes = Meter(), Meter()
         self._handle = self._create()
         self._direct = self._open_direct()
-        self._capacity = max(round_up(capacity), self.num_bytes)
-        if self._capacity > self.num_bytes:
-            self._disk.lengthen(self._handle, self._capacity)
-        self._memory = mmap.mmap(self._handle, self._capacity)
+        self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._regions = Regions(self.num_bytes)
         self._extents = Extents()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads = IoThreads(num_threads)
         self._closed = False
         # An engine that is dropped without being closed must not keep the disk's space.
@@ -104,14 +101,23 @@ class SwapFile:
         """Bytes that no region has taken."""
         return self._regions.free_bytes
 
+    @property
+    def largest_gap(self) -> int:
+        """Bytes of the largest region that could be had without growing."""
+        return self._regions.largest_gap
+
     def region(self, nbytes: int) -> int:
-        """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.
+        """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.  The file
+        grows where it has no gap of that size and its capacity allows.
 
         Raises:
-            ValueError: the file has no gap of that size.
+            ValueError: it may not grow, or the disk has too little room.
         """
         with self._lock:
             offset = self._regions.reserve(nbytes)
+            if offset is None and self.num_bytes + round_up(nbytes) <= self._capacity:
+                self.extend(nbytes)
+                offset = self._regions.reserve(nbytes)
         if offset is None:
             raise ValueError(
                 f"the swap file in {self.folder} was made for {_size(self.num_bytes)} and has "
@@ -129,16 +135,17 @@ class SwapFile:
         extra = round_up(num_bytes)
         if extra == 0:
             return
-        if self.num_bytes + extra > self._capacity:
-            raise ValueError(
-                f"a swap file of at most {_size(self._capacity)} cannot take {_size(extra)} more"
-            )
-        free = self._disk.free_bytes(self.folder)
-        if free < extra:
-            raise ValueError(self._too_small(free, needed=extra))
-        self._allocate(self._handle, self.num_bytes + extra)
-        self.num_bytes += extra
-        self._regions.extend(extra)
+        with self._lock:
+            if self.num_bytes + extra > self._capacity:
+                raise ValueError(
+                    f"a swap file of at most {_size(self._capacity)} cannot take {_size(extra)} more"
+                )
+            free = self._disk.free_bytes(self.folder)
+            if free < extra:
+                raise ValueError(self._too_small(free, needed=extra))
+            self._allocate(self._handle, self.num_bytes + extra)
+            self.num_bytes += extra
+            self._regions.extend(extra)
 
     def extend_if_free(self, num_bytes: int, free_bytes: int) -> bool:
         """:meth:`extend`, if the disk has ``free_bytes``; whether it had."""
@@ -326,6 +333,18 @@ class SwapFile:
             disk.close(handle)
             raise
         return handle
+
+    def _map(self, capacity: int) -> tuple[int, mmap.mmap]:
+        """Map the file, and addresses for it to grow to ``capacity``: as many as the system gives."""
+        for size in (capacity, min(capacity, 4 * self.num_bytes), self.num_bytes):
+            try:
+                if size > self.num_bytes:
+                    self._disk.lengthen(self._handle, size)
+                return size, mmap.mmap(self._handle, size)
+            except OSError:  # a limit on addresses or on the length of files
+                if size == self.num_bytes:
+                    raise
+        raise AssertionError("the last size returns or raises")
 
     def _allocate(self, handle: int, num_bytes: int) -> None:
         try:

@@ -7,6 +7,7 @@ and has no public form:
 * ``replant``: give the sharded parameter a storage of our choice (shared memory, say);
 * ``set_home``: name the tensor that *is* the unsharded parameter, so that unsharding
   needs no gather and no copy;
+* ``allow_thawing``: let parameters of another dtype than the trained ones train later;
 * ``to_unsharded`` and ``flush``: make those transitions outside of a forward pass.
 
 ``tests/dist/test_fsdp2_names.py`` says which of them a new torch has changed.
@@ -65,6 +66,26 @@ class Group:
                 param.unsharded_accumulated_grad += param._unsharded_param.grad
                 param._unsharded_param.grad = None
             param.to_accumulated_grad_if_needed()
+
+    def allow_thawing(self, master: torch.dtype, reduce: torch.dtype) -> None:
+        """Let frozen parameters of this unit begin to train in mid-run, whatever their dtype.
+
+        FSDP2 settles the dtypes of a reduction by what trains when it starts.  A unit where nothing does
+        reduces in ``reduce`` and hands over in ``master``, as the others do; one whose gradients differ in
+        dtype reduces all of them in the wider one.
+        """
+        inner, plain = self._inner, self._inner.post_backward
+        if inner._orig_dtype is None:
+            inner._orig_dtype, inner._reduce_dtype = master, reduce
+        if len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1:
+            return
+
+        def post_backward(*unused: Any) -> None:
+            if inner.reduce_grads and len(_grad_dtypes(inner.fsdp_params)) > 1:
+                self.widen_grads()
+            plain(*unused)
+
+        inner.post_backward = post_backward
 
     def page_with(
         self, read_ahead: Callable[[], None], open_home: Callable[[], None], close_home: Callable[[], None]
@@ -228,6 +249,9 @@ class Param:
             meta = spec.tensor_meta._replace(dtype=local.dtype)
             spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
         inner._sharding_spec = spec
+        # FSDP2 hands gradients over in the dtype of what trained at first; torch takes those of ``local``'s.
+        kind = type(inner)
+        inner.to_sharded_dtensor = lambda tensor: kind.to_sharded_dtensor(inner, tensor.to(local.dtype))
         inner._sharded_param_data = padded_local.view(-1)
         inner.sharded_param = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=requires_grad)
         inner._setattr_on_modules(inner.sharded_param)
@@ -251,9 +275,14 @@ def groups_of(root: nn.Module) -> list[Group]:
     return found
 
 
-def lazy_init(root: FSDPModule) -> None:
-    """Make ``root`` the root now, not at its first forward, so that groups are final."""
+def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
+    """Make ``root`` the root now, not at its first forward, so that groups are final.
+
+    ``dtypes``: of masters and of reductions, see :meth:`Group.allow_thawing`.
+    """
     root._get_fsdp_state()._lazy_init()
+    for group in groups_of(root) if dtypes is not None else ():  # type: ignore[arg-type]
+        group.allow_thawing(*dtypes)
 
 
 def abandon_iteration(root: FSDPModule) -> None:
@@ -270,6 +299,13 @@ def in_backward() -> bool:
 def after_backward(call: Callable[[], None]) -> None:
     """Run ``call`` when the backward pass at hand has computed everything, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def _grad_dtypes(params: Sequence[Any]) -> set[torch.dtype]:
+    own = (getattr(param, "_unsharded_param", None) for param in params)
+    grads = [param.grad for param in own if param is not None]
+    grads += [param.unsharded_accumulated_grad for param in params]
+    return {grad.dtype for grad in grads if grad is not None}
 
 
 def _has_unsharded_grad(param: Any) -> bool:

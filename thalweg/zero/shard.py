@@ -382,7 +382,7 @@ def shard(
     sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _plant(sharded, places, shown_layouts(mesh, grid, states, replicate))
     assert isinstance(model, FSDPModule)
-    _fsdp2.lazy_init(model)
+    _fsdp2.lazy_init(model, (options.precision.master, options.precision.reduce))
     sharded._reducers = wiring.connect(sharded.groups, options.precision.master)
     if wiring.overlap is not None and wiring.placement == "wire":
         for group, following in pairwise(sharded.groups):
