@@ -1,4 +1,4 @@
-"""Row 45: a frozen base in few bits with small trained layers beside it, at every stage and tier, and thawing.
+"""Row 45: a frozen base in few bits, small trained layers beside it, every stage and tier, and thawing.
 
 The base is fp32, bf16, int8 with a scale a row, int4 packed in pairs with a scale a group, or a wrapper: a
 tensor class of a quantiser's own, of which ZeRO knows nothing but that plain tensors are inside.
@@ -153,8 +153,8 @@ def thaw(model: nn.Module) -> list[nn.Parameter]:
 def plain(kind: str) -> tuple[list[float], list[Tensor]]:
     """One process, plain PyTorch."""
     model = Model(kind)
-    make = lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.5)  # noqa: E731
-    optimizer, losses = make([p for p in model.parameters() if p.requires_grad]), []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.SGD(trained, lr=0.3, momentum=0.5), []
     for step in range(STEPS):
         if step == THAW and kind in ("fp32", "bf16"):
             optimizer.add_param_group({"params": thaw(model)})

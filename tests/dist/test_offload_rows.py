@@ -1,4 +1,4 @@
-"""Rows of PAIN_POINTS that tiers answer: bytes as a bandwidth model counts them, full disks, bounded memory."""
+"""Rows of PAIN_POINTS that tiers answer: bytes as a bandwidth model counts them, overlap, full disks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_row23_a_step_moves_the_bytes_of_the_bandwidth_model():
 
 
 class Order:
-    """What happens in a step, in the order of the program: transfers begun and waited for, units used, updates."""
+    """What happens in a step, in the order of the program: transfers begun and waited for, updates."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -98,6 +98,7 @@ class Order:
             elif kind == "update":
                 found += last in waited
         return found
+
 
 def _waits_for(begin: Any) -> Any:
     def blocking(swap: SwapFile, offset: int, tensor: torch.Tensor) -> Ticket:

@@ -45,7 +45,13 @@ class AdamOptions(ExactState, torch.optim.Optimizer):
 
 
 def step_adam(
-    group: dict[str, Any], weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, before: float, **by: Any
+    group: dict[str, Any],
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    before: float,
+    **by: Any,
 ) -> None:
     """Torch's kernel on one contiguous tensor, each element of which has had ``before`` updates.
 

@@ -50,8 +50,8 @@ def unwrap_parameters(model: nn.Module) -> list[str]:
             )
         if others:
             raise ValueError(
-                f"{name} is a {kind} and shared with {others[0][0]}: shared weights cannot be quantised here; "
-                "keep this one in 16 bits"
+                f"{name} is a {kind} and shared with {others[0][0]}: shared weights cannot be quantised "
+                "here; keep this one in 16 bits"
             )
         leaves, build = _take_apart(parameter)
         parametrize.register_parametrization(module, key, _Wrapped(leaves, build), unsafe=True)
@@ -102,4 +102,3 @@ def _take_apart(whole: Any) -> tuple[list[Tensor], Build]:
         return kind.__tensor_unflatten__(held, context, size, stride)
 
     return [leaf for leaves, _ in parts for leaf in leaves], build
-
