@@ -175,5 +175,3 @@ def test_on_the_host_what_came_before_is_updated_and_named(world):
         assert skipped == 1
         assert changed and all(name.startswith("blocks.2.") for name in changed)
         assert same  # with clipping the whole step is left out
-
-

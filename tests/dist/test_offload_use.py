@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import thalweg
 from tests.dist.models import batch, tiny_gpt
 from tests.dist.parity import equal_bits, full
 from tests.dist.test_abandon import Fused
@@ -37,8 +38,6 @@ def settings(folder, param="nvme", optimizer="nvme", stage=3, accumulation=1, **
 
 def start(model, folder, *tiers, **more):
     """An engine over a copy of ``model``."""
-    import thalweg
-
     return thalweg.initialize(model=copy.deepcopy(model), config=settings(folder, *tiers, **more))[0]
 
 
@@ -182,6 +181,36 @@ def _masters(rank, world, folder):
     return held, equal_bits(*results)
 
 
+def _partly(rank, world, folder):
+    """A part of the state stays in memory; everything else is as with all of it on the disk."""
+    results, parts = [], []
+    for tiers, ratio, more in (
+        (("none", "none"), 1.0, {}),
+        (("nvme", "nvme"), 0.4, {}),
+        (("none", "nvme"), 0.4, {"gradient_clipping": 1e9}),
+        (("nvme", "nvme"), 0.0, {}),
+        (("nvme", "nvme"), 0.4, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
+        (("none", "none"), 1.0, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
+    ):
+        config = settings(folder, *tiers, **more)
+        config["zero_optimization"].setdefault("offload_optimizer", {})["ratio"] = ratio
+        engine = thalweg.initialize(model=copy.deepcopy(tiny_gpt()), config=config)[0]
+        for step in range(3):
+            if step == 2:
+                engine.save_checkpoint(f"{folder}/{len(results)}")
+                engine.load_checkpoint(f"{folder}/{len(results)}")
+            engine.backward(engine(*mine(step, rank, world)))
+            engine.step()
+        update = getattr(engine.optimizer._update, "inner", engine.optimizer._update)
+        swap, sizes = getattr(update, "swap", None), [0, 0]
+        for param in engine.module.parameters():
+            piece = engine.optimizer.state[param]["exp_avg"].to_local()
+            sizes[swap is not None and swap.locate(piece) is not None] += piece.numel()
+        parts.append(sizes[1] / sum(sizes))
+        results.append(values(engine))
+    return parts, [equal_bits(results[0], one) for one in results[1:4]], equal_bits(*results[4:])
+
+
 def _delays(rank, world, folder):
     """Transfers that take their time, each another one, in every order that this allows."""
     from thalweg.store.disk import Disk
@@ -264,6 +293,14 @@ def test_an_exception_leaves_the_tiers_at_rest(burns):
 def test_checkpoints_pass_between_tiers():
     for equal in run_ranks(_in_folder, 1, "_checkpoints"):
         assert equal == [True, True]
+
+
+def test_a_part_of_the_state_stays_in_memory():
+    for parts, equal, lamb in run_ranks(_in_folder, 1, "_partly"):
+        assert equal == [True] * 3 and lamb
+        assert parts[0] == parts[3] == parts[5] == 0.0
+        for share in (parts[1], parts[2], parts[4]):
+            assert 0.4 <= share < 0.6
 
 
 def test_row05_random_delays_of_transfers_change_no_bit():

@@ -24,7 +24,9 @@ AT_2 = [
     Case("gpt2", 2, stage=2),
     Case("layers", 2, sizes=(4, 1, 3, 2)),
     Case("gpt", 2, sizes=(1, 5), extra={"activation_checkpointing": {"policy": "full"}}),
-    Case("layers", 2, schedule="zb_h1", extra={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}),
+    Case(
+        "layers", 2, schedule="zb_h1", extra={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
+    ),
 ]
 AT_4 = [
     *(Case("layers", 2, stage=stage, micros=3) for stage in range(4)),

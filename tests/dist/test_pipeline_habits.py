@@ -32,7 +32,9 @@ def _config(**extra: Any) -> dict[str, Any]:
 def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = tied_layers(num_stages=2)
-    engine, optimizer, *_ = thalweg.initialize(model=model, model_parameters=list(model.parameters()), config=_config())
+    engine, optimizer, *_ = thalweg.initialize(
+        model=model, model_parameters=list(model.parameters()), config=_config()
+    )
     for call in (lambda: engine(batch(0, 4)[0]), lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(ValueError, match="train_batch"):
             call()
@@ -66,7 +68,9 @@ def test_habits_of_deepspeeds_users(tmp_path):
         assert found["seen"] == pytest.approx(sum(losses) / 4, rel=1e-6)
         assert found["loads"]
         assert found["state"].keys() == named.keys()
-        assert all(torch.equal(torch.tensor(value), named[name].data) for name, value in found["state"].items())
+        assert all(
+            torch.equal(torch.tensor(value), named[name].data) for name, value in found["state"].items()
+        )
     from safetensors.torch import load_file
 
     stored = load_file(Path(tmp_path) / "model.safetensors")
@@ -110,7 +114,11 @@ def _numbers(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     gpt = tiny_gpt()
     given = torch.optim.SGD(gpt.parameters(), lr=0.1)
-    config = {key: value for key, value in _config(pipeline={"stages": 2, "schedule": "auto"}).items() if key != "optimizer"}
+    config = {
+        key: value
+        for key, value in _config(pipeline={"stages": 2, "schedule": "auto"}).items()
+        if key != "optimizer"
+    }
     engine, *_ = thalweg.initialize(model=gpt, optimizer=given, config=config)
     found["own"] = float(engine.train_batch(iter([batch(step, 4) for step in range(4)])))
     found["after"] = float(engine.eval_batch(iter([batch(step, 4) for step in range(4)])))

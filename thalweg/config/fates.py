@@ -153,7 +153,6 @@ NO_EFFECT = {
     "zero_optimization.offload_optimizer.pipeline_read": _OVERLAPS,
     "zero_optimization.offload_optimizer.pipeline_write": _OVERLAPS,
     "zero_optimization.offload_optimizer.fast_init": "state comes into being on the disk at the first step",
-    "zero_optimization.offload_optimizer.ratio": "all of the optimiser's state is offloaded",
     "zero_optimization.offload_optimizer.super_offload": "updates run within the backward pass if they may",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the update uses torch's threads",
     "zero_optimization.zenflow.offload": "the state of selected columns stays with that of the others",

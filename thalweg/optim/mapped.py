@@ -29,7 +29,8 @@ from thalweg.store import SwapFile
 
 class MappedUpdate:
     """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
-    :class:`.streamed.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``."""
+    :class:`.streamed.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
+    ``resident``: parameters whose state stays in memory."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class MappedUpdate:
         *,
         copies: dict[Tensor, Tensor] | None = None,
         state_in_memory: bool = False,
+        resident: Collection[Tensor] = (),
     ) -> None:
         self.optimizer, self.swap, self.copies = optimizer, swap, dict(copies or {})
-        self._keeps_state = state_in_memory
+        self._keeps_state, self._resident = state_in_memory, frozenset(resident)
         self.place_state()
 
     def grad_norm(
@@ -84,7 +86,10 @@ class MappedUpdate:
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""
-        return like_param(self._room(local(param), dtype), param)
+        piece = local(param)
+        return like_param(
+            torch.empty_like(piece, dtype=dtype) if self._keeps(param) else self._room(piece, dtype), param
+        )
 
     def release(self, tensor: Tensor) -> None:
         """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
@@ -103,7 +108,7 @@ class MappedUpdate:
             if not isinstance(value, Tensor) or local(value).shape != local(param).shape or not value.ndim:
                 continue
             piece = local(value)
-            if self.swap.locate(piece) is None and piece.numel() and not self._keeps_state:
+            if self.swap.locate(piece) is None and piece.numel() and not self._keeps(param):
                 placed = self._room(piece, piece.dtype)
                 placed.copy_(piece)
                 state[key] = like_param(placed, value)
@@ -122,8 +127,12 @@ class MappedUpdate:
                 if offset is not None:
                     self.swap.expect(offset, piece.nbytes)
 
+    def _keeps(self, param: Tensor) -> bool:
+        """Whether the state of ``param`` stays in memory."""
+        return self._keeps_state or param in self._resident
+
     def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        if piece.numel() == 0 or self._keeps_state:
+        if piece.numel() == 0:
             return torch.empty_like(piece, dtype=dtype)
         return self.swap.view(self.swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
 

@@ -63,7 +63,7 @@ class StreamedUpdate:
 
     A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
     on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
-    the swap file if ``swap`` is given, unless ``state_in_memory``.
+    the swap file if ``swap`` is given, unless ``state_in_memory``, or the parameter is among ``resident``.
 
     Raises:
         ValueError: the swap file or the buffers are too small.
@@ -79,6 +79,7 @@ class StreamedUpdate:
         copies: Mapping[Tensor, Tensor] | None = None,
         policy: StreamPolicy | None = None,
         state_in_memory: bool = False,
+        resident: Collection[Tensor] = (),
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
         self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
@@ -86,6 +87,7 @@ class StreamedUpdate:
         self.copies = dict(copies or {})
         self.policy = policy or StreamPolicy()
         self._state_swap = None if state_in_memory else swap
+        self.resident = frozenset(resident)
         self._worker = Worker(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.place_state()
@@ -162,7 +164,7 @@ class StreamedUpdate:
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""
-        return like_param(self._room(local(param), dtype), param)
+        return like_param(self._room(param, local(param), dtype), param)
 
     def release(self, tensor: Tensor) -> None:
         """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
@@ -173,11 +175,13 @@ class StreamedUpdate:
         if self._state_swap is None:
             return
         for param, state in self.optimizer.state.items():
+            if param in self.resident:
+                continue
             piece = local(param)
             for key, value in state.items():
                 if not _is_cut(value, piece) or self._state_swap.locate(local(value)) is not None:
                     continue
-                placed = self._room(piece, value.dtype)
+                placed = self._room(param, piece, value.dtype)
                 placed.copy_(local(value))
                 state[key] = like_param(placed, param)
                 self._trim(placed)
@@ -275,7 +279,8 @@ class StreamedUpdate:
             if (fresh or master.ndim == 0) and master.dtype not in schemas:
                 schemas[master.dtype] = self._worker.schema(group, master.dtype)
             if fresh:
-                cut = {k: self._room(master, d) for k, d in schemas[master.dtype].items() if d is not None}
+                kinds = schemas[master.dtype].items()
+                cut = {k: self._room(param, master, d) for k, d in kinds if d is not None}
                 scalars = {key: None for key, dtype in schemas[master.dtype].items() if dtype is None}
             else:
                 # A 0-dim parameter's moment looks like a counter: what a first step makes tells them apart.
@@ -303,9 +308,9 @@ class StreamedUpdate:
             )
         return Operand(tensor.view(-1), offset, read, write)
 
-    def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory or swap of ``piece``'s shape, of undefined value."""
-        swap = self._state_swap
+    def _room(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory or swap of the shape of ``param``'s ``piece``, of undefined value."""
+        swap = None if param in self.resident else self._state_swap
         if swap is None or piece.numel() == 0:
             return torch.empty_like(piece, dtype=dtype)
         return swap.view(swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
@@ -330,13 +335,14 @@ class StreamedUpdate:
             self.swap.trim(offset, tensor.nbytes)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of swap file that the state of all parameters of an elementwise ``optimizer`` takes, in pages."""
+def state_bytes(optimizer: torch.optim.Optimizer, resident: Collection[Tensor] = ()) -> int:
+    """Bytes of swap file that the state of an elementwise ``optimizer`` takes, in pages; that of ``resident``
+    parameters is elsewhere."""
     worker, total = Worker(optimizer), 0
     for group in optimizer.param_groups:
         schemas: dict[torch.dtype, list[torch.dtype]] = {}
         for param in group["params"]:
-            if not param.requires_grad:
+            if not param.requires_grad or param in resident:
                 continue
             if param.dtype not in schemas:
                 found = worker.schema(group, param.dtype).values()

@@ -41,8 +41,10 @@ class Tentative:
     def takes(self, param: Tensor) -> bool:
         """Whether all that an update of ``param`` writes lies in the swap file."""
         copy = self._update.copies.get(param)
-        return param.ndim > 0 and all(
-            self._is_paged(tensor) for tensor in (local(param), copy) if tensor is not None
+        return (
+            param.ndim > 0
+            and param not in self._update.resident
+            and all(self._is_paged(tensor) for tensor in (local(param), copy) if tensor is not None)
         )
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ host, and tentatively (:mod:`.tentative`) for masters that lie on NVMe with thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +45,8 @@ _LEAST_BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class StateTier:
-    """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.
+    """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
+    that is the state of at least ``ratio`` of the elements.
 
     ``early``: updates may run within the backward pass, since nothing later in a step (clipping) can change
     them; ``in_place``: nor is it likely that they must be taken back (as with a loss scale).
@@ -56,6 +57,7 @@ class StateTier:
     buffers: int = 4
     buffer_elements: int = 100_000_000
     pin: bool = True
+    ratio: float = 1.0
     early: bool = False
     in_place: bool = False
 
@@ -120,6 +122,7 @@ def state_tier(config: Config, *, on_cpu: bool) -> StateTier:
         buffers=section.buffer_count,
         buffer_elements=section.buffer_size,
         pin=section.pin_memory,
+        ratio=section.ratio,
         early=not waits,
         in_place=not waits and not config.fp16.enabled,
     )
@@ -145,8 +148,10 @@ def build_update(
     """
     elementwise, made = is_elementwise(optimizer), None
     on_disk = tier.device == "nvme"
+    resident = _resident(optimizer, tier.ratio) if on_disk else frozenset()
     if on_disk:
-        needed = (state_bytes(optimizer) if elementwise else _bound(optimizer)) + spill_bytes(optimizer)
+        size = state_bytes if elementwise else _bound
+        needed = size(optimizer, resident) + spill_bytes(optimizer)
         if swap is None:
             swap = made = SwapFile(tier.folder, needed, capacity=needed + CAPACITY_TO_COME)
         else:
@@ -154,10 +159,14 @@ def build_update(
     if swap is None:
         update: Update = PlainUpdate(optimizer)
     elif elementwise:
-        ring = Ring(*tier.ring, pin=tier.pin)
-        update = StreamedUpdate(optimizer, swap, ring, copies=copies, state_in_memory=not on_disk)
+        ring, keeps = Ring(*tier.ring, pin=tier.pin), not on_disk
+        update = StreamedUpdate(
+            optimizer, swap, ring, copies=copies, state_in_memory=keeps, resident=resident
+        )
     else:
-        update = MappedUpdate(optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk)
+        update = MappedUpdate(
+            optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk, resident=resident
+        )
     early = tier.device == "cpu" and tier.in_place and elementwise
     spill = GradSpill(swap) if on_disk and swap is not None else None
     tentative = None
@@ -183,8 +192,7 @@ def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tent
     swap = update.swap
     assert swap is not None
     tentative = Tentative(update, swap)
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not any(map(tentative.takes, params)) or not swap.can_exchange():
+    if not any(map(tentative.takes, _trained(optimizer))) or not swap.can_exchange():
         return None
     needed = tentative_bytes(optimizer, swap, update.copies)
     # As much is left for others (checkpoints) as is taken.
@@ -199,7 +207,24 @@ def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tent
     return tentative
 
 
-def _bound(optimizer: torch.optim.Optimizer) -> int:
+def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _resident(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:
+    """The parameters whose state stays in memory: the first of the model that ``1 - ratio`` of the elements
+    have room for, as the backward pass comes to them last and their transfers would be waited for."""
+    params = _trained(optimizer)
+    budget = (1.0 - ratio) * sum(p.numel() for p in params)
+    chosen: set[Tensor] = set()
+    for param in params:
+        if param.numel() <= budget:
+            chosen.add(param)
+            budget -= param.numel()
+    return frozenset(chosen)
+
+
+def _bound(optimizer: torch.optim.Optimizer, resident: Collection[Tensor]) -> int:
     """Bytes for state of an optimiser that is not elementwise: two fp32 tensors like each parameter."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    params = [p for p in _trained(optimizer) if p not in resident]
     return sum(2 * round_up(local(p).numel() * max(4, p.dtype.itemsize)) for p in params)

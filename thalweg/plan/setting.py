@@ -187,6 +187,7 @@ _NOT_COUNTED: dict[str, Any] = {
     "activation_checkpointing.offload": lambda where: where != "none",
     "tiling.loss": bool,
     "tiling.mlp": lambda tiles: tiles > 1,
+    "zero_optimization.offload_optimizer.ratio": lambda ratio: ratio < 1,
     "zero_optimization.zenflow": lambda section: section is not None,
 }
 

@@ -100,7 +100,7 @@ class Crossing:
         if name not in self._versions:
             return _Parcel(store, RAW)
         moved = store.version() != self._versions[name]
-        if not moved and not (name in self._pending and store.slot.trains):
+        if not moved and not (name in self._pending and (store.trains or store.slot.trains)):
             return _Parcel(store, SAME)
         if name not in self._lossy:
             return _Parcel(store, RAW)

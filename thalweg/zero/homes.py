@@ -148,6 +148,11 @@ class Store:
         return found
 
     @property
+    def trains(self) -> bool:
+        """Whether the parameter trains now."""
+        return self.slot.trains if self.shown is None else self.shown.sharded.requires_grad
+
+    @property
     def num_rows(self) -> int:
         """Rows of this rank, padding left out."""
         return self._last - self._first
@@ -167,7 +172,7 @@ class Store:
         and again when somebody has written to it."""
         if self._cast_into is None:
             return None
-        if self.shown is not None and not self.shown.sharded.requires_grad:
+        if not self.trains:
             if (version := self.version()) == self._cast_version:
                 return None
             self._cast_version = version

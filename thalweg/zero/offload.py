@@ -41,8 +41,8 @@ class Offload:
 
     ``folder``: where the swap file goes; ``units_in_memory``: units that may be in memory at once beside the
     root, which is in use throughout (at least 2); ``resident``: elements of this rank's shards that never
-    leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is, which
-    takes the masters along (below ``state_folder`` on NVMe).
+    leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is (of
+    ``ratio`` of the elements), which takes the masters along (below ``state_folder`` on NVMe).
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
@@ -52,6 +52,7 @@ class Offload:
     pin: bool = True
     states: Literal["none", "cpu", "nvme"] = "none"
     state_folder: str = "."
+    ratio: float = 1.0
 
     def on_host(self, device: torch.device) -> bool:
         """Whether shards lie in host memory and are copied to ``device`` as they are gathered."""
@@ -75,6 +76,10 @@ class Offload:
                 "state is in host memory already; updates run within the backward pass where they may, so "
                 "that the gradients of all units never exist at once"
             )
+        if self.states == "cpu" and self.ratio < 1:
+            found["offload_optimizer.ratio"] = (
+                "no effect: all of the state is on the host; on nvme the rest of it stays in memory"
+            )
         return found
 
 
@@ -89,6 +94,7 @@ def offload_of(config: Config) -> Offload:
         pin=section.pin_memory,
         states=config.zero_optimization.offload_optimizer.device,
         state_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
+        ratio=config.zero_optimization.offload_optimizer.ratio,
     )
 
 

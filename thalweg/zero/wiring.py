@@ -264,7 +264,10 @@ def _on_both_levels(here: Situation, arena: Arena, hosts: Hosts, slot_bytes: int
 
     if keeps:
         lossy = frozenset(
-            name for name, slot in here.slots.items() if traffic.encodes(len(slot.shape), slot.trains)
+            name
+            for name, slot in here.slots.items()
+            # Integers are somebody's codes already.
+            if slot.compute.is_floating_point and traffic.encodes(len(slot.shape), slot.trains)
         )
         wiring = Wiring("shared", ledger, arena, reducer=reducer, apart=lossy)
         wiring.crossing = Crossing(hosts, rank, here.group, ledger, lossy)
