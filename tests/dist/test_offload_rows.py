@@ -180,6 +180,27 @@ def test_row24_a_full_disk_is_an_error_before_training():
     assert run_ranks(_full_disk, 1) == [True]
 
 
+def _one_full_disk(rank, world, param):
+    def free_bytes(self, folder):
+        return 1 << 16 if rank == 1 else plain(self, folder)
+
+    plain, Disk.free_bytes = Disk.free_bytes, free_bytes
+    try:
+        with tempfile.TemporaryDirectory(dir=".") as folder, pytest.raises(ValueError) as caught:
+            thalweg.initialize(model=tiny_gpt(), config=settings(folder, param, "nvme"))
+    finally:
+        Disk.free_bytes = plain
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("param", ["nvme", "none"])
+def test_row24_one_full_disk_is_an_error_of_all_ranks(param):
+    other, own = run_ranks(_one_full_disk, 2, param)
+    assert (
+        "make room" in own and other == f"rank 1 cannot have {other.split('have ')[1].split(':')[0]}: {own}"
+    )
+
+
 def test_row24_a_missing_folder_is_named_by_the_config():
     from thalweg.config import load, resolve
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.comm.verdict import all_or_none
 from thalweg.config import Config
 from thalweg.optim.leaving import Leaving
 from thalweg.optim.local import local
@@ -77,15 +79,19 @@ def manage(
     replicate_group: dist.ProcessGroup | None,
 ) -> ManagedOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
-    update, swap = build_update(
+    tier = state_tier(config, on_cpu=sharded.device.type == "cpu")
+    build = partial(
+        build_update,
         inner,
-        state_tier(config, on_cpu=sharded.device.type == "cpu"),
+        tier,
         window,
         swap=sharded.swap,
         copies=sharded.copies(),
         changed=sharded.changed,
         group=replicate_group,
     )
+    ranks = replicate_group if tier.device == "nvme" else None
+    update, swap = all_or_none(build, "a swap file for its optimiser state", ranks)
     if swap is not None:
         sharded.on_close(swap.close)
     leaving = update if isinstance(update, Leaving) else None

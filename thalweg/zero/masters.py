@@ -15,17 +15,21 @@ their views (a checkpoint, ``GatheredParameters``): these are cast when the home
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.comm import Arena
+from thalweg.comm.verdict import all_or_none
 from thalweg.store import SwapFile
 from thalweg.store.regions import round_up
 from thalweg.zero.homes import Placement, Slot, shared_home
-from thalweg.zero.offload import CAPACITY_TO_COME, Offload, PagedStore, Paging, Writer
+from thalweg.zero.offload import CAPACITY_TO_COME, Offload, PagedStore, Paging, Writer, page_units
 from thalweg.zero.paging import Pager
+from thalweg.zero.wiring import Wiring
 
 
 class MasterStore(PagedStore):
@@ -53,6 +57,27 @@ class MasterStore(PagedStore):
             return None
         self._seen = version
         return self._rows, self.shard
+
+
+def rest_on_disk(
+    slots: dict[str, Slot],
+    units: Iterable[str],
+    offload: Offload,
+    fixed: Sequence[str],
+    rank: int,
+    wiring: Wiring,
+    mesh: DeviceMesh,
+) -> Paging | None:
+    """What of ``slots`` rests on a disk: whole units (``page_units``), or masters; collective over ``mesh``.
+
+    Raises:
+        ValueError: on all ranks, if one of them cannot make its swap file.
+    """
+    place = page_units if offload.pages or wiring.crossing else swap_masters
+    make = partial(place, slots, units, offload, fixed, rank, wiring.placement, wiring.arena)
+    if not offload.pages and offload.states != "nvme":
+        return make()
+    return all_or_none(make, "a swap file for its parameters", mesh.get_group() if mesh.size() > 1 else None)
 
 
 def _has_master(slot: Slot) -> bool:

@@ -32,8 +32,8 @@ from thalweg.zero.fill import Places, fill, places_of
 from thalweg.zero.gather import track
 from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
 from thalweg.zero.homes import Slot, Store, largest_unit, publish
-from thalweg.zero.masters import swap_masters
-from thalweg.zero.offload import Offload, PagedStore, Paging, page_units
+from thalweg.zero.masters import rest_on_disk
+from thalweg.zero.offload import Offload, PagedStore, Paging
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.spread import SpreadGradients, is_spread, reduce_scalars
 from thalweg.zero.states import Layout, States
@@ -355,8 +355,7 @@ def shard(
     if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
         wiring.placement, units = "wire", blocks
     fixed = options.fp32_modules
-    place = page_units if options.offload.pages or wiring.crossing else swap_masters
-    paging = place(slots, units, options.offload, fixed, rank, wiring.placement, wiring.arena)
+    paging = rest_on_disk(slots, units, options.offload, fixed, rank, wiring, mesh)
     paged = paging.stores if paging is not None else {}
     shards_on = torch.device("cpu") if on_host else device
     stores = {
