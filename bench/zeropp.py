@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=sorted(JOBS), default=["small"])
-    parser.add_argument("--rate", nargs="+", default=["1gbit", "100mbit"], help='"none", or as tc writes it')
+    parser.add_argument("--rate", nargs="*", default=["1gbit", "100mbit"], help='"none", or as tc writes it')
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--learn", nargs="*", choices=list(LEARNED), default=list(LEARNED), metavar="MIX")
     parser.add_argument("--text-steps", type=int, default=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,13 +48,13 @@ def test_shards_are_stepped_as_the_whole(world: int, overlap: bool, update: int 
 ZENFLOW = {"topk_ratio": 0.25, "select_interval": 5, "update_interval": 3, "overlap_step": True}
 
 
-def _engine(stage: int, zenflow: dict[str, Any] | None) -> Any:
+def _engine(stage: int, zenflow: dict[str, Any] | None, **zero: Any) -> Any:
     import thalweg
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage} | ({"zenflow": zenflow} if zenflow else {}),
+        "zero_optimization": {"stage": stage, **zero} | ({"zenflow": zenflow} if zenflow else {}),
         "log_level": "error",
     }
     return thalweg.initialize(model=copy.deepcopy(tiny_gpt()), config=config)[0]
@@ -87,3 +88,22 @@ def _stop_and_go_on(rank: int, world: int, stage: int, folder: str) -> tuple[boo
 def test_the_config_and_a_run_that_stopped(world: int, stage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(_stop_and_go_on, world, stage, folder) == [(True, True, True)] * world
+
+
+def _on_a_disk(rank: int, world: int, folder: str) -> list[bool]:
+    """Masters that lie in the swap file are stepped together: one column's turn depends on another's."""
+    paged = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2}
+    same = []
+    for update in (2, "auto"):
+        policy = {**ZENFLOW, "update_interval": update}
+        plain = _train(_engine(3, policy), rank, world, 0, 6)
+        engine = _engine(3, policy, offload_param=paged)
+        same.append(
+            all((a == b).all() for a, b in zip(plain, _train(engine, rank, world, 0, 6), strict=True))
+        )
+        engine.close()
+    return same
+
+
+def test_with_parameters_on_a_disk(tmp_path: Path) -> None:
+    assert run_ranks(_on_a_disk, 1, str(tmp_path)) == [[True, True]]

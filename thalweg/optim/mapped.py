@@ -30,7 +30,8 @@ from thalweg.store import SwapFile
 class MappedUpdate:
     """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
     :class:`.streamed.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
-    ``resident``: parameters whose state stays in memory."""
+    ``resident``: parameters whose state stays in memory; ``at_once``: for an optimiser whose update of one
+    parameter depends on others, step all of them together (their pages are then in memory together)."""
 
     def __init__(
         self,
@@ -40,7 +41,9 @@ class MappedUpdate:
         copies: dict[Tensor, Tensor] | None = None,
         state_in_memory: bool = False,
         resident: Collection[Tensor] = (),
+        at_once: bool = False,
     ) -> None:
+        self._at_once = at_once
         self.optimizer, self.swap, self.copies = optimizer, swap, dict(copies or {})
         self._keeps_state, self._resident = state_in_memory, frozenset(resident)
         self.place_state()
@@ -67,22 +70,28 @@ class MappedUpdate:
         try:
             for param, _ in grads:
                 param.grad = None
-            for turn, (param, grad) in enumerate(grads):
-                self._expect(grads[turn + 1 : turn + 2])
-                if factor != 1.0:
-                    foreach.mul_([local(grad)], factor)
-                param.grad = grad
-                self.optimizer.step()
-                self._place(param)
-                if param in self.copies:
-                    self.copies[param].copy_(local(param))
-                    self._trim(self.copies[param])
-                for tensor in (local(param), local(grad)):
-                    self._trim(tensor)
-                param.grad = None
+            size = len(grads) if self._at_once else 1
+            for first in range(0, len(grads), size):
+                self._expect(grads[first + size : first + size + 1])
+                self._step(grads[first : first + size], factor)
         finally:
             for param, grad in grads:
                 param.grad = grad
+
+    def _step(self, grads: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+        for param, grad in grads:
+            if factor != 1.0:
+                foreach.mul_([local(grad)], factor)
+            param.grad = grad
+        self.optimizer.step()
+        for param, grad in grads:
+            self._place(param)
+            if param in self.copies:
+                self.copies[param].copy_(local(param))
+                self._trim(self.copies[param])
+            for tensor in (local(param), local(grad)):
+                self._trim(tensor)
+            param.grad = None
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""

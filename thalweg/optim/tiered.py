@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thalweg.comm.verdict import all_or_none
 from thalweg.config import Config
+from thalweg.optim.delayed import DelayedAdam
 from thalweg.optim.leaving import Leaving
 from thalweg.optim.local import local
 from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
@@ -171,7 +172,12 @@ def build_update(
         )
     else:
         update = MappedUpdate(
-            optimizer, swap, copies=dict(copies or {}), state_in_memory=not on_disk, resident=resident
+            optimizer,
+            swap,
+            copies=dict(copies or {}),
+            state_in_memory=not on_disk,
+            resident=resident,
+            at_once=isinstance(optimizer, DelayedAdam),
         )
     early = tier.device == "cpu" and tier.in_place and elementwise
     spill = GradSpill(swap) if on_disk and swap is not None else None

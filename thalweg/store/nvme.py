@@ -73,7 +73,7 @@ class SwapFile:
         block_bytes: int = BLOCK_BYTES,
         disk: Disk | None = None,
     ) -> None:
-        self.folder, self.num_bytes = Path(folder), max(round_up(num_bytes), PAGE)
+        self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
         self._block = max(round_up(block_bytes), PAGE)
         self.reads, self.writes = Meter(), Meter()
