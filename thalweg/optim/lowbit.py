@@ -98,7 +98,8 @@ class LowBitAdam(_LowBit, AdamOptions):
             group.setdefault("state_dtype", state_dtype)
 
     def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
-        step_adam(group, chunk.param, chunk.grad, *chunk.moments, float(count - 1))
+        mean, square = chunk.moments
+        step_adam(group, chunk.param, chunk.grad, mean, square, float(count - 1))
 
 
 class LowBitLion(_LowBit):

@@ -281,8 +281,10 @@ def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None =
     ``dtypes``: of masters and of reductions, see :meth:`Group.allow_thawing`.
     """
     root._get_fsdp_state()._lazy_init()
-    for group in groups_of(root) if dtypes is not None else ():  # type: ignore[arg-type]
-        group.allow_thawing(*dtypes)
+    if dtypes is not None:
+        assert isinstance(root, nn.Module)
+        for group in groups_of(root):
+            group.allow_thawing(*dtypes)
 
 
 def abandon_iteration(root: FSDPModule) -> None:
