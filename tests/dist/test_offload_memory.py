@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from typing import Any
 
+import pytest
 import torch
 
 from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
+from thalweg.comm.buffer import Pool
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.observe import resident_mib
+from thalweg.optim.leaving import PENDING
 
 SHAPE = GPTConfig(vocab_size=2000, n_layer=6, n_head=4, n_embd=256, block_size=64)
 
@@ -32,6 +36,37 @@ def _resident(rank, world, keeps):
             found.append(resident_mib())
         engine.close()
     return found
+
+
+def _held(rank, world, keeps):
+    """Blocks of reduced gradients that a backward pass has taken, of eight units."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
+        if keeps:
+            held: list[Any] = []
+            find = Pool._find
+
+            def keeping(self, num_bytes):
+                held.append(find(self, num_bytes))
+                return held[-1]
+
+            patch.setattr(Pool, "_find", keeping)
+        engine = start(GPT(SHAPE), folder)
+        tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.optimizer._update.settle()
+        blocks = len(engine._parts.sharded._reducers[0].lender._blocks)
+        engine.close()
+    return blocks
+
+
+def test_gradients_of_a_few_units_exist_at_once():
+    """Those whose update waits for the disk, the one at work, and the one that is reduced."""
+    assert run_ranks(_held, 1, False)[0] <= PENDING + 2
+
+
+def test_negative_control_gradients_that_stay_are_noticed():
+    assert run_ranks(_held, 1, True)[0] > PENDING + 2
 
 
 def test_resident_memory_after_step_6_is_that_after_step_3():

@@ -58,6 +58,8 @@ class Tentative:
         self._open += items
         self._find_twins(items)
         self._update.carry_out(items, 1.0)
+        for item in items:  # what is open lives as long as the step; gradients must not
+            del item.operands["grad"]
 
     def expect(self, params: Collection[Tensor]) -> None:
         """A hint that ``params`` come next."""
