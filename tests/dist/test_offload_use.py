@@ -192,7 +192,7 @@ def _partly(rank, world, folder):
         (("nvme", "nvme"), 0.4, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
         (("none", "none"), 1.0, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
     ):
-        config = settings(folder, *tiers, **more)
+        config = {**settings(folder, *tiers), **more}
         config["zero_optimization"].setdefault("offload_optimizer", {})["ratio"] = ratio
         engine = thalweg.initialize(model=copy.deepcopy(tiny_gpt()), config=config)[0]
         for step in range(3):
