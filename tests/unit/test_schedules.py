@@ -246,3 +246,16 @@ def test_bad_input_is_named(name: str, params: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_schedule(name, params, opt)
     assert opt.param_groups[0]["lr"] == 0.1
+
+
+def test_a_group_that_joins_later_keeps_its_rate() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = build_schedule("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": 0.4}, optimizer)
+    schedule.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.02})
+    before = schedule.get_last_lr()[0]
+    for _ in range(3):
+        schedule.step()
+    first, later = schedule.get_last_lr()
+    assert first == optimizer.param_groups[0]["lr"] > before
+    assert later == optimizer.param_groups[1]["lr"] == 0.02

@@ -15,7 +15,8 @@ OneCycle, and the log/linear warm-ups of large-batch training.
 On purpose different: lists with one entry per parameter group are taken wherever a rate or a momentum is;
 ``warmup_max_lr`` left out means each group's own rate; OneCycle leaves ``betas[1]`` alone and cycles
 ``momentum`` where an optimiser has no ``betas``; an unknown ``warmup_type`` is an error and not "log";
-``load_state_dict`` also puts the rates back into the optimiser.
+``load_state_dict`` also puts the rates back into the optimiser. A group that joins later (``add_param_group``)
+keeps the rate that it came with, as with torch's schedulers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """Return the rates at the present iteration, one for each parameter group."""
-        return self.lrs(self.last_batch_iteration)
+        rates = self.lrs(self.last_batch_iteration)
+        return rates + [float(group["lr"]) for group in self.optimizer.param_groups[len(rates) :]]
 
     def get_last_lr(self) -> list[float]:
         """Return the rates that are in the optimiser's groups, i.e. those of the next update."""
@@ -74,7 +76,7 @@ class Schedule:
 
     def _apply(self) -> None:
         groups = self.optimizer.param_groups
-        self._last_lr = self.lrs(self.last_batch_iteration)
+        self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -82,7 +84,7 @@ class Schedule:
                 group["lr"] = lr
         momenta = self.momenta(self.last_batch_iteration)
         if momenta is not None:
-            for group, momentum in zip(groups, momenta, strict=True):
+            for group, momentum in zip(groups, momenta, strict=False):
                 if "betas" in group:
                     group["betas"] = (momentum, group["betas"][1])
                 elif "momentum" in group:
