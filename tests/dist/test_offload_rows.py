@@ -149,7 +149,7 @@ def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
         return found
 
 
-def test_row23_transfers_run_beside_the_computation_on_threads_that_are_bound():
+def test_row23_transfers_run_beside_the_computation():
     """Nothing in a step waits for a transfer that it has just begun, and no thread but four moves bytes."""
     found = run_ranks(_overlap, 1, False)[0]
     assert found["late"] == []
