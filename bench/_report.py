@@ -195,24 +195,33 @@ def section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[Sequenc
     return "\n".join(parts)
 
 
+Render = Callable[[dict[str, Any]], str]
+
+
+def write_runs(name: str, title: str, runs: Sequence[dict[str, Any]], render: Render) -> None:
+    """Put runs into results/<name>.{json,md}, in the place of earlier ones of the same name."""
+    data = merge_runs(name, runs)
+    texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
+    write_result(name, data, "\n".join([f"# {title}\n", *texts]))
+
+
 def publish_runs(
-    name: str,
-    title: str,
-    runs: Sequence[dict[str, Any]],
-    render: Callable[[dict[str, Any]], str],
-    *,
-    write: bool,
-    as_json: bool,
+    name: str, title: str, runs: Sequence[dict[str, Any]], render: Render, *, write: bool, as_json: bool
 ) -> None:
-    """Print runs, as one JSON object or rendered; `write`: also put them into results/<name>.{json,md}."""
+    """Print runs, as one JSON object or rendered; `write`: also put them into the results."""
     if not runs:
         return
     if write:
-        data = merge_runs(name, runs)
-        texts = [render({**run, "rows": rows_for(run["run"], data["rows"])}) for run in data["runs"]]
-        write_result(name, data, "\n".join([f"# {title}\n", *texts]))
+        write_runs(name, title, runs, render)
     one = {**runs[0], "rows": [row for run in runs for row in run["rows"]], "runs": list(runs)}
     print(json.dumps(one) if as_json else "\n".join(map(render, runs)))
+
+
+def known_run(name: str, run: str) -> dict[str, Any]:
+    """The run of that name in results/<name>.json, or an empty one."""
+    path = ROOT / "results" / f"{name}.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    return next((one for one in runs if one["run"] == run), {})
 
 
 def output_options(parser: argparse.ArgumentParser, name: str, quick: str) -> None:

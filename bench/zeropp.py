@@ -9,6 +9,7 @@ Loss: a small GPT on the standard library's sources (`_text_rank.py`), the same 
 control has 2 bits and one scale for a tensor, and has to fail.
 
     python bench/zeropp.py --rate 1gbit 100mbit --write
+    python bench/zeropp.py --rate --learn "all three" --write      # losses alone, one mix more
     python bench/zeropp.py --quick --json
 """
 
@@ -30,7 +31,7 @@ from _duel import Duel, Plan, say
 from _groups import exit_on_terminate
 from _namespaces import Hosts, NamespaceError, why_not
 from _peers import ROOT
-from _report import Row, cell, compare, envelope, output_options, publish_runs, section
+from _report import Row, cell, compare, envelope, known_run, output_options, publish_runs, section, write_runs
 
 RAW = "thalweg_torch_3+16"
 PEERS = [RAW, "fsdp2_16_3"]
@@ -58,6 +59,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 }
 RANKS_PER_HOST = 2
 LAST = 20
+TITLE = "ZeRO++ and MiCS on two hosts"
 
 
 def traffic(model: str, rate: str | None, plan: Plan, mixes: dict[str, str]) -> dict[str, Any]:
@@ -148,6 +150,20 @@ def learn(name: str, steps: int, seed: int = 1) -> dict[str, Any]:
     return {"mix": name, "first": curve[0], "last": last, **outcome}
 
 
+def learn_mixes(names: list[str], steps: int, keep: bool) -> dict[str, Any]:
+    """Train each mix, and stage 3 to compare with; `keep`: mix by mix into the results, with earlier ones."""
+    head, load = f"loss on the standard library's sources after {steps} steps", os.getloadavg()[0]
+    lines = {line["mix"]: line for line in known_run("zeropp", head).get("learned", ())} if keep else {}
+    run: dict[str, Any] = {}
+    for name in dict.fromkeys([*names] if "stage 3" in lines else ["stage 3", *names]):
+        lines[name] = learn(name, steps)
+        ordered = [lines[mix] for mix in LEARNED if mix in lines]
+        run = envelope("zeropp", learned_rows(ordered, head), run=head, load=load, learned=ordered)
+        if keep:
+            write_runs("zeropp", TITLE, [run], render)
+    return run
+
+
 def learned_rows(lines: list[dict[str, Any]], head: str) -> list[Row]:
     """Loss of each mix against stage 3's: the mean of the last steps, and on held-out text."""
     rows = []
@@ -213,13 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zeropp: {error}", file=sys.stderr)
         return 1
     if args.learn:
-        load = os.getloadavg()[0]
-        names = list(dict.fromkeys(["stage 3", *args.learn]))
-        lines = [learn(name, args.text_steps) for name in names]
-        head = f"loss on the standard library's sources after {args.text_steps} steps"
-        rows = learned_rows(lines, head)
-        runs.append(envelope("zeropp", rows, run=head, load=load, learned=lines))
-    publish_runs("zeropp", "ZeRO++ and MiCS on two hosts", runs, render, write=args.write, as_json=args.json)
+        runs.append(learn_mixes(args.learn, args.text_steps, keep=args.write))
+    publish_runs("zeropp", TITLE, runs, render, write=args.write, as_json=args.json)
     return 0
 
 
