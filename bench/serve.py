@@ -1,9 +1,10 @@
 """Serving under load: goodput at a stated latency, time to first token; and the long tiers of R23 to R25.
 
 Each server in turn takes the same open-loop load (`_serve_load.py`); a round takes all of them, in changing
-order.  Goodput counts the requests that were whole and within both latencies, by the second.
+order.  Goodput counts the requests that were whole and within both latencies, by the second.  `--write` keeps
+the rows of other rates.
 
-    python bench/serve.py --write
+    python bench/serve.py --rates 4 --write     # a rate at a time: less than 10 minutes
     python bench/serve.py --quick --json
     python bench/serve.py --fuzz 1000000        # R23: bad requests, on the toy engine
     python bench/serve.py --soak 500000         # R24: requests of which 30% are cancelled
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, envelope, machine_line, merge_runs, rows_for, rows_table, write_result
 from _serve_load import drive, median, schedule, summary
 from _serve_peers import NAMES, Server, missing
 
@@ -53,11 +55,11 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, str
 
 def rows(args: argparse.Namespace, found: Runs, absent: dict[str, str]) -> list[Row]:
     """Return ours against each other server, by rate."""
-    result = []
+    result: list[Row] = []
     metrics = [("goodput", False), ("tokens_per_s", False), ("ttft_p50", True), ("ttft_p99", True),
                ("itl_p50", True), ("itl_p99", True)]  # fmt: skip
     for rate in args.rates:
-        case = f"{args.size} {args.dtype}, {rate:g} requests/s"
+        case = f"{run_name(args, rate)}, {args.requests} requests"
         ours = found.get(("thalweg", rate))
         for name in args.servers:
             if name == "thalweg" or ours is None:
@@ -68,9 +70,20 @@ def rows(args: argparse.Namespace, found: Runs, absent: dict[str, str]) -> list[
                     note = absent.get(name, "no answer")
                     result.append(compare(case, name, metric, median(ours, metric), None, note=note))
                     continue
-                mine, others = median(ours, metric), median(theirs, metric)
-                result.append(compare(case, name, metric, mine, others, lower_is_better=lower))
+                mine, others = (finite(median(runs, metric)) for runs in (ours, theirs))
+                note = "" if others is not None else "some requests had no token in time"
+                result.append(compare(case, name, metric, mine, others, lower_is_better=lower, note=note))
     return result
+
+
+def run_name(args: argparse.Namespace, rate: float) -> str:
+    """Return what the rows of a rate begin with."""
+    return f"{args.size} {args.dtype} at {rate:g}/s"
+
+
+def finite(value: float) -> float | None:
+    """Return the number, None for infinity: some request never had what is measured."""
+    return value if math.isfinite(value) else None
 
 
 def describe(run: dict[str, float]) -> str:
@@ -95,22 +108,39 @@ def compare_servers(args: argparse.Namespace) -> None:
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found, absent = measure(args, folder)
     table = rows(args, found, absent)
-    runs = {f"{name} {rate:g}": runs for (name, rate), runs in found.items()}
-    settings = {
-        k: getattr(args, k) for k in ("requests", "rates", "rounds", "ttft", "tpot", "dtype", "threads")
-    }
-    data = envelope("serve", table, runs=runs, settings=settings)
-    head = (
-        f"# Serving under load\n\n{machine_line(data['machine'])}; commit {data['commit']}, "
-        f"{data['date']}.\n\n"
-        f"{args.requests} requests a round, {args.rounds} rounds, {args.threads} threads, {args.dtype}; "
-        f"good: first token within {args.ttft:g} s and {args.tpot * 1e3:g} ms a token.\n\n"
-    )
-    lines = "\n".join(f"- {name}: {describe(each)}" for name, several in runs.items() for each in several)
-    text = f"{head}{rows_table(table)}\n\n{lines}\n"
+    data = envelope("serve", table)
+    runs = []
+    for rate in args.rates:
+        name = run_name(args, rate)
+        servers = {who: several for (who, r), several in found.items() if r == rate}
+        lines = [f"{who}: {describe(each)}" for who, several in servers.items() for each in several]
+        good = (
+            f"{args.requests} requests a round, {args.rounds} rounds, {args.threads} threads; good: first "
+            f"token within {args.ttft:g} s and {args.tpot * 1e3:g} ms a token"
+        )
+        about = {key: data[key] for key in ("date", "commit", "machine")}
+        runs.append(
+            {"run": name, **about, "good": good, "lines": lines, "rows": rows_for(name, data["rows"])}
+        )
     if args.write:
+        data = merge_runs("serve", runs)
+        text = page(data["runs"], data["rows"])
         write_result("serve", data, text)
+    else:
+        text = page(runs, data["rows"])
     print(json.dumps(data) if args.json else text)
+
+
+def page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
+    """Return the result as Markdown."""
+    parts = ["# Serving under load", *(part for run in runs for part in _section(run, table))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(run: dict[str, Any], table: list[dict[str, Any]]) -> list[str]:
+    head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['good']}."
+    lines = "\n".join(f"- {line}" for line in run["lines"])
+    return [f"## {run['run']}", head, rows_table(rows_for(run["run"], table)), lines]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -16,12 +16,15 @@ Contestants are processes that take turns, round after round; a row compares med
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,40 @@ LLAMA = {
 XL = {"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024}
 
 
-def run(**case: Any) -> dict[str, Any]:
-    """Run one case in a process and return what it printed."""
+def run(group: Path | None = None, **case: Any) -> dict[str, Any]:
+    """Run one case in a process (of a memory cgroup) and return what it printed."""
     command = [sys.executable, str(ROOT / "bench" / "_stream_case.py"), json.dumps(case)]
+    if group is not None:
+        command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[Path | None]:
+    """A cgroup with so much memory, page cache and all; None where this user cannot make one."""
+    old = Path("/sys/fs/cgroup/memory")
+    group = (old if old.is_dir() else old.parent) / f"thalweg-bench-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(limit))
+    except OSError:
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def group_peak(group: Path) -> int:
+    """Return the most that a cgroup has had."""
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return 0
 
 
 def fio(folder: Path, seconds: int) -> float | None:
@@ -128,7 +158,7 @@ def against_accelerate(args: argparse.Namespace, base: dict[str, Any]) -> list[R
 
 
 def large(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """GPT-2 XL: packed in one process, run in another, and the memory of both."""
+    """GPT-2 XL: packed in one process, run in another, each of which may have 1 GiB and no more."""
     model = folder / "gpt2-xl"
     run(who="write", model=str(model), kind="GPT2", sizes=XL, dtype="bfloat16")
     case = {
@@ -138,7 +168,11 @@ def large(args: argparse.Namespace, folder: Path) -> list[Row]:
     }  # fmt: skip
     rows = []
     for label in ("packed at load", "packed before"):
-        got = run(threads=args.threads, rounds=1, **case)
+        with memory_group(2**30) as group:
+            got = run(group, threads=args.threads, rounds=1, **case)
+            if group is not None:
+                rows.append(compare(f"GPT-2 1.5B int8, {label}, killed beyond 1 GiB", "1 GiB",
+                                    "bytes with page cache", group_peak(group), 2.0**30))  # fmt: skip
         for key in ("peak_anonymous", "peak_resident"):
             rows.append(compare(f"GPT-2 1.5B int8, {label}", "1 GiB", f"{key} bytes", got[key], 2.0**30))
         rows.append(compare(f"GPT-2 1.5B int8, {label}", "nobody", "decoding tok/s", got["tok_s"], None))

@@ -94,7 +94,7 @@ def test_configs(model: Any, tmp_path: Any) -> None:
     assert engine.core.facts.quantize == "int8" and engine.core.facts.max_length == 64
     assert thalweg.init_inference(model).core.facts.dtype == "fp32"
     for bad, text in [
-        ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
+        ({"tensor_parallel": {"tp_size": 0}, "mp_size": 0}, "tensor_parallel"),
         ({"dtypes": "fp16"}, "dtypes"),
         ({"quant": {"weight": {"num_bits": 3}}}, "num_bits"),
         ({"checkpoint": "x.json"}, "checkpoint"),

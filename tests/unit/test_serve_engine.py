@@ -100,6 +100,69 @@ def test_row41_the_server_gives_what_hugging_face_gives(server: Served, model: t
     assert len({answer[0]["choices"][0]["text"] for answer in answers}) > 3, "negative control: they differ"
 
 
+def test_an_echoed_prompt_has_its_own_logprobs(server: Served, model: tuple[Path, Any, Any]) -> None:
+    """As those who score texts ask for them: the prompt's tokens, the first without, then the answer's."""
+    _, live, tokenizer = model
+    prompt = "import os, sys"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        scores = live(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    body = {"max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+    (choice,) = server.complete(prompt, **body)["choices"]
+    found, count = choice["logprobs"], ids.shape[1]
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1:count] == pytest.approx(scores, abs=2e-3)
+    assert {len(values) for values in found.values()} == {count + 3}
+    assert choice["text"].startswith(prompt) and found["text_offset"][count] == len(prompt)
+    assert "".join(found["tokens"]) == choice["text"]
+    events = server.stream("/v1/completions", prompt=prompt, **body)
+    streamed = [x for e in events if e["choices"] for x in e["choices"][0]["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx(found["token_logprobs"])
+
+
+_TEMPLATE = (
+    "{% if tools %}tools {{ tools | length }} {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
+)
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"metres": {"$ref": "#/$defs/depth"}}, "required": ["metres"],
+        "additionalProperties": False, "$defs": {"depth": {"enum": values}},
+    }}}
+    for name, values in (("depth", [1, 2, 30]),)
+]  # fmt: skip
+
+
+def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
+    folder = str(model[0])
+    options = EngineOptions(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
+    messages = [{"role": "user", "content": "How deep?"}]
+    with serving_with(
+        lambda: load_engine(folder, options), lambda: Text(load_tokenizer(folder), _TEMPLATE)
+    ) as s:
+        for choice in ("required", {"type": "function", "function": {"name": "depth"}}):
+            body = {"messages": messages, "tools": _TOOLS, "tool_choice": choice, "max_tokens": 120}
+            status, answer = s.post("/v1/chat/completions", **body, temperature=0)
+            assert status == 200, answer
+            (found,) = answer["choices"]
+            (call,) = found["message"]["tool_calls"]
+            assert call["function"]["name"] == "depth" and found["finish_reason"] == "tool_calls"
+            assert json.loads(call["function"]["arguments"])["metres"] in (1, 2, 30)
+            events = s.stream("/v1/chat/completions", **body, temperature=0)
+            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+            streamed = [c for d in deltas for c in d.get("tool_calls", ())]
+            assert [c["function"] for c in streamed] == [call["function"]]
+            again = [*messages, {**found["message"], "annotations": [], "audio": None, "function_call": None},
+                     {"role": "tool", "content": "2", "tool_call_id": call["id"]}]  # fmt: skip
+            assert s.post("/v1/chat/completions", messages=again, max_tokens=2)[0] == 200
+        free = s.post("/v1/chat/completions", messages=messages, tools=_TOOLS, max_tokens=40, temperature=0)[
+            1
+        ]
+        assert "tool_calls" not in free["choices"][0]["message"], "control: left free it does not call"
+        for bad in ("always", {"type": "function", "function": {"name": "width"}}, {"name": 3}):
+            assert s.post("/v1/chat/completions", messages=messages, tools=_TOOLS, tool_choice=bad)[0] == 400
+        assert s.post("/v1/chat/completions", messages=messages, tool_choice="required")[0] == 400
+
+
 def test_shared_prefixes_hit_and_change_nothing(server: Served, model: tuple[Path, Any, Any]) -> None:
     prompt = "the same long beginning of a prompt, word for word, " * 2
     first, second = (server.complete(prompt, max_tokens=12, temperature=0) for _ in range(2))

@@ -85,6 +85,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="weights stay in a file: cpu reads the page cache, nvme the disk, layer by layer")
     add("--stream-folder", metavar="DIR", help="where the packed weights are kept")
     add("--stream-memory", metavar="SIZE", help="weights in memory at a time with nvme")
+    add("--tensor-parallel", "--tp", type=int, default=1, metavar="N",
+        help="processes of this host that share each layer's work, for each replica (default: 1)")
     add("--trust-remote-code", action="store_true", help="run the model's own code")
     add("--loader", help=argparse.SUPPRESS)  # module:function that makes the engine; tests
     # fmt: on
@@ -110,6 +112,7 @@ def engine_task(args: argparse.Namespace) -> Any:
         stream=args.stream,
         stream_folder=args.stream_folder,
         stream_memory=parse_size(args.stream_memory) if args.stream_memory else None,
+        tensor_parallel=args.tensor_parallel,
         trust_remote_code=args.trust_remote_code,
     )
     return EngineTask(args.model, options, args.loader or LOADER)

@@ -295,6 +295,10 @@ class EngineOptions:
     stream_memory: int | None = None
     """Bytes of weights in memory at a time with ``nvme``; by default a quarter of what is free."""
 
+    tensor_parallel: int = 1
+    """Processes of one host that share each layer's work (heads, inner units, experts' inner units,
+    vocabulary).  ``kv_memory`` is then each one's."""
+
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16", "fp16"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto, fp32, bf16 or fp16")
@@ -306,6 +310,10 @@ class EngineOptions:
             )
         if self.speculate < 0:
             raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
+        if self.tensor_parallel > 1 and self.stream:
+            raise ValueError("stream and tensor_parallel do not go together: choose one of them")
         if self.stream not in (None, "cpu", "nvme"):
             raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
         for name in ("block_size", "max_batch", "max_step_tokens"):

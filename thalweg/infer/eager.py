@@ -17,6 +17,7 @@ from torch import Tensor
 from thalweg.infer.batch import Batch
 from thalweg.infer.describe import MLP, Attention, Decoder, Experts, Linear, Norm, Rotary
 from thalweg.infer.pool import Pool
+from thalweg.infer.team import Team
 
 _ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,6 +33,7 @@ class EagerRunner:
 
     Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
     (a mapped file, the host's memory) and come anew each time.  ``cache``: see :class:`Pool`.
+    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
     """
 
     def __init__(
@@ -47,10 +49,13 @@ class EagerRunner:
         make_linear: MakeLinear | None = None,
         keep: bool = True,
         cache: str = "auto",
+        team: Team | None = None,
     ) -> None:
+        self.team = team
         self.decoder, self.dtype, self.device = decoder, dtype, torch.device(device)
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.tables = np.zeros((num_slots, -(-max_length // block_size)), dtype=np.int32)
+        empty = np.zeros((num_slots, -(-max_length // block_size)), dtype=np.int32)
+        self.tables = empty if team is None else team.tables
         self._make, self._keep = make_linear or self._plain, keep
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
         self._cast: dict[int, Tensor] = {}
@@ -94,6 +99,8 @@ class EagerRunner:
         if d.norm is not None:
             x = self._norm(d.norm, x)
         logits = self._linear(d.head, x).float()
+        if self.team is not None:
+            logits = self.team.gather(logits)
         if d.logit_softcap:
             logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
         return logits
@@ -118,12 +125,18 @@ class EagerRunner:
         places = [self._place(span) for span in batch.spans]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.norm1, x)
-            attended = self._attention(layer.attention, index, normed, positions, places, batch)
+            attended = self._whole(self._attention(layer.attention, index, normed, positions, places, batch))
             before = x
             x = x + (attended if layer.post1 is None else self._norm(layer.post1, attended))
-            inner = self._mlp(layer.mlp, self._norm(layer.norm2, before if layer.parallel else x))
+            inner = self._whole(
+                self._mlp(layer.mlp, self._norm(layer.norm2, before if layer.parallel else x))
+            )
             x = x + (inner if layer.post2 is None else self._norm(layer.post2, inner))
         return x
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """Add up the ranks' parts, where there are several."""
+        return part if self.team is None else self.team.sum(part)
 
     def _place(self, span: Any) -> Tensor:
         """Return where positions 0 to the span's last lie in the pools."""

@@ -14,6 +14,9 @@ from thalweg.infer.api import EngineOptions
 from thalweg.infer.engine import Engine
 from thalweg.infer.generate import generate, unsupported
 from thalweg.infer.load import load_engine
+from thalweg.infer.models import describe
+from thalweg.infer.parallel import Follower, follow, telling
+from thalweg.infer.ranks import Peers, gathered, launched, spawned
 from thalweg.infer.source import load_model, load_tokenizer, map_model
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 from thalweg.utils.log import get_logger
@@ -37,31 +40,51 @@ _TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 class InferenceEngine(nn.Module):
     """``engine(...)`` is ``module(...)``; ``engine.generate(...)`` takes Hugging Face's arguments.
 
-    ``core`` is the engine behind ``generate``, None where the model has no causal form.  The module itself is
+    ``core`` is the engine behind ``generate``, None where the model has no causal form, and on the ranks of
+    tensor parallelism that have a part in another rank's.  The module itself is
     neither changed nor moved.  Its weights are copied into the engine's layout: after changing them, call
     :meth:`refresh`.
     """
 
     def __init__(
-        self, module: nn.Module, options: EngineOptions, tokenizer: Any = None, source: Any = None
+        self,
+        module: nn.Module,
+        options: EngineOptions,
+        tokenizer: Any = None,
+        source: Any = None,
+        origin: Any = None,
     ) -> None:
         super().__init__()
         self.module = module.eval()
-        self.options, self.tokenizer, self._source = options, tokenizer, source
+        self.options, self.tokenizer, self._source, self._origin = options, tokenizer, source, origin
         self.core: Engine | None = None
+        self._follower: Follower | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Take over the module's weights as they are now."""
-        if self.core is not None:
-            self.core.close()
-            self.core = None
+        self.close()
         config: Any = getattr(self.module, "config", None)
         causal = hasattr(self.module, "generate") and not getattr(config, "is_encoder_decoder", False)
         if config is not None and causal:
             # What is known by its source are the weights as they were loaded, not as they may be by now.
             source, self._source = self._source, None
-            self.core = load_engine(self.module, self.options, self.tokenizer, source=source)
+            origin, self._origin = self._origin, None
+            peers = self._find_peers(origin)
+            if self._follower is None:
+                self.core = load_engine(self.module, self.options, self.tokenizer, source=source, peers=peers)
+
+    def _find_peers(self, origin: Any) -> Peers | None:
+        """Find the other ranks of tensor parallelism, or become one of them."""
+        size = self.options.tensor_parallel
+        if not launched(size):
+            return spawned(origin, self.options) if size > 1 and origin is not None else None
+        found = gathered(size)
+        if isinstance(found, Peers):
+            return found
+        line, place = found
+        self._follower = follow(describe(self.module), line, place, size, self.options.device)
+        return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, without gradients."""
@@ -72,19 +95,28 @@ class InferenceEngine(nn.Module):
         """Generate as ``module.generate`` does, with the same arguments and the same result.
 
         What the engine does not know (beams, processors of your own, ...) is left to the module's method.
+        Tensor-parallel ranks of a launcher all call it, with the same arguments; all get the same result.
         """
         module: Any = self.module
-        reason = "it has no causal form" if self.core is None else unsupported(module, args, kwargs)
-        if self.core is None or reason:
+        idle = self.core is None and self._follower is None
+        reason = "it has no causal form" if idle else unsupported(module, args, kwargs)
+        if reason:
             log.debug("generating by the module's own method: %s", reason)
             return module.generate(*args, **kwargs)
-        return generate(self.core, module, *args, **kwargs)
+        if self._follower is not None:
+            tokens: Any = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+            return self._follower.result().to(tokens)
+        assert self.core is not None
+        with telling(self.core.runner) as told:
+            told["tokens"] = result = generate(self.core, module, *args, **kwargs)
+        return result
 
     def close(self) -> None:
         """Free the engine's weights and cache; the module stays."""
-        if self.core is not None:
-            self.core.close()
-            self.core = None
+        for part in (self.core, self._follower):
+            if part is not None:
+                part.close()
+        self.core = self._follower = None
 
 
 def init_inference(
@@ -103,16 +135,21 @@ def init_inference(
 
     ``zero`` with stage 3 and ``offload_param`` streams the weights (ZeRO-Inference): ``device`` ``cpu`` or
     ``nvme``, ``nvme_path``, and ``buffer_count`` times ``buffer_size``, which bounds the bytes in memory.  A
-    directory is then not loaded: its files stay mapped, and the batch is chosen for throughput.  Raises
-    ValueError for a key that is unknown or asks for what does not exist here yet.
+    directory is then not loaded: its files stay mapped, and the batch is chosen for throughput.
+
+    ``tensor_parallel`` (``{"tp_size": n}``, or n) or ``mp_size`` shares each layer's work out to n processes
+    of this host: the ranks of a launcher, which all call this and ``generate``, or processes started here.
+
+    Raises ValueError for a key that is unknown or asks for what does not exist here yet.
     """
     read: Any = json.loads(Path(config).read_text()) if isinstance(config, str | Path) else config
     wanted: dict[str, Any] = {**(read or {}), **kwargs}
     if dtype is not None:
         wanted["dtype"] = dtype
     wanted |= _streaming(wanted)
-    source = None
+    source = origin = None
     if isinstance(model, str | Path):
+        origin = model
         plain = EngineOptions(trust_remote_code=bool(wanted.get("trust_remote_code", False)))
         tokenizer = tokenizer or load_tokenizer(model, plain)
         if wanted.get("stream"):
@@ -120,7 +157,7 @@ def init_inference(
         else:
             model = load_model(model, plain)
     assert isinstance(model, nn.Module)
-    return InferenceEngine(model, _options(wanted, model), tokenizer, source)
+    return InferenceEngine(model, _options(wanted, model), tokenizer, source, origin)
 
 
 def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
@@ -128,9 +165,9 @@ def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
     if fields.get("stream"):
         fields.setdefault("max_batch", 0)
     parallel = wanted.pop("tensor_parallel", wanted.pop("tp", {})) or {}
-    degree = max(int(dict(parallel).get("tp_size", 1)), int(wanted.pop("mp_size", 1)))
-    if degree > 1:
-        raise ValueError(f"tensor_parallel.tp_size is {degree}: inference has one process so far; use 1")
+    asked_for = parallel if isinstance(parallel, int) else dict(parallel).get("tp_size", 1)
+    degree = max(int(asked_for), int(wanted.pop("mp_size", 1)))
+    fields["tensor_parallel"] = degree
     if wanted.pop("checkpoint", None):
         raise ValueError("checkpoint: load the weights into the model first, or pass a model directory")
     if (most := wanted.pop("max_out_tokens", wanted.pop("max_tokens", None))) is not None:

@@ -16,7 +16,7 @@ class OneByOne:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self.inner = runner
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.tables = runner.tables
 
@@ -25,14 +25,14 @@ class OneByOne:
         wanted = {row: number for number, row in enumerate(batch.rows)}
         found: list[Tensor] = [torch.empty(0)] * len(wanted)
         for at, (token, span) in enumerate(self._tokens(batch)):
-            logits = self._runner.run(Batch([token], [span], [0] if at in wanted else []))
+            logits = self.inner.run(Batch([token], [span], [0] if at in wanted else []))
             if at in wanted:
                 found[wanted[at]] = logits[0].clone()
         return torch.stack(found) if found else torch.empty(0, 0)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return the last hidden states, fp32 (tokens, width)."""
-        return torch.cat([self._runner.hidden(Batch([t], [s], [0])).clone() for t, s in self._tokens(batch)])
+        return torch.cat([self.inner.hidden(Batch([t], [s], [0])).clone() for t, s in self._tokens(batch)])
 
     def _tokens(self, batch: Batch) -> list[tuple[int, Span]]:
         places = [Span(s.slot, s.start + i, 1) for s in batch.spans for i in range(s.count)]
@@ -43,8 +43,8 @@ class OneByOne:
 
     def release(self, slot: int) -> None:
         """Forget what the slot's sequence has left."""
-        self._runner.release(slot)
+        self.inner.release(slot)
 
     def close(self) -> None:
         """Free the weights and the cache."""
-        self._runner.close()
+        self.inner.close()

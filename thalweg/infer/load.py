@@ -45,30 +45,34 @@ def load_engine(
     *,
     runner: str | None = None,
     source: Any = None,
+    peers: Any = None,
 ) -> Engine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
     by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
     ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
-    again.  Raises ValueError where the model has no causal form or the runner cannot run it.
+    again.  ``peers``: the other ranks of ``options.tensor_parallel`` (``ranks.py``), by default processes
+    that are started here.  Raises ValueError where the model has no causal form or the runner cannot run it.
     """
     options = options or EngineOptions()
+    if options.tensor_parallel > 1 and peers is None:
+        return _with_peers(model, options, tokenizer, runner)
     form = _form(options)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     key = source
     if not isinstance(model, nn.Module):
         tokenizer = tokenizer or load_tokenizer(model, options)
-        if options.stream:
+        if options.stream or peers is not None:
             model, key = map_model(model, options)
         else:
             model = load_model(model, options)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise ValueError(f"{name} is no Hugging Face causal model: it has no config or no generate()")
-    made, max_length = _runner(model, options, form, runner, key)
+    made, max_length = _runner(model, options, form, runner, key, peers)
     foreign = isinstance(made, ForeignRunner)
-    if options.batch_invariant and isinstance(made, EagerRunner | ForeignRunner):
+    if options.batch_invariant and isinstance(getattr(made, "inner", made), EagerRunner | ForeignRunner):
         made = OneByOne(made)
     facts = ModelFacts(
         name=name,
@@ -93,6 +97,16 @@ def load_engine(
     )
 
 
+def _with_peers(model: Any, options: EngineOptions, tokenizer: Any, runner: str | None) -> Engine:
+    """Start the other ranks; a live model goes to them through files."""
+    from thalweg.infer.ranks import saved, spawned
+
+    if not isinstance(model, nn.Module):
+        return load_engine(model, options, tokenizer, runner=runner, peers=spawned(model, options))
+    with saved(model) as folder:
+        return load_engine(model, options, tokenizer, runner=runner, peers=spawned(folder, options))
+
+
 def _form(options: EngineOptions) -> str:
     """Return what weights become: fp32, bf16, fp16, int8 or int4."""
     if options.quantize:
@@ -113,8 +127,14 @@ def _ends(model: Any) -> tuple[int, ...]:
 
 
 def _runner(
-    model: Any, options: EngineOptions, form: str, wanted: str | None, key: Any
+    model: Any, options: EngineOptions, form: str, wanted: str | None, key: Any, peers: Any
 ) -> tuple[Runner, int]:
+    if peers is not None:
+        try:
+            return _parallel(model, options, form, wanted, peers)
+        except BaseException:
+            peers.close()
+            raise
     reasons = []
     if wanted in (None, "native", "eager"):
         try:
@@ -180,6 +200,33 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
     return made, length
 
 
+def _parallel(
+    model: Any, options: EngineOptions, form: str, wanted: str | None, peers: Any
+) -> tuple[Runner, int]:
+    """Return rank 0's runner of a model that the peers have a part in."""
+    from thalweg.infer.parallel import Plan, lead, suits_kernels
+    from thalweg.infer.shard import shard
+
+    try:
+        decoder = describe(model)
+        _compare(model, decoder, keep=False)
+    except Unsupported as reason:
+        raise ValueError(f"tensor_parallel needs a described model: {reason}") from None
+    length = min(options.max_length or decoder.max_length, decoder.max_length)
+    cache = _cache(options, form)
+    why = suits_kernels(decoder, peers.size, form, cache)
+    on_cpu = torch.device(options.device).type == "cpu"
+    fast = wanted != "eager" and on_cpu and form != "fp16" and not why
+    if not fast:
+        if wanted == "native":
+            raise Unsupported(why or "the native kernels are not for this")
+        log.info("running on torch's operators: %s", why or "as asked")
+    part = shard(decoder, 0, peers.size)
+    blocks = _num_blocks(part, options, length, cache, sharers=peers.size)
+    plan = Plan(fast, form, cache, blocks, options.max_batch, length, options.max_step_tokens)
+    return lead(decoder, plan, peers, options.device), length
+
+
 def _streamed(
     model: Any, decoder: Decoder, options: EngineOptions, form: str, wanted: str | None, key: Any
 ) -> tuple[Runner, int]:
@@ -229,8 +276,11 @@ def _cache(options: EngineOptions, form: str) -> str:
     return form if form in ("fp32", "fp16") else "bf16"
 
 
-def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: str) -> int:
-    """Return how many KV blocks the memory asked for, or a share of what is free, holds."""
+def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: str, sharers: int = 1) -> int:
+    """Return how many KV blocks the memory asked for, or a share of what is free, holds.
+
+    ``sharers``: the processes that share what is free, each with as many blocks.
+    """
     size = {"fp32": 4, "int8": 1, "fp8": 1}.get(cache, 2)
     scale = 4 if cache == "int8" else 0
     per_token = sum(2 * a.kv_heads * (a.dim * size + scale) for a in (x.attention for x in decoder.layers))
@@ -244,7 +294,7 @@ def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: st
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if torch.device(options.device).type == "cuda":
         free = torch.cuda.mem_get_info(options.device)[0]
-    return max(one, min(one * options.max_batch, int(free * _SHARE) // per_block))
+    return max(one, min(one * options.max_batch, int(free * _SHARE) // (sharers * per_block)))
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thalweg.infer.batch import Batch
 from thalweg.infer.describe import Attention, Decoder, Experts, Layer, Linear, Norm, Unsupported
+from thalweg.infer.team import Team
 from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
 from thalweg.store.paged import PagedMemory
@@ -52,6 +53,8 @@ class NativeRunner:
 
     ``cache``: what keys and values are kept as, a name of ``native.CACHES``.
     ``weights`` keeps them (by default in memory).  The decoder's embedding is read row by row where it lies.
+    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
+    ``threads``: 0 for as many as torch has.
     """
 
     block_size = native.BLOCK
@@ -67,12 +70,16 @@ class NativeRunner:
         max_tokens: int,
         cache: str,
         weights: Weights | None = None,
+        team: Team | None = None,
+        threads: int = 0,
     ) -> None:
         check(decoder, form, cache)
         self._weights = weights or Resident(decoder, form)
         self.vocab, self.width, self.num_blocks = decoder.vocab, decoder.width, num_blocks
         self._softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
-        self.tables = np.zeros((num_slots, -(-max_length // self.block_size)), dtype=np.int32)
+        self.team, self.threads = team, threads
+        empty = np.zeros((num_slots, -(-max_length // self.block_size)), dtype=np.int32)
+        self.tables = empty if team is None else team.tables
         self._max_tokens = max_tokens
         self._embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
@@ -159,7 +166,8 @@ class _Layout:
     ) -> None:
         self.form, self.kind, self.tokens, self.cache = form, _KINDS[form], tokens, cache
         self.kernels = native.Kernels()
-        self.keep: list[Any] = [owner.tables]
+        self.team, self.threads = owner.team, owner.threads
+        self.keep: list[Any] = [owner.tables, owner.team]
         self.weights, self.weight_bytes = owner._weights, 0
         self.inputs = [torch.zeros(tokens, dtype=torch.int64) for _ in range(4)]
         self.counts = torch.zeros(2, dtype=torch.int64)
@@ -180,7 +188,9 @@ class _Layout:
         for number, layer in enumerate(d.layers):
             self._layer(layer, owner.num_blocks, last=number == len(d.layers) - 1)
         self.tape, self.products = self.head[0], 0
-        self.logits = torch.empty(tokens, native.padded(d.vocab, 32))
+        self.logits = (
+            torch.empty(tokens, native.padded(d.vocab, 32)) if self.team is None else self.team.logits
+        )
         self.final = self._finish(d, head_form(form))
         self.best = self._find_best(d.vocab)
 
@@ -275,15 +285,28 @@ class _Layout:
 
     def _add(self, rows: native.Rows, layer: Linear, post: Norm | None) -> None:
         """x += layer(rows), through a norm where there is one."""
-        if post is None and self.width_fits():
+        if self.team is None and post is None and self.width_fits():
             self._product(rows, layer, self.x, self.form, add=True)
             return
         part = self._buffer("part", layer.outputs)
-        self._product(rows, layer, part, self.form)
+        if self.team is None:
+            self._product(rows, layer, part, self.form)
+        else:
+            self._joined(self.team, rows, layer, part)
         if post is not None:
             self._norm_into(post, part[:, : self.x.shape[1]], part)
         self.tape.append(native.Call(self.kernels.add(), [self.x, part, self.count, self.x.shape[1],
                                                           part.stride(0) * 4]))  # fmt: skip
+
+    def _joined(self, team: Team, rows: native.Rows, layer: Linear, out: Tensor) -> None:
+        """Out = the sum over the ranks of what the layer gives."""
+        every = team.parts()
+        self._product(rows, layer, every[team.rank], self.form)
+        self.tape.append(native.Call(self.kernels.meet(), team.meeting()))
+        self.tape.append(native.Call(self.kernels.join(), [
+            out, out.stride(0) * 4, every, every.stride(1) * 4, every.stride(0) * 4, team.size, self.count,
+            native.padded(layer.outputs, 16),
+        ]))  # fmt: skip
 
     def width_fits(self) -> bool:
         """Whether whole panels fit into the rows of x."""
@@ -358,14 +381,19 @@ class _Layout:
 
     def _finish(self, d: Decoder, form: str) -> Tensor:
         rows = self._prepare(d.norm, self.x, form, "head")
-        self._product(rows, d.head, self.logits, form, head=True)
+        if self.team is None:
+            self._product(rows, d.head, self.logits, form, head=True)
+            return rows.y
+        self._product(rows, d.head, self.logits[:, self.team.first_token :], form, head=True)
+        self.tape.append(native.Call(self.kernels.meet(), self.team.meeting()))
         return rows.y
 
     def _find_best(self, vocab: int) -> tuple[Tensor, Tensor]:
         places, values = torch.zeros(self.tokens, dtype=torch.int32), torch.zeros(self.tokens)
-        self.tape.append(native.Call(self.kernels.best(), [
-            self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places,
-        ]))  # fmt: skip
+        if self.team is None or self.team.rank == 0:
+            self.tape.append(native.Call(self.kernels.best(), [
+                self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places,
+            ]))  # fmt: skip
         return self._hold(places), self._hold(values)
 
     def finish(self) -> tuple[list[native.Tape], list[native.Tape]]:
@@ -381,5 +409,8 @@ class _Layout:
             self.scratch,
             library,
         ]
-        body, head = ([native.lay(calls, library, keep) for calls in part] for part in (self.body, self.head))
+        body, head = (
+            [native.lay(calls, library, keep, self.threads) for calls in part]
+            for part in (self.body, self.head)
+        )
         return body, head

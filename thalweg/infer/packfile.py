@@ -36,6 +36,7 @@ log = get_logger(__name__)
 _FORMAT = "thalweg packed weights 1"
 _BLOCK = 4 << 20  # bytes of one transfer
 _THREADS = 4
+_HUGE = 2 << 20  # bytes of a huge page
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -72,6 +73,7 @@ class PackedFile:
         self._checksums: list[int] = []
         self._maps: list[mmap.mmap] = []
         self._verified: set[int] = set()
+        self._begun: set[int] = set()
         handle = None if self.path is None else self._find(self.path)
         self.complete = handle is not None
         self._handle = self._create() if handle is None else handle
@@ -147,6 +149,21 @@ class PackedFile:
         """Write bytes (flat uint8) into a segment."""
         assert not self.complete and offset + data.numel() <= self.sizes[segment]
         view, at = bytes_of(data), self._starts[segment] + offset
+        for number in range(at // _HUGE, (at + len(view) - 1) // _HUGE + 1):
+            self._begin(number)
+        while view:
+            done = self._disk.pwritev(self._handle, [view], at)
+            view, at = view[done:], at + done
+
+    def _begin(self, number: int) -> None:
+        """Write zeros to 2 MiB at once, so that the page cache holds them as one huge page where it can (ext4
+        since Linux 6.16, xfs): the kernels then read the file as fast as memory, on small pages at half that.
+        """
+        if number in self._begun:
+            return
+        self._begun.add(number)
+        at = number * _HUGE
+        view = memoryview(bytes(min(_HUGE, self._starts[-1] - at)))
         while view:
             done = self._disk.pwritev(self._handle, [view], at)
             view, at = view[done:], at + done
@@ -196,6 +213,9 @@ class PackedFile:
         """Map the file, check it, and return each segment's address.  The mapping lives until ``close``."""
         whole = mmap.mmap(self._handle, self._starts[-1], access=mmap.ACCESS_COPY)
         self._maps.append(whole)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # what is not cached yet then comes as huge pages
+                whole.madvise(mmap.MADV_HUGEPAGE)
         base = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
         view = memoryview(whole)
         for segment in range(len(self.sizes)) if self.complete else ():

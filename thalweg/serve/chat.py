@@ -42,10 +42,11 @@ class _Answer:
     def __init__(self, service: Service, ask: ChatRequest) -> None:
         self._text, self._ask = service.text, ask
         self._calls = bool(ask.tools) and ask.tool_choice != "none"
+        self._forced = ask.tool_choice not in (None, "none", "auto")
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": service.model,
+            "model": ask.model or service.model,
         }
 
     def whole(self, samples: list[Sample], generation: Generation) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class _Answer:
         message: dict[str, Any] = {"role": "assistant", "content": self._first(sample.text), "refusal": None}
         reason = sample.finish_reason
         if self._calls:
-            content, calls = ToolParser().feed(message["content"], last=True)
+            content, calls = ToolParser(self._forced).feed(message["content"], last=True)
             if calls:
                 message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
                 content, reason = content.strip() or None, "tool_calls"
@@ -71,7 +72,7 @@ class _Answer:
         }
 
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
-        parsers: defaultdict[int, ToolParser] = defaultdict(ToolParser)
+        parsers: defaultdict[int, ToolParser] = defaultdict(lambda: ToolParser(self._forced))
         begun: set[int] = set()
         async with contextlib.aclosing(generation.stream()) as outputs:
             async for _, output in outputs:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,12 +56,20 @@ class _Answer:
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model,
+            "model": ask.model or service.model,
         }
 
     def whole(self, samples: list[list[Sample]], generation: Generation) -> dict[str, Any]:
         choices = [
-            self._choice(i, s, self._echo(i) + sample.text, sample.logprobs, len(self._echo(i)), sample)
+            self._choice(
+                i,
+                s,
+                self._echo(i) + sample.text,
+                sample.logprobs,
+                len(self._echo(i)),
+                sample,
+                sample.prompt_logprobs,
+            )
             for i, several in enumerate(samples)
             for s, sample in enumerate(several)
         ]
@@ -84,6 +92,7 @@ class _Answer:
                     output.logprobs or (),
                     offset + len(text) - len(output.text),
                     output,
+                    output.prompt_logprobs or (),
                 )
                 usage = {"usage": None} if self._wants_usage else {}
                 yield {**self._head, "choices": [choice], **usage}
@@ -106,25 +115,42 @@ class _Answer:
         return tokenizer.decode(self._prompts[index]) if tokenizer is not None else ""
 
     def _choice(
-        self, prompt: int, sample: int, text: str, logprobs: Iterable[TokenLogprob], offset: int, end: Any
+        self,
+        prompt: int,
+        sample: int,
+        text: str,
+        logprobs: Iterable[TokenLogprob],
+        offset: int,
+        end: Any,
+        before: Sequence[TokenLogprob | None] = (),
     ) -> dict[str, Any]:
+        """``before``: what an echoed prompt's own tokens were worth."""
+        found = None
+        if self._ask.logprobs is not None:
+            found = _logprobs(self._text, before, 0, self._prompts[prompt])
+            for name, values in _logprobs(self._text, logprobs, offset).items():
+                found[name] += values
         return {
             "index": prompt * (self._ask.n or 1) + sample,
             "text": text,
-            "logprobs": None if self._ask.logprobs is None else _logprobs(self._text, logprobs, offset),
+            "logprobs": found,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
 
 
-def _logprobs(text: Text, entries: Iterable[TokenLogprob], offset: int) -> dict[str, Any]:
+def _logprobs(
+    text: Text, entries: Iterable[TokenLogprob | None], offset: int, tokens: Sequence[int] = ()
+) -> dict[str, Any]:
+    """``tokens`` name those without an entry: a prompt's first, which nothing precedes."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for entry in entries:
-        token = _name(text, entry.token_id)
-        length = len(text.spell(entry.token_id)[0])
-        found["tokens"].append(token)
-        found["token_logprobs"].append(finite(entry.logprob))
-        found["top_logprobs"].append({_name(text, other): finite(value) for other, value in entry.top})
+    for number, entry in enumerate(entries):
+        token_id = tokens[number] if entry is None else entry.token_id
+        length = len(text.spell(token_id)[0])
+        found["tokens"].append(_name(text, token_id))
+        found["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+        top = None if entry is None else {_name(text, other): finite(value) for other, value in entry.top}
+        found["top_logprobs"].append(top)
         found["text_offset"].append(offset)
         offset += length
     return found

@@ -63,6 +63,7 @@ class Sample:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_tokens: int = 0
@@ -114,6 +115,7 @@ class Generation:
                 sample.text += output.text
                 sample.token_ids += output.token_ids
                 sample.logprobs += output.logprobs or ()
+                sample.prompt_logprobs += output.prompt_logprobs or ()
                 sample.num_tokens = output.num_generated_tokens
                 if output.finish_reason is not None:
                     sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason

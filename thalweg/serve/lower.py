@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from thalweg.infer.api import ModelFacts, Request, SamplingParams, Structure
 from thalweg.serve.errors import bad_request
 from thalweg.serve.schema import ChatMessage, ChatRequest, CompletionRequest, MiiRequest, Prompt, Sampling
 from thalweg.serve.text import DEFAULT_STOP, Text, too_long
+from thalweg.serve.tools import forced
 
 
 def num_prompts(prompt: str | list[int] | list[Prompt]) -> int:
@@ -42,6 +44,8 @@ def sampling(
     ask: Sampling, facts: ModelFacts, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Return the engine's parameters; raises 400 when they contradict each other."""
+    if ask.stream_options is not None and not ask.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
     stop = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
     return build(
         max_tokens=max_tokens,
@@ -118,7 +122,8 @@ def completion_params(ask: CompletionRequest, facts: ModelFacts) -> SamplingPara
         )
     if ask.best_of is not None and ask.best_of != (ask.n or 1):
         raise bad_request("best_of other than n is not supported: leave it out", "best_of")
-    return sampling(ask, facts, max_tokens=ask.max_tokens, logprobs=ask.logprobs)
+    params = sampling(ask, facts, max_tokens=ask.max_tokens, logprobs=ask.logprobs)
+    return replace(params, prompt_logprobs=ask.logprobs) if ask.echo else params
 
 
 def chat_params(ask: ChatRequest, facts: ModelFacts, text: Text) -> SamplingParams:
@@ -128,17 +133,22 @@ def chat_params(ask: ChatRequest, facts: ModelFacts, text: Text) -> SamplingPara
     if text.template is None and not ask.stop:
         ask = ask.model_copy(update={"stop": [DEFAULT_STOP]})
     max_tokens = ask.max_completion_tokens if ask.max_completion_tokens is not None else ask.max_tokens
-    return sampling(
+    params = sampling(
         ask, facts, max_tokens=max_tokens, logprobs=(ask.top_logprobs or 0) if ask.logprobs else None
     )
+    try:
+        call = forced(ask.tool_choice, [tool.function for tool in ask.tools or ()])
+    except (ValueError, TypeError) as error:
+        raise bad_request(str(error), "tool_choice") from None
+    if call is None:
+        return params
+    if params.structure is not None:
+        raise bad_request("a call is demanded and another form of answer too: give one", "tool_choice")
+    return replace(params, structure=Structure(json_schema=json.dumps(call)), stop=())
 
 
 async def chat_prompt(ask: ChatRequest, text: Text, facts: ModelFacts) -> list[int]:
     """Return the tokens of a conversation."""
-    if ask.tool_choice not in (None, "none", "auto"):
-        raise bad_request(
-            "tool_choice may be none or auto: the model cannot be forced to call", "tool_choice"
-        )
     tools = None
     if ask.tools and ask.tool_choice != "none":
         if not text.knows_tools:

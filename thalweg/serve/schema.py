@@ -158,6 +158,10 @@ class ChatMessage(_Strict):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    """The last three stand in an answer that a client sends back as it came; they change nothing."""
 
     @property
     def text(self) -> str:

@@ -8,22 +8,60 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class ToolParser:
-    """Parts one answer into text and calls."""
+def forced(
+    choice: Literal["none", "auto", "required"] | dict[str, Any] | None, tools: Sequence[Any]
+) -> dict[str, Any] | None:
+    """Return the JSON schema of the call that ``tool_choice`` demands, or None where it demands none.
 
-    def __init__(self) -> None:
+    ``tools`` have ``name`` and ``parameters``.  Raises ValueError where no such tool was given.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        tools = [tool for tool in tools if tool.name == name]
+        if not tools:
+            raise ValueError('tool_choice must be {"type": "function", "function": {"name": one of tools}}')
+    if not tools:
+        raise ValueError("tool_choice demands a call and tools has none: give some")
+    shared: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        arguments = dict(tool.parameters or {"type": "object"})
+        for key in ("$defs", "definitions"):  # references to them begin at the root
+            for name, schema in dict(arguments.pop(key, {})).items():
+                if shared.setdefault(key, {}).setdefault(name, schema) != schema:
+                    raise ValueError(f"two tools define {name[:80]} differently: rename one of them")
+        calls.append({
+            "type": "object", "properties": {"name": {"const": tool.name}, "arguments": arguments},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        })  # fmt: skip
+    return {"anyOf": calls, **shared}
+
+
+class ToolParser:
+    """Parts one answer into text and calls; ``bare``: all of it is a call, as :func:`forced` demands."""
+
+    def __init__(self, bare: bool = False) -> None:
         self.num_calls = 0
-        self._held = ""
+        self._held, self._bare = "", bare
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return the text that is surely none of a call, and the calls that are complete."""
         self._held += text
         out, calls = "", []
+        if self._bare:
+            if not last:
+                return "", []
+            call = self._read(self._held)
+            return (self._held, []) if call is None else ("", [call])
         while True:
             start = self._held.find(_OPEN)
             if start < 0:

@@ -11,7 +11,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from thalweg.ops.native import attend, gemm, panels, pointwise
+from thalweg.ops.native import attend, gemm, meeting, panels, pointwise
 from thalweg.ops.native.ir import Library
 from thalweg.ops.native.kept import Heads
 from thalweg.ops.native.tape import Tape, pointer
@@ -110,6 +110,14 @@ class Kernels:
         """Attend to the paged cache."""
         return self._kernel(attend.attend, heads)
 
+    def meet(self) -> str:
+        """Wait for the other ranks."""
+        return self._kernel(meeting.meet)
+
+    def join(self) -> str:
+        """Add up the ranks' rows."""
+        return self._kernel(meeting.join)
+
     def compile(self) -> Compiled:
         """Turn everything into machine code; what another engine has needed is at hand."""
         return Compiled({name: _compiled(str(module)) for name, module in self._modules.items()})
@@ -131,11 +139,11 @@ def _compiled(text: str) -> Library:
     return Library(text)
 
 
-def lay(calls: Sequence[Call], library: Compiled, keep: Sequence[Any]) -> Tape:
-    """Make a tape of calls; ``keep`` lives as long as it does."""
+def lay(calls: Sequence[Call], library: Compiled, keep: Sequence[Any], threads: int = 0) -> Tape:
+    """Make a tape of calls; ``keep`` lives as long as it does, ``threads`` is 0 for as many as torch has."""
     rows = []
     for call in calls:
         values = [pointer(x) if isinstance(x, Tensor) else int(x) for x in call.arguments]
         rows.append((library.address(call.kernel), values))
     tensors = [x for call in calls for x in call.arguments if isinstance(x, Tensor)]
-    return Tape(rows, [library, *keep, *tensors])
+    return Tape(rows, [library, *keep, *tensors], threads)

@@ -115,7 +115,9 @@ def runnable() -> bool:
 class Tape:
     """Instructions that are laid down once and run many times; keeps what they point to alive."""
 
-    def __init__(self, instructions: Sequence[tuple[int, Sequence[int]]], keep: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, instructions: Sequence[tuple[int, Sequence[int]]], keep: Sequence[Any] = (), threads: int = 0
+    ) -> None:
         rows = torch.zeros(len(instructions), WORDS, dtype=torch.int64)
         for row, (kernel, args) in zip(rows, instructions, strict=True):
             assert len(args) < WORDS
@@ -126,11 +128,11 @@ class Tape:
         base = -(-self._barrier.data_ptr() // 128) * 128
         self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64)
         self._address = self._state.data_ptr()
-        self._launch = _runtime()[0]
+        self._launch, self._threads = _runtime()[0], threads
 
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""
-        self._launch(self._address, torch.get_num_threads())
+        self._launch(self._address, self._threads or torch.get_num_threads())
 
 
 def pointer(tensor: Tensor | None) -> int:

@@ -1,0 +1,196 @@
+"""Tensor parallelism in the engine: the tokens of one process, from the parts of several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thalweg
+from tests.unit.infer_models import tiny
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer.models import describe
+from thalweg.infer.parallel import follow
+from thalweg.infer.ranks import Line, Peers, RankLost
+from thalweg.infer.shard import shard, vocab_part
+from thalweg.ops import native
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
+kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def options(**fields: Any) -> EngineOptions:
+    return EngineOptions(
+        **({"max_batch": 4, "max_length": 96, "max_step_tokens": 16, "dtype": "fp32"} | fields)
+    )
+
+
+def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
+    """Decode all prompts greedily, in steps that cut the longest in pieces."""
+    found: dict[str, list[int]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=new)))
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+def _be(model: Any, line: Line, rank: int, size: int) -> None:
+    follower = follow(describe(model), line, rank, size, "cpu", 1)
+    assert follower.work()["op"] == "close"
+    follower.close()
+
+
+def team(model: Any, size: int, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
+    """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
+    lines, threads = [], []
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        lines.append(Line(ours))
+
+        threads.append(
+            threading.Thread(target=_be, args=(other or model, Line(theirs), rank, size), daemon=True)
+        )
+        threads[-1].start()
+    engine = load_engine(model, options(tensor_parallel=size, **fields), runner=runner, peers=Peers(lines))
+    engine.threads = threads  # type: ignore[attr-defined]
+    return engine
+
+
+def finish(engine: Any) -> None:
+    engine.close()
+    for thread in engine.threads:
+        thread.join(10)
+        assert not thread.is_alive(), "a rank ends with rank 0"
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("llama", 2), ("llama_bias_tied", 4), ("gemma2", 2), ("gpt2", 3), ("phi", 2), ("bloom", 4),
+     ("falcon40", 2), ("falcon7", 2), ("gpt_neox", 2), ("qwen3", 2)],
+)  # fmt: skip
+def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
+    model = tiny(kind)
+    plain = load_engine(model, options(), runner="native")
+    want = tokens(plain)
+    plain.close()
+    engine = team(model, size, "native")
+    assert tokens(engine) == want and tokens(engine) == want
+    finish(engine)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("mixtral", 2), ("qwen2_moe", 2), ("qwen3_moe", 3), ("llama", 2)])
+def test_operators_and_mixtures_too(kind: str, size: int) -> None:
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16} if size == 3 else {}
+    model = tiny(kind, **changes)
+    plain = load_engine(model, options(), runner="eager")
+    want = tokens(plain)
+    plain.close()
+    engine = team(model, size, "eager")
+    assert tokens(engine) == want
+    finish(engine)
+
+
+@kernels
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_other_forms_stay_close(form: str) -> None:
+    """Sums in parts round differently, so that what is compared is the first logits."""
+    model = tiny("llama")
+    fields: dict[str, Any] = {"quantize": form} if form.startswith("int") else {"dtype": form}
+    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def scores(engine: Any) -> torch.Tensor:
+        engine.add(Request("a", PROMPTS[2], ask))
+        while engine.has_work():
+            for output in engine.step():
+                return torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
+        raise AssertionError
+
+    whole = load_engine(model, options(max_step_tokens=64, **fields))
+    parts = team(model, 2, max_step_tokens=64, **fields)
+    exact = load_engine(model, options(max_step_tokens=64))
+    a, b, truth = scores(whole), scores(parts), scores(exact)
+    assert (b - truth).abs().mean() < 2 * (a - truth).abs().mean() + 1e-3
+    finish(parts)
+
+
+@kernels
+def test_control_a_rank_of_another_model_is_seen() -> None:
+    model = tiny("llama")
+    plain = load_engine(model, options())
+    engine = team(model, 2, other=tiny("llama", seed=1))
+    assert tokens(engine) != tokens(plain)
+    finish(engine)
+
+
+@given(vocab=st.integers(1, 5000), size=st.integers(1, 9))
+def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
+    parts = [vocab_part(vocab, rank, size) for rank in range(size)]
+    assert parts[0][0] == 0 and parts[-1][1] == vocab
+    assert all(a[1] == b[0] for a, b in pairwise(parts))
+    assert all(start % 32 == 0 for start, stop in parts if stop > start)
+
+
+def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:
+    with pytest.raises(ValueError, match="dealt out to 1, 2, 4"):
+        shard(describe(tiny("llama")), 0, 3)
+
+
+def test_options_that_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="choose one"):
+        EngineOptions(tensor_parallel=2, stream="cpu")
+    with pytest.raises(ValueError, match="at least 1"):
+        EngineOptions(tensor_parallel=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny("llama").save_pretrained(path)
+    return path
+
+
+def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path) -> None:
+    plain = load_engine(folder, options())
+    want = tokens(plain)
+    plain.close()
+    engine = load_engine(folder, options(tensor_parallel=2))
+    assert tokens(engine) == want
+    process: Any = engine.runner.peers._processes[0]
+    engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))
+    engine.step()
+    os.kill(process.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"):
+        tokens(engine)
+    assert time.monotonic() - begun < 10
+    engine.close()
+
+
+def test_a_dropped_engine_leaves_no_process() -> None:
+    engine = thalweg.init_inference(tiny("llama"), mp_size=2, dtype="fp32", max_length=96)
+    core: Any = engine.core
+    process = core.runner.peers._processes[0]
+    tokens = torch.tensor([PROMPTS[0]])
+    want = engine.module.generate(tokens, max_new_tokens=6, do_sample=False)
+    assert torch.equal(engine.generate(tokens, max_new_tokens=6, do_sample=False), want)
+    engine.close()
+    assert process.poll() == 0
