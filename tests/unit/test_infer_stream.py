@@ -22,6 +22,7 @@ from thalweg.infer.packfile import DamagedFile, PackedFile
 from thalweg.infer.source import map_model
 from thalweg.infer.stream import best_batch, circuit, segments
 from thalweg.ops import native
+from thalweg.store.disk import Disk
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
 kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
@@ -296,3 +297,27 @@ def test_init_inference_takes_deepspeeds_section(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ValueError, match="Name a folder"):
         load_engine(model, options(file, stream="cpu", dtype="fp32"))
+
+
+def test_the_file_is_begun_in_whole_huge_pages(tmp_path: Path) -> None:
+    """Pieces of any size make 2 MiB at once, which the page cache can hold as one; their bytes are as written."""
+    begun: dict[int, tuple[int, int]] = {}
+
+    class Watched(Disk):
+        def pwritev(self, handle: int, buffers: Any, offset: int) -> int:
+            begun.setdefault(offset >> 21, (offset, sum(map(len, buffers))))
+            return super().pwritev(handle, buffers, offset)
+
+    sizes = [5 << 20, 3 << 20]
+    file = PackedFile(tmp_path, sizes, disk=Watched())
+    data = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
+    for segment, start in enumerate((0, sizes[0])):
+        for at in range(0, sizes[segment], 700_001):
+            stop = min(at + 700_001, sizes[segment])
+            file.write(segment, at, data[start + at : start + stop])
+    file.seal()
+    total = file._starts[-1]
+    assert begun == {i: (i << 21, min(2 << 20, total - (i << 21))) for i in range(-(-total // (2 << 20)))}
+    for base, size, start in zip(file.map(), sizes, (0, sizes[0]), strict=True):
+        assert ctypes.string_at(base, size) == bytes(data[start : start + size].numpy())
+    file.close()
