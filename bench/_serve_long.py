@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
+from _report import Row, compare
 
 sys.path.insert(0, str(ROOT))
 
@@ -31,16 +32,35 @@ from thalweg.serve.pool import PoolLimits
 _REPORT = 30.0  # seconds between lines on standard error
 
 
-def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> dict[str, Any]:
-    """Run what is asked for; returns the counts, and raises AssertionError where a promise is broken."""
-    found: dict[str, Any] = {}
+def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict[str, Any]]:
+    """Run what is asked for; returns a run with rows for each, AssertionError where a promise is broken."""
+    runs = []
     if num_bad:
-        found["fuzz"] = _fuzz(num_bad, seed)
+        found = _fuzz(num_bad, seed)
+        note = f"Answers by status: {found} (0: the connection was closed). One engine from first to last."
+        rows = [_row("R23 fuzz", "bad requests", num_bad, 1_000_000)]
+        rows.append(compare("R23 fuzz, answers", "goal", "answers above 499", 0, 0))
+        runs.append({"run": "R23 fuzz", "rows": rows, "note": note})
     if num_soak:
-        found["soak"] = _soak(num_soak, seed)
+        found = _soak(num_soak, seed)
+        drift, resident = found.pop("drift"), found.pop("resident_mib")
+        note = f"Ends by status: {found} (-2: the client left, -1: refused by the listen queue). "
+        note += f"{resident:.0f} MiB at the end. Each survivor's text was what the request gives alone."
+        rows = [_row("R24 soak", "requests, 30% left midway", num_soak, 500_000)]
+        rows.append(compare("R24 soak, after each twentieth", "goal", "KV blocks held", 0, 0))
+        rows.append(compare("R24 soak, memory", "goal", "% drift after a quarter", 100 * drift, 1.0,
+                            ratio=1.0 / max(100 * drift, 0.01)))  # fmt: skip
+        runs.append({"run": "R24 soak", "rows": rows, "note": note})
     if num_ends:
-        found["residue"] = _residue(num_ends, seed)
-    return found
+        found = _residue(num_ends, seed)
+        rows = [_row("R25 residue", "ends", num_ends, 1000)]
+        rows.append(compare("R25 residue, left", "goal", "processes, files, ports", 0, 0))
+        runs.append({"run": "R25 residue", "rows": rows, "note": f"By signal: {found}."})
+    return runs
+
+
+def _row(name: str, what: str, count: int, goal: int) -> Row:
+    return compare(f"{name}, full count", "goal", what, count, goal, lower_is_better=False)
 
 
 def _fuzz(count: int, seed: int) -> dict[str, Any]:

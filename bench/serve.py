@@ -137,6 +137,15 @@ def page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def long_page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
+    """Return the long tiers as Markdown."""
+    parts = ["# The server's long tiers (R23 to R25)"]
+    for run in runs:
+        head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['note']}"
+        parts += [f"## {run['run']}", head, rows_table(rows_for(run["run"], table))]
+    return "\n\n".join(parts) + "\n"
+
+
 def _section(run: dict[str, Any], table: list[dict[str, Any]]) -> list[str]:
     head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['good']}."
     lines = "\n".join(f"- {line}" for line in run["lines"])
@@ -191,10 +200,15 @@ def main() -> None:
     if args.fuzz or args.soak or args.residue:
         from _serve_long import run_long
 
-        result: dict[str, Any] = run_long(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
-        print(
-            json.dumps(result) if args.json else "\n".join(f"{key}: {value}" for key, value in result.items())
-        )
+        parts = run_long(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
+        table = [row for part in parts for row in part["rows"]]
+        data = envelope("serve_long", table)
+        about = {key: data[key] for key in ("date", "commit", "machine")}
+        runs = [{**part, **about, "rows": rows_for(part["run"], data["rows"])} for part in parts]
+        if args.write:
+            data = merge_runs("serve_long", runs)
+            write_result("serve_long", data, long_page(data["runs"], data["rows"]))
+        print(json.dumps(data) if args.json else long_page(runs, data["rows"]))
         return
     compare_servers(args)
 

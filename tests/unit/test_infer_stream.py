@@ -300,7 +300,7 @@ def test_init_inference_takes_deepspeeds_section(tmp_path: Path) -> None:
 
 
 def test_the_file_is_begun_in_whole_huge_pages(tmp_path: Path) -> None:
-    """Pieces of any size make 2 MiB at once, which the page cache can hold as one; their bytes are as written."""
+    """Pieces of any size begin 2 MiB at once, which the page cache can hold as one; bytes are as written."""
     begun: dict[int, tuple[int, int]] = {}
 
     class Watched(Disk):
