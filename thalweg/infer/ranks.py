@@ -168,6 +168,11 @@ def hung_up(fds: Sequence[int], milliseconds: int) -> bool:
 def spawned(model: str | Path, options: EngineOptions) -> Peers:
     """Start the other ranks of ``options.tensor_parallel`` as processes that load from a directory."""
     size = options.tensor_parallel
+    if torch.device(options.device).type != "cpu":
+        raise ValueError(
+            f"tensor_parallel is {size} on {options.device}: start a process for each GPU"
+            f" (thalweg run --nproc {size}), each of which calls init_inference"
+        )
     threads = max(1, torch.get_num_threads() // size)
     lines: list[Line] = []
     processes: list[subprocess.Popen[bytes]] = []
