@@ -128,6 +128,11 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     @property
+    def lost(self) -> str:
+        """Why no step can succeed any more: a rank of the engine is gone.  May be asked by any thread."""
+        return getattr(self.runner, "lost", "")
+
+    @property
     def pending(self) -> AbstractSet[str]:
         """Names of the requests that have not ended."""
         return self._requests.keys()

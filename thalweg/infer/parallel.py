@@ -82,6 +82,11 @@ class Lead:
         self._check()
         return states
 
+    @property
+    def lost(self) -> str:
+        """Which rank is gone, or an empty text."""
+        return self.peers.lost() if self.team.gone and self._end.alive else ""
+
     def release(self, slot: int) -> None:
         """Nothing is kept outside of the blocks."""
         self.inner.release(slot)

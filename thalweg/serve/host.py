@@ -38,6 +38,7 @@ class Host:
         self._sending = threading.Lock()
         self._done = threading.Event()
         self._stats = EngineStats()
+        self._engine: EngineCore | None = None
         self._returned: float | None = None  # when the engine last came back, None while it loads
         self._busy = False
 
@@ -47,7 +48,7 @@ class Host:
             threading.Thread(target=target, daemon=True, name=f"thalweg-serve{target.__name__}").start()
         engine = None
         try:
-            engine = self._load()
+            engine = self._engine = self._load()
             self._note(engine)
             self._send({"type": "ready", "facts": wire.dump_facts(engine.facts)})
             self._loop(engine)
@@ -83,6 +84,8 @@ class Host:
             message = self._inbox.get()
             if message["type"] == "stop":
                 raise _Stopped
+            if message["type"] == "lost":
+                raise RuntimeError(message["error"])
             if not self._busy:
                 self._returned = time.monotonic()
             self._busy = True
@@ -137,6 +140,9 @@ class Host:
     def _beat(self) -> None:
         while not self._done.wait(BEAT):
             self._send(self._report())
+            if lost := getattr(self._engine, "lost", ""):  # while it has nothing to do, nobody else would see
+                self._inbox.put({"type": "lost", "error": lost})
+                return
 
 
 class _Stopped(Exception):
