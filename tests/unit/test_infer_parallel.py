@@ -110,6 +110,14 @@ def test_operators_and_mixtures_too(kind: str, size: int) -> None:
 
 
 @kernels
+def test_heads_of_sixteen_in_all() -> None:
+    """Attention writes rows of 64 bytes one after the other: where they are read from, ranks or not."""
+    model = tiny("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
+    native_, eager = (load_engine(model, options(), runner=name) for name in ("native", "eager"))
+    assert tokens(native_) == tokens(eager)
+
+
+@kernels
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_other_forms_stay_close(form: str) -> None:
     """Sums in parts round differently, so that what is compared is the first logits."""

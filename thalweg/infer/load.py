@@ -33,7 +33,7 @@ from thalweg.utils.log import get_logger
 log = get_logger(__name__)
 
 _PROBE = 13  # tokens of the check at load
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _BLOCK = 16
 _SHARE = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
 
@@ -313,6 +313,7 @@ def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
         device=parameter.device, keep=keep,
     )  # fmt: skip
     got = plain.run(Batch(tokens, [Span(0, 0, _PROBE)], range(_PROBE)))
-    error = ((got - want).abs().max() / want.std().clamp(min=1e-6)).item()
-    if not error < _TOLERANCE.get(parameter.dtype, 1e-1):
+    # Of each token's logits the mean error: the largest of a deep model's many in bf16 says little.
+    error = ((got - want).square().mean(1).sqrt().max() / want.std().clamp(min=1e-6)).item()
+    if not error < _TOLERANCE.get(parameter.dtype, 5e-2):
         raise Unsupported(f"our description's logits are off by {error:.2g} standard deviations")

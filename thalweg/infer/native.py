@@ -254,6 +254,13 @@ class _Layout:
                 rows.scale, packed.scale, *rows.sums_for(form),
             ]))  # fmt: skip
 
+    def _dense(self, label: str, columns: int) -> Tensor:
+        """Rows one right after the other, as attention writes them."""
+        key = (columns, label, "dense")
+        if key not in self._ready:
+            self._ready[key] = self._hold(torch.zeros(self.tokens, columns))  # type: ignore[assignment]
+        return self._ready[key]  # type: ignore[return-value]
+
     def _buffer(self, label: str, columns: int) -> Tensor:
         key = (columns, label, "fp32")
         if key not in self._ready:
@@ -267,11 +274,11 @@ class _Layout:
         form = self.form
         qkv = self._buffer("qkv", a.qkv.outputs)
         self._product(self._prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
-        attended = self._buffer("attended", a.heads * a.dim)
+        attended = self._dense("attended", a.heads * a.dim)
         self._attention(a, qkv, attended, num_blocks, last)
         inner = m.down.inputs
         up = self._buffer("up", m.up.outputs)
-        rows = self._prepare(None, attended[:, : a.heads * a.dim], form, "attended")
+        rows = self._prepare(None, attended, form, "attended")
         if layer.parallel:
             self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
         self._add(rows, a.out, layer.post1)
