@@ -34,7 +34,7 @@ def forced(
     shared: dict[str, Any] = {}
     calls = []
     for tool in tools:
-        arguments = dict(tool.parameters or {"type": "object"})
+        arguments: dict[str, Any] = dict(tool.parameters or {"type": "object"})
         for key in ("$defs", "definitions"):  # references to them begin at the root
             for name, schema in dict(arguments.pop(key, {})).items():
                 if shared.setdefault(key, {}).setdefault(name, schema) != schema:
