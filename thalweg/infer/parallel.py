@@ -134,8 +134,6 @@ class Follower:
                 spans = [Span(*span) for span in message["spans"]]
                 batch = Batch(message["tokens"], spans, message["rows"])
                 (self._runner.run if message["op"] == "run" else self._runner.hidden)(batch)
-                if self._team.gone:
-                    raise RankLost("a tensor-parallel rank is gone")
         except BaseException:
             self._team.leave()
             raise
@@ -166,10 +164,9 @@ def telling(runner: Any) -> Iterator[dict[str, Any]]:
         return
     try:
         yield told
-    except RankLost:
-        raise
     except BaseException as error:
-        runner.peers.tell({"op": "end", "error": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(RankLost):  # those who are there still wait
+            runner.peers.tell({"op": "end", "error": f"{type(error).__name__}: {error}"})
         raise
     runner.peers.tell({"op": "end", "error": None, "tokens": told["tokens"].tolist()})
 

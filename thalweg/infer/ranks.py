@@ -109,12 +109,15 @@ class Peers:
         return bool(self._processes)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message to all."""
+        """Send a message to all; raises RankLost, at the end, where one is gone."""
+        gone = []
         for rank, line in enumerate(self.lines, 1):
             try:
                 line.send(message)
             except OSError:
-                raise RankLost(self.cause(rank)) from None
+                gone.append(rank)
+        if gone:
+            raise RankLost(self.cause(gone[0]))
 
     def hear(self) -> list[dict[str, Any]]:
         """Return a message of each."""

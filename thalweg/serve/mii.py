@@ -47,6 +47,7 @@ def serve(
     deployment_name: str | None = None,
     *,
     replica_num: int = 1,
+    tensor_parallel: int = 1,
     host: str = "127.0.0.1",
     port: int = 0,
     arguments: Sequence[str] = (),
@@ -62,7 +63,8 @@ def serve(
             f"a deployment {name!r} is running: take another name, or client(name).terminate_server()"
         )
     command = [sys.executable, "-m", "thalweg", "serve", model, "--deployment", name, "--json"]
-    command += ["--host", host, "--port", str(port), "--replicas", str(replica_num), *arguments]
+    command += ["--host", host, "--port", str(port), "--replicas", str(replica_num)]
+    command += ["--tensor-parallel", str(tensor_parallel), *arguments]
     environ = {**os.environ, "THALWEG_API_KEY": os.environ.get("THALWEG_API_KEY") or secrets.token_hex(16)}
     with tempfile.TemporaryFile() as said:  # has no name, so nothing is left of it
         process = subprocess.Popen(
