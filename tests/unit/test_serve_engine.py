@@ -116,7 +116,7 @@ def test_an_echoed_prompt_has_its_own_logprobs(server: Served, model: tuple[Path
     assert choice["text"].startswith(prompt) and found["text_offset"][count] == len(prompt)
     assert "".join(found["tokens"][:count]) == prompt
     events = server.stream("/v1/completions", prompt=prompt, **body)
-    streamed = [x for e in events if e["choices"] for x in e["choices"][0]["logprobs"]["token_logprobs"]]
+    streamed = [x for e in events[:-1] if e["choices"] for x in e["choices"][0]["logprobs"]["token_logprobs"]]
     assert streamed == pytest.approx(found["token_logprobs"])
 
 
@@ -148,7 +148,7 @@ def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
             assert call["function"]["name"] == "depth" and found["finish_reason"] == "tool_calls"
             assert json.loads(call["function"]["arguments"])["metres"] in (1, 2, 30)
             events = s.stream("/v1/chat/completions", **body, temperature=0)
-            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+            deltas = [e["choices"][0]["delta"] for e in events[:-1] if e["choices"]]
             streamed = [c for d in deltas for c in d.get("tool_calls", ())]
             assert [c["function"] for c in streamed] == [call["function"]]
             again = [*messages, {**found["message"], "annotations": [], "audio": None, "function_call": None},
