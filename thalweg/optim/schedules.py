@@ -15,8 +15,8 @@ OneCycle, and the log/linear warm-ups of large-batch training.
 On purpose different: lists with one entry per parameter group are taken wherever a rate or a momentum is;
 ``warmup_max_lr`` left out means each group's own rate; OneCycle leaves ``betas[1]`` alone and cycles
 ``momentum`` where an optimiser has no ``betas``; an unknown ``warmup_type`` is an error and not "log";
-``load_state_dict`` also puts the rates back into the optimiser. A group that joins later (``add_param_group``)
-keeps the rate that it came with, as with torch's schedulers.
+``load_state_dict`` also puts the rates back into the optimiser. A group that joins later, by
+``add_param_group``, keeps the rate that it came with, as with torch's schedulers.
 """
 
 from __future__ import annotations
