@@ -66,6 +66,39 @@ def test_traffic_is_what_the_ledger_counts(world_size, hosts):
             assert planned == counted, (stage, dtype, accumulation)
 
 
+def _split(rank, world_size, degrees):
+    import thalweg
+
+    found = []
+    for tensor, stage in degrees:
+        torch.manual_seed(1)
+        config = config_of(stage, tensor_parallel={"autotp_size": tensor})
+        engine, *_ = thalweg.initialize(model=GPT(SHAPE), config=config)
+        train(engine, 1, 1, rank // tensor)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        before = {kind: engine.ledger.total(kind).sent_bytes for kind in kinds}
+        train(engine, 1, 1, rank // tensor)
+        found.append({kind: engine.ledger.total(kind).sent_bytes - before[kind] for kind in kinds})
+        engine.close()
+    return found
+
+
+def test_traffic_of_tensor_ranks_is_what_the_ledger_counts():
+    import thalweg
+    from thalweg.plan.cluster import Cluster
+
+    degrees = [(4, 0), (2, 1), (2, 3)]
+    cluster = Cluster(devices_per_node=4, device="cpu")
+    for found in run_ranks(_split, 4, degrees):
+        for (tensor, stage), counted in zip(degrees, found, strict=True):
+            config = config_of(stage, tensor_parallel={"autotp_size": tensor})
+            planned = thalweg.plan(SHAPE.to_dict(), config, cluster=cluster, sequence_length=32)
+            assert planned.not_counted == []
+            for kind, num_bytes in counted.items():
+                said = planned.traffic.get(kind, 0)
+                assert said == pytest.approx(num_bytes, rel=0.01, abs=64), (tensor, stage, kind)
+
+
 ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 CROSSINGS = [
     (1, {}),
@@ -110,54 +143,6 @@ def test_what_crosses_between_hosts_is_what_the_ledger_counts():
         assert planned.get("between nodes", 0) == pytest.approx(counted, rel=0.05), (stage, zero)
 
 
-def _around_the_limit(rank, world_size, widths, limit):
-    """(width, refused, peak, planned total) of jobs of growing size under one limit."""
-    import gc
-
-    import thalweg
-    from thalweg.observe import resident_mib
-    from thalweg.plan import preflight
-    from thalweg.plan.preflight import DoesNotFit
-
-    preflight._SEARCH_SECONDS = 0.1  # what would fit instead is not asked here
-    found = []
-    for width in widths:
-        shape = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=width, block_size=64)
-        model = GPT(shape)
-        config = config_of(1, memory={"host_limit": limit})
-        try:
-            engine, *_ = thalweg.initialize(model=model, config=config)
-            tokens = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(rank))
-            for _ in range(2):
-                engine.backward(engine(tokens, tokens))
-                engine.step()
-            found.append((width, False, resident_mib(peak=True), None))
-            engine.close()
-            del engine
-        except DoesNotFit as error:
-            total = error.plan.per_rank.total / 2**20 if error.plan else None
-            found.append((width, True, resident_mib(peak=True), total))
-        del model
-        gc.collect()
-    return found
-
-
-def test_rows_21_22_thirty_sizes_around_a_limit_none_exceeds_it():
-    # Each size in a process of its own would be purer and thirty times the imports.
-    limit = 640
-    widths = list(range(64, 64 + 30 * 32, 32))
-    (found,) = run_ranks(_around_the_limit, 1, widths, f"{limit}MiB", timeout=280)
-    ran = [entry for entry in found if not entry[1]]
-    refused = [entry for entry in found if entry[1]]
-    assert len(found) == 30
-    assert ran
-    assert refused
-    assert max(peak for _, _, peak, _ in ran) <= 1.05 * limit
-    # Sizes grow, so the refused ones are the last ones.
-    assert max(width for width, *_ in ran) < min(width for width, *_ in refused)
-    assert all(total is None or total > 0.9 * limit for *_, total in refused)
-
-
 BIG = GPTConfig(vocab_size=4096, n_layer=4, n_head=4, n_embd=448, block_size=64)
 
 
@@ -169,6 +154,62 @@ def tiers_of(folder):
         "states": {"stage": 1, "offload_optimizer": nvme},
         "all": {"stage": 3, "offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}},
     }
+
+
+def _around_the_limit(rank, world_size, widths, room, zero):
+    """(width, refused, peak, planned total, seconds, message) of jobs of growing size, and their limit."""
+    import gc
+    import time
+
+    import thalweg
+    from thalweg.observe import resident_mib
+    from thalweg.plan import preflight
+    from thalweg.plan.preflight import DoesNotFit
+
+    preflight._SEARCH_SECONDS = 0.1  # what would fit instead is not asked here
+    _ = thalweg.initialize
+    limit = resident_mib() + room
+    found = []
+    for width in widths:
+        shape = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=width, block_size=64)
+        model = GPT(shape)
+        config = config_of(1, memory={"host_limit": f"{limit:.0f}MiB"}) | {"zero_optimization": zero}
+        start = time.process_time()
+        try:
+            engine, *_ = thalweg.initialize(model=model, config=config)
+            tokens = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(rank))
+            for _ in range(2):
+                engine.backward(engine(tokens, tokens))
+                engine.step()
+            found.append((width, False, resident_mib(peak=True), None, 0.0, ""))
+            engine.close()
+            del engine
+        except DoesNotFit as error:
+            total = error.plan.per_rank.total / 2**20 if error.plan else None
+            spent = time.process_time() - start
+            found.append((width, True, resident_mib(peak=True), total, spent, str(error)))
+        del model
+        gc.collect()
+    return limit, found
+
+
+@pytest.mark.parametrize(("tier", "room"), [("none", 340), ("early", 320), ("all", 260)])
+def test_rows_21_22_thirty_sizes_around_a_limit_none_exceeds_it(tier, room, tmp_path):
+    # Each size in a process of its own would be purer and thirty times the imports.
+    widths = list(range(64, 64 + 30 * 32, 32))
+    zero = tiers_of(str(tmp_path))[tier]
+    ((limit, found),) = run_ranks(_around_the_limit, 1, widths, room, zero, timeout=280)
+    ran = [entry for entry in found if not entry[1]]
+    refused = [entry for entry in found if entry[1]]
+    assert len(found) == 30
+    assert ran
+    assert refused
+    assert max(peak for _, _, peak, *_ in ran) <= 1.05 * limit
+    # Sizes grow, so the refused ones are the last ones.
+    assert max(width for width, *_ in ran) < min(width for width, *_ in refused)
+    assert all(total is None or total > 0.9 * limit for _, _, _, total, *_ in refused)
+    assert max(seconds for *_, seconds, _ in refused) < 10
+    assert all("bytes a rank" in text and "fragmentation" in text for *_, text in refused)
 
 
 def _offloaded(rank, world_size, zero):
@@ -194,11 +235,6 @@ def _offloaded(rank, world_size, zero):
     return peak, planned.per_rank.total / 2**20
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="measured: everything on disk takes 1.08 of the plan, and with states on disk the heap's holes "
-    "eat what a model of this size saves; at 24 million parameters no tiers at all take 1.19 (docs/LOG.md)",
-)
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
     for name, (peak, planned) in found.items():

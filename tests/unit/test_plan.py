@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
+from thalweg.config.schema_train import Tiling
+from thalweg.nn.tiling import tile_model
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.plan.batch import batch_of, batch_of_call
 from thalweg.plan.cluster import DEVICES, Cluster, cluster_of
@@ -44,6 +46,21 @@ def test_zeros_published_case(stage, gigabytes):
 def test_the_lectures_case():
     """GPT-2 of 1.5 billion parameters, sequence 1,024, batch 32: about 60 GB of activations."""
     assert transformer_activations(1600, 48, 1024, 32) == pytest.approx(60e9, rel=0.1)
+
+
+def test_the_plan_gives_the_published_numbers_of_a_real_model():
+    # 7.5 billion parameters: 36 layers of 4,096 and a vocabulary of 51,200, tied.
+    shape = {"vocab_size": 51200, "n_layer": 36, "n_head": 32, "n_embd": 4096, "block_size": 1024}
+    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory=80 << 30, flops=DEVICES["h100"].flops)
+    for stage, gigabytes in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
+        config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        found = thalweg.plan(shape, config, cluster=cluster, sequence_length=128, suggest=False)
+        assert found.num_parameters == pytest.approx(7.5e9, rel=0.01)
+        assert found.published["zero_states"] == pytest.approx(gigabytes * 1e9, rel=0.02)
+    gpt2 = {"vocab_size": 50257, "n_layer": 48, "n_head": 25, "n_embd": 1600, "block_size": 1024}
+    config = {**CONFIG, "train_micro_batch_size_per_gpu": 32, "bf16": {"enabled": True}}
+    found = thalweg.plan(gpt2, config, cluster=cluster, sequence_length=1024, suggest=False)
+    assert found.published["activations"] == pytest.approx(60e9, rel=0.1)
 
 
 def live_peak(events) -> int:
@@ -80,6 +97,33 @@ def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
     assert fake.flops == tape.flops
     short = rehearse(on_meta(shape), batch_of(real, 2, 32), one_rank)
     assert live_peak(short.window) < 0.7 * live_peak(fake.window)  # negative control
+
+
+WIDE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=32, block_size=64)
+
+
+@pytest.mark.parametrize("tiling", [Tiling(loss=True, loss_tokens=32), Tiling(loss=True, mlp=4), Tiling(mlp=8)])
+def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
+    tokens = torch.randint(0, 2048, (4, 64))
+    real, tape = GPT(WIDE), Tape()
+    tape.know([*real.parameters(), tokens])
+    tile_model(real, tiling)
+    with tape:
+        loss = real(tokens, tokens)
+        loss.backward()
+        del loss
+    batch, one_rank = batch_of_call((tokens, tokens), {}), Setting(
+        Ranks(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling
+    )
+    fake = rehearse(on_meta(WIDE), batch, one_rank)
+    own = {number for number, _, label in fake.window if label == "buffers"}
+    events = [event for event in fake.window if abs(event[0]) not in own]
+    assert live_peak(events) == pytest.approx(live_peak(tape.events), rel=0.03)
+    plain = rehearse(on_meta(WIDE), batch, Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None))
+    if tiling.loss:  # full logits would be most of it
+        assert live_peak(fake.window) < 0.7 * live_peak(plain.window)
+    else:
+        assert live_peak(fake.window) != live_peak(plain.window)
 
 
 def test_views_and_in_place_results_cost_nothing():

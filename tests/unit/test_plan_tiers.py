@@ -31,23 +31,61 @@ def planned(config, cluster=None, **more):
 
 
 def test_what_is_not_counted_is_said():
-    split = config_of(tensor_parallel={"autotp_size": 2})
-    assert unmodelled(load(split)) == ["tensor_parallel.autotp_size"]
+    split = config_of(sequence_parallel_size=2)
+    assert unmodelled(load(split)) == ["sequence_parallel_size"]
     small = Cluster(devices_per_node=4, device_memory=1 << 20)
     found = planned(split, small)
     assert found.fits is None  # too much as it is, but a split model is smaller than this
     assert "NOT COUNTED" in str(found)
-    assert found.to_dict()["not_counted"] == ["tensor_parallel.autotp_size"]
+    assert found.to_dict()["not_counted"] == ["sequence_parallel_size"]
     plain = planned(config_of(), small)
     assert plain.fits is False
     assert "NOT COUNTED" not in str(plain)
-    assert unmodelled(load(config_of(tiling={"loss": True}))) == ["tiling.loss"]
-    away = {"activation_checkpointing": {"policy": "full", "offload": "cpu"}}
-    assert unmodelled(load(config_of(**away))) == ["activation_checkpointing.offload"]
+    parts = {"activation_checkpointing": {"policy": "full", "partition_activations": True}}
+    in_parts = config_of(tensor_parallel={"autotp_size": 2}, **parts)
+    assert unmodelled(load(in_parts)) == ["activation_checkpointing.partition_activations"]
     counted = config_of(
-        3, {"offload_param": NVME, "offload_optimizer": NVME, "zero_quantized_gradients": True}
+        3,
+        {"offload_param": NVME, "offload_optimizer": NVME, "zero_quantized_gradients": True},
+        tiling={"loss": True, "mlp": 4},
+        activation_checkpointing={"policy": "full", "offload": "nvme"},
     )
     assert unmodelled(load(counted)) == []
+
+
+def test_inputs_of_checkpointed_units_leave_for_the_disk_or_the_host():
+    full, folder = {"policy": "full"}, {"nvme_path": "/tmp"}
+    stay = planned(config_of(activation_checkpointing=full), sequence_length=128)
+    away = config_of(activation_checkpointing={**full, "offload": "nvme"}, memory=folder)
+    gone = planned(away, sequence_length=128)
+    inputs = 8 * 2 * 128 * 128 * 4  # layers, batch, tokens, width, fp32
+    assert stay.per_rank.activations - gone.per_rank.activations >= 0.5 * inputs
+    assert gone.tiers["disk_written"] == gone.tiers["disk_read"] == inputs
+    assert gone.tiers["disk"] >= inputs
+    assert stay.tiers["disk"] == 0
+    host = config_of(activation_checkpointing={**full, "offload": "cpu"}, bf16={"enabled": True})
+    assert planned(host, GPUS, sequence_length=128).tiers["host"] >= inputs // 2
+    assert planned(host, sequence_length=128).tiers["host"] == 0  # a CPU rank's inputs are there already
+
+
+def test_tensor_ranks_share_the_layers():
+    def of(degree, **more):
+        config = config_of(1, tensor_parallel={"autotp_size": degree}, **more)
+        return planned(config, GPUS, sequence_length=128)
+
+    whole, halves, quarters = of(1), of(2), of(4)
+    assert whole.not_counted == halves.not_counted == []
+    # Four data ranks, two pairs, one team of four: a rank's gradients before their reduction aside, the
+    # states' shards are of one size, and what is gathered and saved shrinks.
+    assert halves.per_rank.optimizer == pytest.approx(whole.per_rank.optimizer, rel=0.02)
+    assert quarters.per_rank.gathered < 0.6 * halves.per_rank.gathered
+    assert halves.per_rank.gathered < 0.6 * whole.per_rank.gathered
+    assert quarters.per_rank.activations < halves.per_rank.activations < whole.per_rank.activations
+    hidden = 2 * 128 * 128 * 4
+    # Each block sums twice in each direction, and so do the embedding's rows and the head's input.
+    assert quarters.traffic["all_reduce"] >= 8 * 4 * hidden * 2 * 3 // 4
+    assert "all_gather" not in quarters.traffic  # no data ranks
+    assert halves.tokens == whole.tokens // 2
 
 
 def test_the_optimizers_state_moves_to_the_disk():

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from thalweg.nn.tiled_loss import Curve, tiled_cross_entropy
-from thalweg.ops._private import as_plain_tensors
+from thalweg.ops._private import as_plain_tensors, is_plain
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -296,7 +296,7 @@ def _cross_entropy(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) 
     given = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
     target = given["target"]
     plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    if not plain or type(target) is not Tensor or target.is_floating_point() or deferred.dim() > 2:
+    if not plain or not is_plain(target) or target.is_floating_point() or deferred.dim() > 2:
         return NotImplemented
     if deferred.dim() != target.dim() + 1 or any(one._hooks for one in _line(deferred)):
         return NotImplemented

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thalweg.nn.deferred import DeferredLogits, LossTiling, Now, Source, holds_deferred, hook_ids
 from thalweg.nn.tiled_loss import tile_rows
+from thalweg.ops._private import is_plain
 from thalweg.ops.linear import plain_only
 from thalweg.ops.subclass import Disguised, plain_class, subclass_of, undisguise
 from thalweg.ops.switch import is_switched
@@ -44,7 +45,7 @@ class _Deferring(Disguised):
 
 def _worth_deferring(head: Any, hidden: Any) -> bool:
     tiling: LossTiling = head._thalweg_tiling
-    if tiling.depth == 0 or type(hidden) is not Tensor or hidden.dim() < 2 or plain_only():
+    if tiling.depth == 0 or not is_plain(hidden) or hidden.dim() < 2 or plain_only():
         return False
     rows = hidden.numel() // max(1, hidden.shape[-1])
     tile = tiling.tile_tokens or tile_rows(rows, head.out_features, hidden.device.type)

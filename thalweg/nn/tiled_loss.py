@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from thalweg.ops._private import is_fake
 from thalweg.ops.linear import Products, products_of
 
 Reduction = Literal["mean", "sum", "none"]
@@ -143,7 +144,7 @@ def _run_tiles(work: _Operands, losses: Tensor | None, sums: _Sums | None) -> No
     for start in range(0, hidden.shape[0], plan.tile):
         rows = slice(start, start + plan.tile)
         valid = work.labels[rows] != plan.ignore_index
-        if hidden.is_cpu and not bool(valid.any()):
+        if hidden.is_cpu and not is_fake(hidden) and not bool(valid.any()):
             continue
         with torch.autocast(hidden.device.type, enabled=False):
             raw = product.forward(hidden[rows], work.weight, work.bias)
@@ -162,7 +163,7 @@ def _run_tile(
             raw = raw.detach().requires_grad_(want_grad)
             logits = plan.curve(raw)
     z = logits.detach().to(_wide(logits.dtype))
-    if plan.curve is not None and z.data_ptr() == logits.data_ptr():
+    if plan.curve is not None and z.dtype == logits.dtype:
         z = z.clone()  # the curve's own backward may need its result; ours works in place
     labels = torch.where(valid, work.labels[rows], 0).unsqueeze(1)
     factors = torch.where(valid, work.factors[rows], 0.0).to(z.dtype)

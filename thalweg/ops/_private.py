@@ -62,6 +62,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_plain(value: object) -> bool:
+    """True for a tensor of no subclass, or one without values that stands for such a tensor."""
+    return type(value) is Tensor or type(value) is FakeTensor
+
+
 def forward_ad_active() -> bool:
     """True inside ``torch.autograd.forward_ad.dual_level``."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0

@@ -73,6 +73,18 @@ def parallelise(
     return States(states_mesh, cuts)
 
 
+def cut_layers(model: nn.Module, team: Team) -> None:
+    """Cut ``model`` in place as ``team.rank``'s, without a word to the others and without comparing anything.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    plan = _plan(model, team)
+    _replace_parameters(model, plan, team)
+    _replace_forwards(model, plan, team, "torch")
+    model.register_forward_pre_hook(lambda *_: team.forget(), prepend=True)
+
+
 def _plan(model: nn.Module, team: Team) -> Plan:
     why = "no tensor-parallel plan is known for it"
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
@@ -16,9 +16,11 @@ from thalweg.plan.cluster import Cluster, cluster_of
 from thalweg.plan.depth import at_full_depth
 from thalweg.plan.memory import simulate
 from thalweg.plan.process import Moment, PerRank
+from thalweg.plan.published import transformer_activations, zero_states
 from thalweg.plan.rehearsal import rehearse
 from thalweg.plan.setting import Setting, setting_of, unmodelled
 from thalweg.plan.source import Source, open_source
+from thalweg.plan.teams import split
 from thalweg.plan.time import compose, time_of
 from thalweg.plan.traffic import traffic_of
 from thalweg.zero.options import model_facts, shard_options
@@ -31,7 +33,8 @@ class Plan:
     ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
-    ``disk_read`` and ``disk_written`` in a step.  ``not_counted``: options that are on and whose effect
+    ``disk_read`` and ``disk_written`` in a step.  ``published``: what the literature's formulas give for the
+    same run (see ``published.py``), in bytes.  ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
@@ -52,6 +55,7 @@ class Plan:
     suggestion: dict[str, Any] | None = None
     reasons: list[str] = field(default_factory=list)
     not_counted: list[str] = field(default_factory=list)
+    published: dict[str, float] = field(default_factory=dict)
     model: str = ""
     config: Config | None = None
     disk_limit: int | None = None
@@ -116,6 +120,10 @@ class Question:
         """The plan of a resolved config."""
         model = self.source.model
         setting = setting_of(config, self.cluster.ranks, shard_options(model, config))
+        missing = unmodelled(config)
+        if setting.tensor > 1 and split(self.source.fresh(), setting.tensor) is None:
+            setting = replace(setting, tensor=1)
+            missing.append("tensor_parallel.autotp_size")
         shapes = self._shapes(model, setting)
         timeline: list[Moment] = []
 
@@ -123,10 +131,11 @@ class Question:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
             on_cpu = self.cluster.device == "cpu"
             given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
+            team = split(shallow, setting.tensor) if setting.tensor > 1 else None
             found = rehearse(shallow, shapes, setting)
             memory = simulate(found, setting, process_bytes=self.process_bytes, given_bytes=given)
             timeline[:] = memory.timeline
-            traffic = traffic_of(found, setting)
+            traffic = traffic_of(found, setting, None if team is None else team.ledger)
             time = time_of(found, setting, traffic, memory, self.cluster)
             return {
                 "again": {"bytes": memory.counted_again},
@@ -147,7 +156,8 @@ class Question:
         seconds, bottleneck = compose(found["time"], self.cluster)
         per_rank, cluster = PerRank(**found["memory"]), self.cluster
         if cluster.device == "cpu":
-            host = cluster.devices_per_node * per_rank.total - found["again"]["bytes"]
+            groups = cluster.devices_per_node // setting.ranks.per_node  # each has an arena of its own
+            host = cluster.devices_per_node * per_rank.total - groups * found["again"]["bytes"]
         else:
             host = cluster.devices_per_node * found["tiers"]["host"]
         return Plan(
@@ -167,12 +177,22 @@ class Question:
             * setting.ranks.world_size,
             world_size=setting.ranks.world_size,
             timeline=timeline,
-            not_counted=unmodelled(config),
+            not_counted=missing,
+            published=self._published(setting, shapes),
             disk_limit=cluster.disk_bytes,
             ranks_per_node=cluster.devices_per_node,
             model=self.source.name,
             config=config,
         )
+
+    def _published(self, setting: Setting, shapes: Batch | None) -> dict[str, float]:
+        facts = model_facts(self.source.model)
+        count = sum(parameter.numel() for parameter in self.source.model.parameters())
+        found = {"zero_states": zero_states(count, setting.ranks.world_size, setting.policy.stage)}
+        if shapes is not None and facts.hidden_size and facts.num_layers:
+            tokens = shapes.num_tokens
+            found["activations"] = transformer_activations(facts.hidden_size, facts.num_layers, 1, tokens)
+        return found
 
     def _shapes(self, model: nn.Module, setting: Setting) -> Batch | None:
         if self.states_only:

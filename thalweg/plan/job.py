@@ -18,7 +18,7 @@ from thalweg.plan.auto import choose, fill, open_paths
 from thalweg.plan.batch import batch_of
 from thalweg.plan.cluster import DEVICES, Cluster, host_memory_available, this_machine
 from thalweg.plan.core import Question
-from thalweg.plan.setting import Ranks
+from thalweg.plan.setting import Ranks, tensor_ranks
 from thalweg.plan.sizes import parse_bytes
 from thalweg.plan.source import Source, open_source
 from thalweg.utils.log import get_logger
@@ -48,7 +48,7 @@ def settle_job(
 def _decide(
     config: Config, model: nn.Module, mesh: DeviceMesh, device: torch.device, names: list[str]
 ) -> tuple[dict[str, Any], str]:
-    source, ranks = twin(model), ranks_of(mesh, device)
+    source, ranks = twin(model), ranks_of(mesh, device, tensor_ranks(config))
     if source is None:
         return {}, ""
     resident, local = int(resident_mib() * 2**20), ranks.per_node if device.type == "cpu" else 1
@@ -61,9 +61,9 @@ def _decide(
     return choose(config, question, names)
 
 
-def ranks_of(mesh: DeviceMesh, device: torch.device) -> Ranks:
-    """The ranks of ``mesh`` by host, as the launcher says."""
-    world = mesh.size()
+def ranks_of(mesh: DeviceMesh, device: torch.device, tensor: int = 1) -> Ranks:
+    """The ranks of ``mesh``, and the ``tensor`` ranks in the place of each, by host, as the launcher says."""
+    world = mesh.size() * tensor
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     local = local if 0 < local <= world and world % local == 0 else world
     return Ranks(world // local, local, "cpu" if device.type == "cpu" else "cuda")

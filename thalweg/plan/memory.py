@@ -27,7 +27,7 @@ from thalweg.plan.heap import Heap
 from thalweg.plan.pages import OnDisk, Pages, Streamed, stream
 from thalweg.plan.process import Moment, PerRank, Process
 from thalweg.plan.reductions import Reductions
-from thalweg.plan.rehearsal import Rehearsal, shard_bytes
+from thalweg.plan.rehearsal import MICROS_TRACED, Rehearsal, shard_bytes
 from thalweg.plan.setting import Setting
 from thalweg.plan.tape import Event
 from thalweg.store.regions import round_up
@@ -36,6 +36,8 @@ from thalweg.zero.offload import CHUNK_BYTES
 
 # glibc maps blocks from this size on apart, until `keep_freed_memory` stops that.
 _MAP_THRESHOLD = 128 * 1024
+# `remat/offload.py: DiskSaver` takes room on the disk in pieces of this size.
+_SEGMENT_BYTES = 2**28
 # What a first step adds to a process that has imported everything: pages of torch's own code that
 # are read for the first time, threads, Python's and autograd's objects.
 FIRST_STEP_BYTES = 68 * 2**20
@@ -86,6 +88,10 @@ def simulate(
     memory = Memory(process.at_peak(), process.timeline, again)
     memory.host_bytes, memory.disk_bytes = run.host_bytes, run.disk_bytes
     memory.disk_read, memory.disk_written = run.disk_read, run.streamed.written_bytes + run.spilled
+    if setting.inputs_on == "nvme":
+        moved = found.put_away_bytes * setting.accumulation // min(setting.accumulation, MICROS_TRACED)
+        memory.disk_bytes += round_up(found.away_bytes, _SEGMENT_BYTES)
+        memory.disk_read, memory.disk_written = memory.disk_read + moved, memory.disk_written + moved
     return memory
 
 
@@ -122,7 +128,7 @@ class _Run:
         slots = {name: slot for name, slot in found.slots.items() if name not in self.on_disk}
         number = 1
         for slot in slots.values() if not setting.states_on_host else ():
-            if not shared or slot.master != slot.compute:
+            if (not shared or slot.master != slot.compute) and not setting.master_leaves(slot):
                 process.add(-number, shard_bytes(slot), "parameters")
             if setting.placement == "private" and slot.master != slot.compute:
                 process.add(-number - 1, slot.home_bytes, "gathered")
@@ -134,7 +140,7 @@ class _Run:
                 process.add(-number, size, "buffers")
                 process.drop(before)
                 before = -number
-            if name in self.on_disk:  # written through two buffers, whose pages go at once
+            if name in self.on_disk or setting.master_leaves(slot):  # written through two buffers, whose pages go at once
                 writer = min(2 * CHUNK_BYTES, shard_bytes(slot))
                 process.map("buffers", writer)
                 process.map("buffers", -writer)
@@ -211,9 +217,10 @@ class _Run:
 
     # What rests on a disk
 
-    def _where(self, name: str) -> OnDisk:
-        on_disk = self.setting.states.device == "nvme"
-        return OnDisk(name in self.on_disk, on_disk and not self.setting.updates_early, on_disk)
+    def _where(self, name: str, slot: Slot) -> OnDisk:
+        on_disk, paged = self.setting.states.device == "nvme", name in self.on_disk
+        master = paged or self.setting.master_leaves(slot)
+        return OnDisk(master, on_disk and not self.setting.updates_early, on_disk, copy=paged)
 
     def _trained(self) -> list[list[tuple[str, Slot]]]:
         """The trained parameters, unit by unit."""
@@ -228,22 +235,25 @@ class _Run:
         setting = self.setting
         if not setting.elementwise or not (setting.states.device == "nvme" or self.on_disk):
             return Streamed()
-        updates = [[(slot, self._where(name)) for name, slot in members] for members in self._trained()]
+        updates = [[(slot, self._where(name, slot)) for name, slot in members] for members in self._trained()]
         if not setting.updates_early:
             updates = [[pair for members in updates for pair in members]]
         return stream(updates, self.found.state_dtypes, setting)
 
     def _disk_bytes(self) -> int:
         total = 0
-        for name in self.on_disk:
-            slot = self.found.slots[name]
-            numel = prod(slot.padded_shape)
-            total += round_up(numel * slot.compute.itemsize)
-            total += round_up(numel * slot.master.itemsize) if slot.master != slot.compute else 0
+        for name, slot in self.found.slots.items():
+            numel, paged = prod(slot.padded_shape), name in self.on_disk
+            if paged:
+                total += round_up(numel * slot.compute.itemsize)
+            if self.setting.master_leaves(slot) or (paged and slot.master != slot.compute):
+                total += round_up(numel * slot.master.itemsize)
         if self.setting.states.device == "nvme":
             for _, slot in (pair for members in self._trained() for pair in members):
                 sizes = [slot.master.itemsize, *(dtype.itemsize for dtype in self.found.state_dtypes)]
                 total += sum(round_up(prod(slot.padded_shape) * size) for size in sizes)
+            if self.setting.updates_early:  # second places for all that an update writes
+                total += self.streamed.written_bytes
         return total
 
     def _host_bytes(self) -> int:
@@ -257,4 +267,6 @@ class _Run:
             total += sizes * sum(prod(s.padded_shape) for members in self._trained() for _, s in members)
         images = sorted((page.image_bytes for page in self.pages.pages.values()), reverse=True)
         largest = images[: self.setting.offload.units_in_memory]
+        if self.setting.inputs_on == "cpu":
+            total += self.found.away_bytes
         return total + sum(largest) + self.streamed.buffer_bytes

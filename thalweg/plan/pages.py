@@ -124,6 +124,7 @@ class OnDisk:
     master: bool
     grad: bool
     state: bool
+    copy: bool = True
 
 
 def stream(
@@ -159,5 +160,5 @@ def _item(slot: Slot, where: OnDisk, state_dtypes: Sequence[torch.dtype]) -> Ite
     for index, dtype in enumerate(state_dtypes):
         add(f"state {index}", dtype, where.state, write=True)
     if where.master and slot.compute != slot.master:
-        add("copy", slot.compute, True, read=False, write=True)
+        add("copy", slot.compute, where.copy, read=False, write=True)
     return Item({}, torch.empty(0), numel, operands, (), {}, False)

@@ -27,7 +27,7 @@ from thalweg.plan.job import cluster_of_job, find_limit, process_bytes, ranks_of
 from thalweg.plan.rehearsal import in_memory, shard_bytes, slots_of
 from thalweg.plan.report import byte_table, show_changes
 from thalweg.plan.search import suggest
-from thalweg.plan.setting import setting_of, unmodelled
+from thalweg.plan.setting import setting_of, tensor_ranks, unmodelled
 from thalweg.plan.sizes import show_bytes
 from thalweg.plan.source import Source
 from thalweg.utils.log import get_logger
@@ -59,7 +59,7 @@ class Preflight:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
         self.mode = config.memory.preflight
         self._config, self._device = config, device
-        self._ranks = ranks_of(mesh, device)
+        self._ranks = ranks_of(mesh, device, tensor_ranks(config))
         self._resident = int(resident_mib() * 2**20)
         self._process_bytes = process_bytes(model, device)
         self._limit = find_limit(config, device, self._num_local, self._resident)
@@ -127,15 +127,21 @@ class Preflight:
         state = _STATE_BYTES.get(setting.optimizer or "SGD", 8)
         if setting.states.device == "nvme":
             state = 0
-        shards = sum(shard_bytes(slot) for slot in slots.values())
-        updated = sum(slot.padded_numel // slot.num_shards for name, slot in slots.items() if name in trained)
+        # A split layer's part is no larger than this; what stays whole is left out of the least.
+        kept = {name: slot for name, slot in slots.items() if not setting.master_leaves(slot)}
+        shards = sum(shard_bytes(slot) for slot in kept.values()) // setting.tensor
+        updated = sum(slot.padded_numel // slot.num_shards for name, slot in kept.items() if name in trained)
+        updated //= setting.tensor
         homes = sum(slot.home_bytes for slot in slots.values())
-        own = updated * (setting.precision.master.itemsize + state) if setting.optimizer else 0
+        leave = setting.spills or setting.updates_early  # then gradients never are there all at once
+        grads = 0 if leave else setting.precision.master.itemsize
+        own = updated * (grads + state) if setting.optimizer else 0
         if setting.placement == "shared":
             own += 0 if setting.precision.compute == setting.precision.master else shards
             return self._num_local * (self._process_bytes + own) + homes
         separate = setting.placement == "private" and setting.precision.compute != setting.precision.master
-        return self._num_local * (self._process_bytes + own + shards + (homes if separate else 0))
+        copies = homes // setting.tensor if separate else 0
+        return self._num_local * (self._process_bytes + own + shards + copies)
 
     def _is_tight(self) -> bool:
         """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""

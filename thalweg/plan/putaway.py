@@ -55,13 +55,14 @@ class EventSaver:
         self.tape = tape
         self._last: weakref.ref[_Away] | None = None
         self._leaving: deque[int] = deque()
-        self._away = self.most_away = 0
+        self._away = self.most_away = self.put_away = 0
 
     def save(self, tensor: Tensor) -> _Away:
         """Put a tensor away."""
         kept = _Away(self, tensor, self._last)
         self._last = weakref.ref(kept)
         self._away += tensor.nbytes
+        self.put_away += tensor.nbytes
         self.most_away = max(self.most_away, self._away)
         self._leaving.append(self.tape.note(tensor.nbytes, "buffers"))
         while len(self._leaving) > _DEPTH:

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
+from thalweg.nn.deferred import LossTiling
+from thalweg.nn.tiled_loss import tile_rows
+from thalweg.nn.tiling import tile_model
 from thalweg.optim import build_optimizer
 from thalweg.plan.batch import Batch
 from thalweg.plan.putaway import EventSaver
@@ -34,6 +37,9 @@ from thalweg.utils.dtypes import parse_dtype
 from thalweg.zero.homes import Slot
 from thalweg.zero.offload import choose_paged
 from thalweg.zero.units import find_units, with_stragglers
+
+
+MICROS_TRACED = 3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
 
 
 @dataclass
@@ -54,6 +60,8 @@ class Rehearsal:
     flops: int
     moved_bytes: int
     num_calls: int
+    away_bytes: int = 0
+    put_away_bytes: int = 0
 
 
 def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehearsal:
@@ -74,10 +82,13 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
     units = blocks if together else with_stragglers(model, blocks)
     saver = EventSaver(tape) if setting.inputs_on == "nvme" or _leave_device(setting) else None
     apply_activation_checkpointing(model, list(blocks.values()), setting.remat, saver)
+    tiling = _tile(model, setting)
     stage = Stage(tape, setting)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         loose, buffers = _fill_with_fakes(model, slots, setting)
         sizes = _wrap(model, units, slots, stage)
+        if tiling is not None:
+            tiling.settle()
         del fake
         with _autocast(setting):
             if batch is None:
@@ -89,6 +100,7 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
     return Rehearsal(
         window, first, later, slots, sizes, stage.reductions, loose, buffers, frozen, stage.paged, state,
         tape.flops, tape.moved_bytes, tape.calls,
+        saver.most_away if saver else 0, saver.put_away if saver else 0,
     )  # fmt: skip
 
 
@@ -197,6 +209,15 @@ def _unit_size(name: str, slots: list[Slot], setting: Setting) -> UnitSize:
     )
 
 
+def _tile(model: nn.Module, setting: Setting) -> LossTiling | None:
+    section = setting.tiling
+    if not setting.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        if isinstance(size, int) and size > 0:
+            section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
+    return tile_model(model, section)
+
+
 def _leave_device(setting: Setting) -> bool:
     """Whether inputs of checkpointed units go from a GPU to the host."""
     return setting.inputs_on == "cpu" and not setting.on_cpu
@@ -215,8 +236,7 @@ def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
     tape.know([*model.parameters(), *model.buffers()])
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     tape.wide = vocabulary if isinstance(vocabulary, int) and vocabulary > 1 else None
-    # First, middle and last micro-batches differ; two middle ones do not.
-    count = min(setting.accumulation, 3)
+    count = min(setting.accumulation, MICROS_TRACED)
     with tape:
         for index in range(count):
             stage.begin(index == count - 1)

@@ -38,6 +38,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "tiers": plan.tiers,
         "not_counted": plan.not_counted,
+        "published": plan.published,
         "traffic": {**plan.traffic, "total": sum(plan.traffic.values()), "links": plan.links},
         "step_seconds": plan.seconds,
         "step_parts": plan.parts,

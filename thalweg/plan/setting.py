@@ -10,15 +10,19 @@ from torch import nn
 
 from thalweg.config import Config
 from thalweg.config.schema_base import value_at
+from thalweg.config.schema_train import Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.tiered import StateTier, state_tier
 from thalweg.optim.worker import is_elementwise
 from thalweg.remat import RematPolicy
-from thalweg.zero.homes import Placement
+from thalweg.zero.homes import Placement, Slot
 from thalweg.zero.offload import Offload, memory_is_short
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.units import UnitPolicy
 from thalweg.zero.wiring import REDUCE_DEPTH, REPLICATED_DEPTH
+
+
+INSIDE, BETWEEN = "inside a node", "between nodes"
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,21 @@ class Ranks:
         """Ranks in all."""
         return self.num_nodes * self.per_node
 
+    def among(self, size: int) -> Ranks:
+        """One rank of each group of ``size`` neighbours."""
+        if self.per_node % size == 0:
+            return replace(self, per_node=self.per_node // size)
+        if size % self.per_node == 0:
+            return replace(self, num_nodes=self.world_size // size, per_node=1)
+        return replace(self, num_nodes=1, per_node=max(1, self.world_size // size))
+
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that decides the bytes of a rank, but the model and its batch."""
+    """Everything that decides the bytes of a rank, but the model and its batch.
+
+    ``ranks``: those of the data axis; ``tensor``: how many share each one's layers.
+    """
 
     ranks: Ranks
     policy: ZeroPolicy
@@ -57,6 +72,9 @@ class Setting:
     inputs_on: str = "none"
     memory_is_short: bool = False
     elementwise: bool = True
+    tensor: int = 1
+    tiling: Tiling = field(default_factory=Tiling)
+    team_link: str = INSIDE
 
     @property
     def on_cpu(self) -> bool:
@@ -126,6 +144,11 @@ class Setting:
         """Whether gradients rest in the swap file until the update."""
         return self.on_cpu and self.states.device == "nvme"
 
+    def master_leaves(self, slot: Slot) -> bool:
+        """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/masters.py``)."""
+        own = slot.trains and slot.master != slot.compute and self.states.device == "nvme"
+        return own and not self.offload.pages and not self.both_levels and self.placement != "wire"
+
     @property
     def updates_early(self) -> bool:
         """Whether a unit is updated within the backward pass, its gradients gone at once."""
@@ -139,7 +162,12 @@ class Setting:
 
 
 def setting_of(config: Config, ranks: Ranks, options: Any) -> Setting:
-    """The setting of a resolved config; ``options`` are the ``ShardOptions`` it gives for the model."""
+    """The setting of a resolved config; ``options`` are the ``ShardOptions`` it gives for the model.
+
+    ``ranks``: all of the job.
+    """
+    tensor, per_node = tensor_ranks(config), ranks.per_node
+    ranks = ranks.among(tensor)
     section, optimizer = config.activation_checkpointing, config.optimizer
     autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
     return Setting(
@@ -158,10 +186,27 @@ def setting_of(config: Config, ranks: Ranks, options: Any) -> Setting:
         traffic=options.traffic,
         offload=options.offload,
         states=state_tier(config, on_cpu=ranks.device == "cpu"),
-        inputs_on=section.offload,
+        inputs_on=_inputs_on(config),
         memory_is_short=memory_is_short(config),
         elementwise=_is_elementwise(config),
+        tensor=tensor,
+        team_link=INSIDE if tensor <= per_node else BETWEEN,
+        tiling=config.tiling,
     )
+
+
+def tensor_ranks(config: Config) -> int:
+    """How many ranks share each layer."""
+    section = config.tensor_parallel
+    return max(1, section.autotp_size, section.tp.tp_size)
+
+
+def _inputs_on(config: Config) -> str:
+    """Where inputs of checkpointed units wait."""
+    section = config.activation_checkpointing
+    if section.policy == "none":
+        return "none"
+    return "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
 
 
 def _is_elementwise(config: Config) -> bool:
@@ -176,17 +221,12 @@ def _is_elementwise(config: Config) -> bool:
 
 # What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
 _NOT_COUNTED: dict[str, Any] = {
-    "tensor_parallel.autotp_size": lambda size: size > 1,
-    "tensor_parallel.tp.tp_size": lambda size: size > 1,
     "sequence_parallel_size": lambda size: size > 1,
     "context_parallel_size": lambda size: size > 1,
     "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
     "expert_parallel.enabled": bool,
     "expert_parallel.autoep_size": lambda size: size > 1,
     "compile.enabled": bool,
-    "activation_checkpointing.offload": lambda where: where != "none",
-    "tiling.loss": bool,
-    "tiling.mlp": lambda tiles: tiles > 1,
     "zero_optimization.offload_optimizer.ratio": lambda ratio: ratio < 1,
     "zero_optimization.zenflow": lambda section: section is not None,
 }
@@ -200,6 +240,9 @@ def unmodelled(config: Config) -> list[str]:
         value = value_at(config, path)
         if value is not None and value != "auto" and is_on(value):
             found.append(path)
+    section = config.activation_checkpointing
+    if section.partition_activations and section.policy != "none" and tensor_ranks(config) > 1:
+        found.append("activation_checkpointing.partition_activations")
     return found
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from thalweg.plan.cluster import Cluster
 from thalweg.plan.memory import Memory
-from thalweg.plan.rehearsal import Rehearsal
+from thalweg.plan.rehearsal import MICROS_TRACED, Rehearsal
 from thalweg.plan.setting import Setting
 from thalweg.plan.traffic import Traffic
 
-_MICROS_TRACED = 3
 _ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
 
 
@@ -31,7 +30,7 @@ def time_of(
     found: Rehearsal, setting: Setting, traffic: Traffic, memory: Memory, cluster: Cluster
 ) -> StepTime:
     """How long one optimizer step takes on each rank."""
-    scale = setting.accumulation / min(setting.accumulation, _MICROS_TRACED)
+    scale = setting.accumulation / min(setting.accumulation, MICROS_TRACED)
     flops = cluster.flops_of(setting.precision.compute) * cluster.efficiency
     shard = sum(
         slot.padded_numel // slot.num_shards for name, slot in found.slots.items() if name not in found.frozen

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from thalweg.comm.codec import Codec
-from thalweg.comm.ledger import RING_FACTOR
+from thalweg.comm.ledger import RING_FACTOR, Ledger
 from thalweg.comm.quantised import GRADIENTS, GRADIENTS_IN_HOST, WEIGHTS
-from thalweg.plan.rehearsal import Rehearsal
-from thalweg.plan.setting import Setting
+from thalweg.plan.rehearsal import MICROS_TRACED, Rehearsal
+from thalweg.plan.setting import BETWEEN, INSIDE, Setting
 from thalweg.plan.stage import UnitSize
 from thalweg.zero.crossing import STEPS
-
-INSIDE, BETWEEN = "inside a node", "between nodes"
 
 
 @dataclass
@@ -55,11 +53,26 @@ class _Call:
     local: bool = False
 
 
-def traffic_of(found: Rehearsal, setting: Setting) -> Traffic:
-    """What one optimizer step (a whole window) communicates on each rank."""
+def traffic_of(found: Rehearsal, setting: Setting, team: Ledger | None = None) -> Traffic:
+    """What one optimizer step (a whole window) communicates on each rank.
+
+    ``team``: what the layers' own collectives were in the rehearsal, where layers are split.
+    """
+    traffic = Traffic() if setting.ranks.world_size == 1 else _of_data(found, setting)
+    if team is None:
+        return traffic
+    micros = min(setting.accumulation, MICROS_TRACED)
+    for entry in team.entries():
+        num_bytes = entry.sent_bytes * setting.accumulation // micros
+        for table, key in ((traffic.collectives, entry.kind), (traffic.links, setting.team_link)):
+            table[key] = table.get(key, 0) + num_bytes
+        traffic.num_calls += entry.num_calls * setting.accumulation // micros
+    return traffic
+
+
+def _of_data(found: Rehearsal, setting: Setting) -> Traffic:
+    """The data axis' part."""
     world = setting.ranks.world_size if setting.replicates else setting.num_shards
-    if setting.ranks.world_size == 1:
-        return Traffic()
     sent: Counter[str] = Counter()
     links: Counter[str] = Counter()
     calls = 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from thalweg.ops._private import is_plain
 from thalweg.remat.offload import LEAST_BYTES, Kept, Marker, Saver
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -116,7 +117,7 @@ class _Fetching:
 
 def _leaves(value: Any) -> bool:
     return (
-        type(value) is Tensor
+        is_plain(value)
         and not isinstance(value, nn.Parameter)
         and value.requires_grad
         and value.is_floating_point()
