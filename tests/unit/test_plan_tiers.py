@@ -31,13 +31,13 @@ def planned(config, cluster=None, **more):
 
 
 def test_what_is_not_counted_is_said():
-    split = config_of(sequence_parallel_size=2)
-    assert unmodelled(load(split)) == ["sequence_parallel_size"]
+    split = config_of(context_parallel_size=2)
+    assert unmodelled(load(split)) == ["context_parallel_size"]
     small = Cluster(devices_per_node=4, device_memory=1 << 20)
     found = planned(split, small)
     assert found.fits is None  # too much as it is, but a split model is smaller than this
     assert "NOT COUNTED" in str(found)
-    assert found.to_dict()["not_counted"] == ["sequence_parallel_size"]
+    assert found.to_dict()["not_counted"] == ["context_parallel_size"]
     plain = planned(config_of(), small)
     assert plain.fits is False
     assert "NOT COUNTED" not in str(plain)
@@ -135,6 +135,21 @@ def test_a_gpus_states_on_the_host_are_no_part_of_its_memory():
     assert outside.parts["host link"] > 0
     full = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 20)
     assert planned(config_of(3, {"offload_optimizer": {"device": "cpu"}}), full).fits is False
+
+
+def test_sequence_ranks_share_the_tokens():
+    whole, halves = (
+        planned(config_of(1, sequence_parallel_size=size), GPUS, sequence_length=128) for size in (1, 2)
+    )
+    assert whole.not_counted == halves.not_counted == []
+    assert halves.per_rank.optimizer == whole.per_rank.optimizer  # states are sharded over all of them
+    assert halves.per_rank.logits == pytest.approx(whole.per_rank.logits / 2, rel=0.1)
+    assert halves.per_rank.activations < 0.8 * whole.per_rank.activations
+    assert halves.tokens == whole.tokens // 2
+    # q, k, v and the output of each of 8 layers, forward and backward: half of a rank's part leaves.
+    part = 2 * 64 * 128 * 4
+    assert halves.traffic["all_to_all"] == pytest.approx(8 * 2 * 4 * part // 2, rel=0.01)
+    assert "all_to_all" not in whole.traffic
 
 
 def test_zeropp_narrows_the_network_only():

@@ -85,6 +85,10 @@ class Attention:
         self.whole = Whole()
         self._checks = 2  # whole batches still to be compared
 
+    def trust_rows(self) -> None:
+        """Compare no batches: there is nobody to compare them with."""
+        self._checks = 0
+
     def check_rows(self, tokens: Tensor) -> None:
         """See that all ranks of the team were given the same first batches; collective.
 

@@ -20,10 +20,13 @@ from thalweg.plan.published import transformer_activations, zero_states
 from thalweg.plan.rehearsal import rehearse
 from thalweg.plan.setting import Setting, setting_of, unmodelled
 from thalweg.plan.source import Source, open_source
-from thalweg.plan.teams import split
+from thalweg.plan.teams import can_split
 from thalweg.plan.time import compose, time_of
 from thalweg.plan.traffic import traffic_of
+from thalweg.utils.log import get_logger
 from thalweg.zero.options import model_facts, shard_options
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Question:
         model = self.source.model
         setting = setting_of(config, self.cluster.ranks, shard_options(model, config))
         missing = unmodelled(config)
-        if setting.tensor > 1 and split(self.source.fresh(), setting.tensor) is None:
+        if setting.tensor > 1 and not can_split(self.source.fresh(), setting.tensor):
             setting = replace(setting, tensor=1)
             missing.append("tensor_parallel.autotp_size")
         shapes = self._shapes(model, setting)
@@ -131,11 +134,10 @@ class Question:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
             on_cpu = self.cluster.device == "cpu"
             given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
-            team = split(shallow, setting.tensor) if setting.tensor > 1 else None
             found = rehearse(shallow, shapes, setting)
             memory = simulate(found, setting, process_bytes=self.process_bytes, given_bytes=given)
             timeline[:] = memory.timeline
-            traffic = traffic_of(found, setting, None if team is None else team.ledger)
+            traffic = traffic_of(found, setting)
             time = time_of(found, setting, traffic, memory, self.cluster)
             return {
                 "again": {"bytes": memory.counted_again},
@@ -152,7 +154,15 @@ class Question:
             }
 
         # Buffers and paged units fill up at some depth: no line goes through that.
-        found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
+        try:
+            found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
+        except Exception as error:
+            if setting.sequence == 1:
+                raise
+            _log.debug("not rehearsed on parts of sequences: %s", error)
+            setting = replace(setting, sequence=1)
+            missing.append("sequence_parallel_size")
+            found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
         seconds, bottleneck = compose(found["time"], self.cluster)
         per_rank, cluster = PerRank(**found["memory"]), self.cluster
         if cluster.device == "cpu":
@@ -174,8 +184,9 @@ class Question:
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tokens=(shapes.num_tokens if shapes else setting.micro_batch)
             * setting.accumulation
-            * setting.ranks.world_size,
-            world_size=setting.ranks.world_size,
+            * setting.ranks.world_size
+            // setting.sequence,
+            world_size=self.cluster.world_size,
             timeline=timeline,
             not_counted=missing,
             published=self._published(setting, shapes),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
+from thalweg.comm import Ledger
 from thalweg.nn.deferred import LossTiling
 from thalweg.nn.tiled_loss import tile_rows
 from thalweg.nn.tiling import tile_model
@@ -32,6 +33,7 @@ from thalweg.plan.putaway import EventSaver
 from thalweg.plan.setting import Setting
 from thalweg.plan.stage import Stage, Unit, UnitSize
 from thalweg.plan.tape import Event, Tape
+from thalweg.plan.teams import split_layers, split_sequences
 from thalweg.remat import apply_activation_checkpointing
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.zero.homes import Slot
@@ -60,6 +62,7 @@ class Rehearsal:
     flops: int
     moved_bytes: int
     num_calls: int
+    sent: Ledger
     away_bytes: int = 0
     put_away_bytes: int = 0
 
@@ -72,12 +75,15 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
     Raises:
         ValueError: the model cannot run on shapes alone, as its control flow reads values.
     """
+    sent = Ledger()
+    split_layers(model, setting.tensor, sent)
     slots, frozen = (
         slots_of(model, setting),
         frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
     tape = Tape()
     blocks = find_units(model, setting.units)
+    split_sequences(model, setting.sequence, list(blocks.values()), sent)
     together = setting.placement == "wire" or setting.offload.pages
     units = blocks if together else with_stragglers(model, blocks)
     saver = EventSaver(tape) if setting.inputs_on == "nvme" or _leave_device(setting) else None
@@ -100,7 +106,7 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
     return Rehearsal(
         window, first, later, slots, sizes, stage.reductions, loose, buffers, frozen, stage.paged, state,
         tape.flops, tape.moved_bytes, tape.calls,
-        saver.most_away if saver else 0, saver.put_away if saver else 0,
+        sent, saver.most_away if saver else 0, saver.put_away if saver else 0,
     )  # fmt: skip
 
 

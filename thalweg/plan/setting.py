@@ -51,7 +51,8 @@ class Ranks:
 class Setting:
     """Everything that decides the bytes of a rank, but the model and its batch.
 
-    ``ranks``: those of the data axis; ``tensor``: how many share each one's layers.
+    ``ranks``: those that states are sharded over; ``tensor``: how many share each one's layers; ``sequence``:
+    how many of them share a sequence.
     """
 
     ranks: Ranks
@@ -73,6 +74,7 @@ class Setting:
     memory_is_short: bool = False
     elementwise: bool = True
     tensor: int = 1
+    sequence: int = 1
     tiling: Tiling = field(default_factory=Tiling)
     team_link: str = INSIDE
 
@@ -190,7 +192,8 @@ def setting_of(config: Config, ranks: Ranks, options: Any) -> Setting:
         memory_is_short=memory_is_short(config),
         elementwise=_is_elementwise(config),
         tensor=tensor,
-        team_link=INSIDE if tensor <= per_node else BETWEEN,
+        sequence=int(config.sequence_parallel_size or 1),
+        team_link=INSIDE if tensor * int(config.sequence_parallel_size or 1) <= per_node else BETWEEN,
         tiling=config.tiling,
     )
 
@@ -221,7 +224,6 @@ def _is_elementwise(config: Config) -> bool:
 
 # What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
 _NOT_COUNTED: dict[str, Any] = {
-    "sequence_parallel_size": lambda size: size > 1,
     "context_parallel_size": lambda size: size > 1,
     "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
     "expert_parallel.enabled": bool,

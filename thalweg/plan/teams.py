@@ -1,4 +1,4 @@
-"""Tensor ranks in a rehearsal: the model is cut as a job cuts it, for a team that nobody else is on.
+"""Tensor and sequence ranks in a rehearsal: the model is cut as a job cuts it, for a team of one who is there.
 
 The cut layers allocate what they would, and their collectives are counted and move nothing.
 """
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.comm import Ledger
+from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team, pad
 from thalweg.parallel.tensor import cut_layers
 from thalweg.utils.log import get_logger
@@ -20,11 +21,11 @@ _log = get_logger(__name__)
 
 
 class AloneTeam(Team):
-    """Rank 0 of ``size``; no collective waits for anyone."""
+    """Rank 0 of ``size``; no collective waits for anyone, and ``ledger`` counts them."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.rank, self.carrier = size, 0, "tensor"
-        self.ledger, self.draws = Ledger(), False
+    def __init__(self, size: int, ledger: Ledger, carrier: str = "tensor") -> None:
+        self.size, self.rank, self.carrier = size, 0, carrier
+        self.ledger, self.draws = ledger, False
         self._entered = self._outside = None
 
     def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -55,13 +56,32 @@ class AloneTeam(Team):
         self.ledger.record(kind, name, self.carrier, full_bytes=full_bytes, world_size=self.size)
 
 
-def split(model: nn.Module, size: int) -> AloneTeam | None:
-    """Cut ``model`` (on meta) in place over ``size`` tensor ranks; None, and a whole model, where nothing is
-    known of how to."""
-    team = AloneTeam(size)
+def split_layers(model: nn.Module, size: int, ledger: Ledger) -> None:
+    """Cut ``model`` (on meta) in place over ``size`` tensor ranks.
+
+    Raises:
+        ValueError: nothing is known of how to.
+    """
+    if size > 1:
+        cut_layers(model, AloneTeam(size, ledger))
+
+
+def split_sequences(model: nn.Module, size: int, blocks: list[nn.Module], ledger: Ledger) -> None:
+    """Let ``model`` work on parts of sequences over ``size`` ranks that exchange heads.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if size > 1:
+        team = AloneTeam(size, ledger, "sequence")
+        sequence_parallel(model, SequenceTeams(team, heads=team), blocks).trust_rows()
+
+
+def can_split(model: nn.Module, size: int) -> bool:
+    """Whether :func:`split_layers` works; changes ``model``."""
     try:
-        cut_layers(model, team)
+        split_layers(model, size, Ledger())
     except Exception as error:  # a layout that needs values, or none at all: the job will say so itself
         _log.debug("%s is not cut over %d tensor ranks: %s", type(model).__name__, size, error)
-        return None
-    return team
+        return False
+    return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from thalweg.comm.codec import Codec
-from thalweg.comm.ledger import RING_FACTOR, Ledger
+from thalweg.comm.ledger import RING_FACTOR
 from thalweg.comm.quantised import GRADIENTS, GRADIENTS_IN_HOST, WEIGHTS
 from thalweg.plan.rehearsal import MICROS_TRACED, Rehearsal
 from thalweg.plan.setting import BETWEEN, INSIDE, Setting
@@ -53,16 +53,11 @@ class _Call:
     local: bool = False
 
 
-def traffic_of(found: Rehearsal, setting: Setting, team: Ledger | None = None) -> Traffic:
-    """What one optimizer step (a whole window) communicates on each rank.
-
-    ``team``: what the layers' own collectives were in the rehearsal, where layers are split.
-    """
+def traffic_of(found: Rehearsal, setting: Setting) -> Traffic:
+    """What one optimizer step (a whole window) communicates on each rank."""
     traffic = Traffic() if setting.ranks.world_size == 1 else _of_data(found, setting)
-    if team is None:
-        return traffic
     micros = min(setting.accumulation, MICROS_TRACED)
-    for entry in team.entries():
+    for entry in found.sent.entries():  # of split layers
         num_bytes = entry.sent_bytes * setting.accumulation // micros
         for table, key in ((traffic.collectives, entry.kind), (traffic.links, setting.team_link)):
             table[key] = table.get(key, 0) + num_bytes
