@@ -102,7 +102,10 @@ def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
 WIDE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=32, block_size=64)
 
 
-@pytest.mark.parametrize("tiling", [Tiling(loss=True, loss_tokens=32), Tiling(loss=True, mlp=4), Tiling(mlp=8)])
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(loss=True, loss_tokens=32), Tiling(loss=True, mlp=4), Tiling(mlp=8)],
+)
 def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
     tokens = torch.randint(0, 2048, (4, 64))
     real, tape = GPT(WIDE), Tape()
@@ -112,8 +115,9 @@ def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
         loss = real(tokens, tokens)
         loss.backward()
         del loss
-    batch, one_rank = batch_of_call((tokens, tokens), {}), Setting(
-        Ranks(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling
+    batch, one_rank = (
+        batch_of_call((tokens, tokens), {}),
+        Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling),
     )
     fake = rehearse(on_meta(WIDE), batch, one_rank)
     own = {number for number, _, label in fake.window if label == "buffers"}

@@ -140,7 +140,8 @@ class _Run:
                 process.add(-number, size, "buffers")
                 process.drop(before)
                 before = -number
-            if name in self.on_disk or setting.master_leaves(slot):  # written through two buffers, whose pages go at once
+            if name in self.on_disk or setting.master_leaves(slot):
+                # Written through two buffers, whose pages go at once.
                 writer = min(2 * CHUNK_BYTES, shard_bytes(slot))
                 process.map("buffers", writer)
                 process.map("buffers", -writer)

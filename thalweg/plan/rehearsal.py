@@ -40,7 +40,6 @@ from thalweg.zero.homes import Slot
 from thalweg.zero.offload import choose_paged
 from thalweg.zero.units import find_units, with_stragglers
 
-
 MICROS_TRACED = 3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
 
 

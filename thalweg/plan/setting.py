@@ -21,7 +21,6 @@ from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
 from thalweg.zero.units import UnitPolicy
 from thalweg.zero.wiring import REDUCE_DEPTH, REPLICATED_DEPTH
 
-
 INSIDE, BETWEEN = "inside a node", "between nodes"
 
 

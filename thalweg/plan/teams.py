@@ -1,4 +1,4 @@
-"""Tensor and sequence ranks in a rehearsal: the model is cut as a job cuts it, for a team of one who is there.
+"""Tensor and sequence ranks in a rehearsal: the model is cut as a job cuts it, for a team of one.
 
 The cut layers allocate what they would, and their collectives are counted and move nothing.
 """
