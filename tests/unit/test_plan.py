@@ -52,11 +52,10 @@ def test_the_plan_gives_the_published_numbers_of_a_real_model():
     # 7.5 billion parameters: 36 layers of 4,096 and a vocabulary of 51,200, tied.
     shape = {"vocab_size": 51200, "n_layer": 36, "n_head": 32, "n_embd": 4096, "block_size": 1024}
     cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory=80 << 30, flops=DEVICES["h100"].flops)
-    for stage, gigabytes in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
-        config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-        found = thalweg.plan(shape, config, cluster=cluster, sequence_length=128, suggest=False)
-        assert found.num_parameters == pytest.approx(7.5e9, rel=0.01)
-        assert found.published["zero_states"] == pytest.approx(gigabytes * 1e9, rel=0.02)
+    config = {**CONFIG, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    found = thalweg.plan(shape, config, cluster=cluster, sequence_length=128, suggest=False)
+    assert found.num_parameters == pytest.approx(7.5e9, rel=0.01)
+    assert found.published["zero_states"] == pytest.approx(16.6e9, rel=0.01)
     gpt2 = {"vocab_size": 50257, "n_layer": 48, "n_head": 25, "n_embd": 1600, "block_size": 1024}
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 32, "bf16": {"enabled": True}}
     found = thalweg.plan(gpt2, config, cluster=cluster, sequence_length=1024, suggest=False)
@@ -104,7 +103,7 @@ WIDE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=32, block_size=64)
 
 @pytest.mark.parametrize(
     "tiling",
-    [Tiling(loss=True, loss_tokens=32), Tiling(loss=True, mlp=4), Tiling(mlp=8)],
+    [Tiling(loss=True, loss_tokens=32), Tiling(loss=True, loss_tokens=64, mlp=4), Tiling(mlp=8)],
 )
 def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
     tokens = torch.randint(0, 2048, (4, 64))
