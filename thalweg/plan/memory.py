@@ -259,15 +259,14 @@ class _Run:
 
     def _host_bytes(self) -> int:
         """What a GPU's rank keeps on the host: masters, gradients, state, units that come from a disk."""
+        away = self.found.away_bytes if self.setting.inputs_on == "cpu" else 0
         if not self.setting.states_on_host:
-            return 0
-        total = sum(shard_bytes(s) for name, s in self.found.slots.items() if name not in self.on_disk)
+            return away
+        total = away + sum(shard_bytes(s) for name, s in self.found.slots.items() if name not in self.on_disk)
         total += sum(unit.sharded_grad_bytes for unit in self.found.units if unit.trains)
         if self.setting.states.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.found.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained() for _, s in members)
         images = sorted((page.image_bytes for page in self.pages.pages.values()), reverse=True)
         largest = images[: self.setting.offload.units_in_memory]
-        if self.setting.inputs_on == "cpu":
-            total += self.found.away_bytes
         return total + sum(largest) + self.streamed.buffer_bytes
