@@ -146,6 +146,7 @@ def test_views_and_in_place_results_cost_nothing():
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_the_heap_never_overlap(steps):
     heap, blocks, live, highest = Heap(), [], 0, 0
+    heap.pinning = True
     for size, choice in steps:
         if choice < 3 and blocks:
             block = blocks.pop(choice % len(blocks))
@@ -167,6 +168,7 @@ def test_blocks_of_the_heap_never_overlap(steps):
 
 def test_a_hole_is_too_small_for_its_like_while_the_graph_lives():
     heap = Heap()
+    heap.pinning = True
     blocks = [heap.malloc(1 << 20) for _ in range(4)]
     top = heap.top
     heap.free(blocks[1])

@@ -214,7 +214,7 @@ class _Run:
                 if heap is not None:
                     heap.settle()  # the graph of the micro-batch before is gone
             if heap is not None:
-                self._of_graph = heap.num_settled
+                self._of_graph, heap.pinning = heap.num_settled, label in ("backward", "end of backward")
 
     # What rests on a disk
 
