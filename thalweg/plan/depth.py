@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 # Below this many blocks the whole model is rehearsed.
-SHALLOW = 12
+SHALLOW = 24
 _SHORT, _LONGER = 5, 6
 
 

@@ -6,11 +6,11 @@ alive.  What matters of ``malloc`` for blocks of tensor size, and is done here: 
 by size, lowest address first; neighbours coalesce; the rest of a block is split off; the
 top grows when nothing fits; torch asks for 64-byte alignment, for which glibc takes some
 bytes more and frees the head and the tail again.  Small objects of Python and C++ live in
-the same heap; they are not modelled one by one, but for what they do to these heads and tails
-in a backward pass (:attr:`Heap.pinning`): they settle there, and a hole left by a tensor is then a
-few bytes too small for the next tensor of the same size, until the unit's part of the graph is
-gone.  In a forward pass, recorded or not, holes are used again: addresses of real tensors, four runs,
-show the highest one within 7% of a heap without small objects.
+the same heap; they are not modelled one by one, but for what they do to these heads and tails:
+the objects of the autograd graph settle there and stay until the graph is gone.  A hole left
+by a tensor is then a few bytes too small for the next tensor of the same size, which is most
+of the fragmentation (see :meth:`Heap.settle`).  Where units are checkpointed, fewer objects stay
+(:attr:`Heap.share`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SMALL = 256  # a head or tail that a small object takes
 
 
 class Heap:
-    """Addresses begin at 0; ``top`` is the highest one used so far; ``pinning``: small objects settle in the
-    heads and tails of blocks."""
+    """Addresses begin at 0; ``top`` is the highest one used so far; ``share``: of the heads and tails, how
+    many a small object takes."""
 
     def __init__(self) -> None:
         self.top = 0
-        self.pinning = False
+        self.share, self._due = 1.0, 0.0
         self._end = 0  # where the untouched or coalesced rest begins
         self._by_size: list[tuple[int, int]] = []
         self._starts: dict[int, int] = {}
@@ -92,7 +92,9 @@ class Heap:
         return sum(size for size, _ in self._by_size)
 
     def _put_aside(self, start: int, size: int) -> None:
-        if self.pinning and size <= _SMALL:
+        self._due += self.share if size <= _SMALL else 0.0
+        if size <= _SMALL and self._due >= 1.0:
+            self._due -= 1.0
             self._taken.append((start, size))
         else:
             self._give(start, size)

@@ -131,6 +131,7 @@ class Unit:
                 self.kept[id(parameter)] += parameter.grad
                 parameter.grad = None
         if not stage.reduces:
+            stage.tape.mark(f"kept {self.size.name}")
             reduce = stage.setting.precision.reduce
             for parameter in self.params:
                 if parameter.grad is not None and parameter.grad.dtype != reduce:
