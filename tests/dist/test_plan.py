@@ -233,7 +233,11 @@ def _offloaded(rank, world_size, zero):
     return peak, planned.per_rank.total / 2**20
 
 
-@pytest.mark.xfail(strict=False, reason="the heap's holes are not modelled well enough yet (docs/LOG.md)")
+@pytest.mark.xfail(
+    strict=False,
+    reason="every peak is within the plan now, but at this size the buffers of states on disk (128 MiB) take "
+    "more than the states (92): measured, 28 MiB more than without tiers (docs/LOG.md)",
+)
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
     for name, (peak, planned) in found.items():
