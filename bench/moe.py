@@ -9,9 +9,12 @@ thinner; hence several numbers of tokens.
 
 **quality**: models trained on the sources of the Python standard library (byte-pair tokens) on the same
 batches for the same number of steps; held-out loss after the last.  The dense models grow in width, so
-that one can read off the size and the arithmetic of the dense model that reaches the experts' loss.
+that one can read off the size and the arithmetic of the dense model that reaches the experts' loss.  Losses
+do not depend on the load of the machine.  With --write each trained model is kept at once, and a second call
+goes on from there.
 
-    python bench/moe.py --write
+    python bench/moe.py --only cost --write
+    python bench/moe.py --only quality --write
     python bench/moe.py --quick --json
 """
 
@@ -25,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,17 +184,18 @@ class Contestant:
     k: int = 1
 
 
+BASE = Contestant("dense, 64", 64)
 CONTESTANTS = (
+    BASE,
+    Contestant("8 experts, top 1, 64", 64, 8),
+    Contestant("32 experts, top 1, 64", 64, 32),
+    Contestant("dense, 96", 96),
     Contestant("dense, 128", 128),
     Contestant("dense, 160", 160),
+    Contestant("8 experts, top 2, 64", 64, 8, 2),
     Contestant("dense, 192", 192),
-    Contestant("dense, 256", 256),
-    Contestant("dense, 320", 320),
-    Contestant("8 experts, top 1, 128", 128, 8),
-    Contestant("16 experts, top 1, 128", 128, 16),
-    Contestant("8 experts, top 2, 128", 128, 8, 2),
 )
-LENGTH, ROWS, VOCABULARY = 128, 8, 2048
+LAYERS, LENGTH, ROWS, VOCABULARY = 2, 128, 8, 1024
 
 
 def sample(tokens: np.ndarray, seed: int, size: int) -> tuple[Tensor, Tensor]:
@@ -200,21 +205,21 @@ def sample(tokens: np.ndarray, seed: int, size: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def train(who: Contestant, steps: int, rate: float, text: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
-    """Train one contestant; its held-out loss, parameters and arithmetic."""
-    torch.manual_seed(0)
+def train(who: Contestant, run: dict[str, Any], text: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
+    """Train one contestant as ``run`` (steps, rate, seed) says; its held-out loss and arithmetic."""
+    torch.manual_seed(run["seed"])
     config = GPTConfig(
-        vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True
+        vocab_size=VOCABULARY, n_layer=LAYERS, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True
     )
     model = Model(config, who.experts, who.k)
     total, active = sum(p.numel() for p in model.parameters()), active_parameters(model, who.k)
-    engine = engine_for(model, ROWS, rate)
+    engine = engine_for(model, ROWS, run["rate"])
     begin = time.process_time()
-    for step in range(steps):
-        share = min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    for step in range(run["steps"]):
+        share = min(1.0, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / run["steps"]))
         for group in engine.optimizer.param_groups:
-            group["lr"] = rate * share
-        engine.backward(engine(*sample(text, step, ROWS)))
+            group["lr"] = run["rate"] * share
+        engine.backward(engine(*sample(text, 1_000_000 * run["seed"] + step, ROWS)))
         engine.step()
     seconds = time.process_time() - begin
     engine.eval()
@@ -223,19 +228,42 @@ def train(who: Contestant, steps: int, rate: float, text: np.ndarray, held_out: 
     engine.close()
     # The embedding is looked up, not multiplied; its weight works once, as the head.
     flops = 6 * active + 6 * config.n_layer * LENGTH * who.width
-    return {"loss": loss, "total": total, "active": active, "flops": flops, "cpu_seconds": seconds}
+    return {**run, "loss": loss, "total": total, "active": active, "flops": flops, "cpu_seconds": seconds}
 
 
-def quality(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train every contestant on the same batches; of each the best of the rates."""
-    found = {}
-    chosen = CONTESTANTS[:1] + CONTESTANTS[5:6] if args.quick else CONTESTANTS
+def quality(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Train every contestant on the same batches, seed by seed; all runs so far after each, ``done`` first.
+
+    A run that is done is not repeated.
+    """
+    chosen = CONTESTANTS[:2] if args.quick else CONTESTANTS
+    wanted = [
+        (who, {"name": who.name, "steps": args.steps, "rate": rate, "seed": seed})
+        for seed in range(args.seeds)
+        for who in chosen
+        for rate in args.rates
+    ]
+    runs = [one for one in done if any(run.items() <= one.items() for _, run in wanted)]
     with tempfile.TemporaryDirectory(prefix="thalweg-bench-") as folder:
         prepare(Path(folder), VOCABULARY, lambda line: None)
         text, held_out = np.load(Path(folder) / "tokens.npy"), np.load(Path(folder) / "held_out.npy")
-        for who in chosen:
-            runs = [{**train(who, args.steps, rate, text, held_out), "rate": rate} for rate in args.rates]
-            found[who.name] = min(runs, key=lambda run: run["loss"])
+        yield runs
+        for who, run in wanted:
+            if not any(run.items() <= one.items() for one in runs):
+                runs.append(train(who, run, text, held_out))
+                yield runs
+
+
+def best(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By contestant: of each seed the best of the rates, and the mean of the seeds' losses."""
+    found: dict[str, dict[str, Any]] = {}
+    for who in CONTESTANTS:
+        by_seed: dict[int, dict[str, Any]] = {}
+        for run in (one for one in runs if one["name"] == who.name):
+            by_seed[run["seed"]] = min(run, by_seed.get(run["seed"], run), key=lambda one: one["loss"])
+        if by_seed:
+            losses = [one["loss"] for one in by_seed.values()]
+            found[who.name] = {**by_seed[min(by_seed)], "loss": statistics.mean(losses), "losses": losses}
     return found
 
 
@@ -251,12 +279,15 @@ def dense_flops_for(loss: float, found: dict[str, dict[str, Any]]) -> float | No
 
 def quality_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
     """Experts against the dense model of the same arithmetic, and of the same loss."""
-    rows, base = [], found["dense, 128"]
+    rows: list[Row] = []
+    if BASE.name not in found:
+        return rows
     for name, result in found.items():
         if name.startswith("dense"):
             continue
         case = f"quality, {name}"
-        rows.append(compare(case, "dense, 128", "held-out loss, nats", result["loss"], base["loss"]))
+        loss = found[BASE.name]["loss"]
+        rows.append(compare(case, BASE.name, "held-out loss, nats", result["loss"], loss))
         flops = dense_flops_for(result["loss"], found)
         note = "" if flops else "no dense model of the table reaches this loss"
         peer = "dense model of that loss"
@@ -271,14 +302,13 @@ def quality_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
 
 def render(data: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    lines = [
-        "# Mixture of experts",
-        "",
-        f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+    lines = ["# Mixture of experts", "", f"{machine_line(data['machine'])}."]
+    for part, facts in data["parts"].items():
+        lines += ["", f"{part.capitalize()}: {facts['date']}, commit {facts['commit']}."]
+    lines += [
         "",
         "Cost: ratio = dense / experts, medians over turns; the goal is a step of at most "
-        f"{GOAL} times the dense one's, a ratio of {1 / GOAL:.2f}. AdamW, clipping, fp32, "
-        f"{data['threads']} threads.",
+        f"{GOAL} times the dense one's, a ratio of {1 / GOAL:.2f}. AdamW, clipping, fp32, 1 thread.",
         "",
         rows_table(data["rows"]),
     ]
@@ -288,22 +318,39 @@ def render(data: dict[str, Any]) -> str:
                 name,
                 f"{r['total'] / 1e6:.2f}",
                 f"{r['active'] / 1e6:.2f}",
-                f"{r['flops'] / 1e6:.1f}",
+                f"{r['flops'] / 1e6:.2f}",
                 f"{r['rate']:g}",
                 f"{r['cpu_seconds']:.0f}",
+                ", ".join(f"{loss:.4f}" for loss in r["losses"]),
                 f"{r['loss']:.4f}",
             ]
-            for name, r in data["quality"].items()
+            for name, r in best(data["quality"]).items()
         ]
-        head = ["model", "M parameters", "M at work", "MFLOP a token", "rate", "CPU s", "held-out loss"]
+        head = ["model", "M parameters", "M at work", "MFLOP a token", "rate", "CPU s", "of each seed"]
         lines += [
             "",
-            f"Quality: GPT of 2 layers, vocabulary {VOCABULARY}, {data['steps']} steps of {ROWS} x {LENGTH} "
-            "tokens of the standard library's sources, the best of the learning rates tried.",
+            f"Quality: GPT of {LAYERS} layers, vocabulary {VOCABULARY}, {data['quality'][0]['steps']} steps of "
+            f"{ROWS} x {LENGTH} tokens of the standard library's sources; held-out loss in nats a token, the "
+            "mean of the seeds.",
             "",
-            table(head, cells),
+            table([*head, "held-out loss"], cells),
         ]
     return "\n".join(lines)
+
+
+def collect(part: str, rows: list[Row], quality: list[dict[str, Any]] | None, write: bool) -> dict[str, Any]:
+    """The result with ``part`` measured anew; what results/moe.json has of the other one stays."""
+    path = ROOT / "results" / "moe.json"
+    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() and write else {}
+    data = envelope("moe", rows)
+    kept = [row for row in old.get("rows", []) if not row["case"].startswith(f"{part},")]
+    data["rows"] = sorted([*kept, *data["rows"]], key=lambda row: row["case"].split(",")[0])
+    own = {"date": data.pop("date"), "commit": data.pop("commit")}
+    data["parts"] = dict(sorted({**old.get("parts", {}), part: own}.items()))
+    data["quality"] = old.get("quality", []) if quality is None else quality
+    if write:
+        write_result("moe", data, render(data))
+    return data
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -315,22 +362,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-3])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few tokens, steps and models: under a minute")
+    parser.add_argument("--quick", action="store_true", help="few tokens, steps and models, under a minute; not written")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--write", action="store_true", help="write results/moe.md and .json")
+    parser.add_argument(
+        "--write", action="store_true", help="write results/moe.md and .json, after each model that is trained"
+    )
     args = parser.parse_args(argv)
     if args.quick:
-        args.tokens, args.turns, args.steps, args.rates = [1024], 3, 40, [2e-3]
+        args.tokens, args.turns, args.steps, args.seeds, args.write = [1024], 3, 100, 1, False
     torch.set_num_threads(args.threads)
-    rows = cost_rows(args) if args.only != "quality" else []
-    found = quality(args) if args.only != "cost" else {}
-    rows += quality_rows(found) if found else []
-    data = envelope("moe", rows, threads=args.threads, steps=args.steps, quality=found)
-    if args.write:
-        write_result("moe", data, render(data))
+    path = ROOT / "results" / "moe.json"
+    done = json.loads(path.read_text()).get("quality") or [] if path.exists() and args.write else []
+    data: dict[str, Any] = {}
+    rows: list[Row] = []
+    if args.only != "quality":
+        rows = cost_rows(args)
+        data = collect("cost", rows, None, args.write)
+    if args.only != "cost":
+        for runs in quality(args, done):
+            data = collect("quality", [*([] if args.write else rows), *quality_rows(best(runs))], runs, args.write)
     print(json.dumps(data) if args.json else render(data))
     return 0
 
