@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thalweg.launch import peers as peers_module
 from thalweg.launch import schedulers
 from thalweg.launch.by_hand import place_of
 from thalweg.launch.hosts import Host, check_name, read_hostfile, select
+from thalweg.launch.meeting import Meeting, bind
 from thalweg.launch.network import address_towards, interface_towards
-from thalweg.launch.peers import contradiction
+from thalweg.launch.peers import Peers, Place, contradiction
 from thalweg.launch.propagate import environment_for_hosts
 from thalweg.launch.request import Request
 from thalweg.launch.ssh import remote_command
@@ -35,6 +40,10 @@ def test_hostfiles(tmp_path: Path) -> None:
     [
         ("a slots=two", "line 1"),
         ("a\na", "twice"),
+        ("a slots=2\nme@a slots=2", "twice"),
+        ("a slots=2 slots=3", "line 1"),
+        ("a slots = 2", "line 1"),
+        ("a slots=-1", "line 1"),
         ("# nothing\n", "names no host"),
         ("a slots=0", "names no host"),
         ("-oProxyCommand=x slots=2", "not a host's name"),
@@ -69,6 +78,10 @@ def test_filters_as_deepspeed_reads_them() -> None:
         ("c", None, "not in the hostfile"),
         ("a:4", None, "slots 0 to 3"),
         ("a:x", None, "is not `a:0,1`"),
+        ("a:3-1", None, "no range of slots"),
+        ("a:0-99999999999", None, "no range of slots"),
+        ("a:", None, "is not `a:0,1`"),
+        ("a@", None, "not a host's name"),
         ("a@a:1", None, "twice"),
         (None, "a@b", "no slot"),
         ("a:0;id", None, "is not"),
@@ -216,6 +229,63 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
         (_card(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
     ):
         assert said in (contradiction([_card(), other]) or "")
+
+
+class Party:
+    """Launchers that meet in one store, all in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server = Meeting("127.0.0.1", 0, 0, 1, bind("127.0.0.1"))
+        self.peers: list[Peers] = []
+        self.stopped: list[Peers] = []
+        monkeypatch.setattr(Peers, "_stop_ranks", lambda peers: self.stopped.append(peers))
+
+    def start(self, index: int, num_hosts: int, **card: object) -> Future[list[dict]]:
+        """One more launcher arrives, in a thread of its own."""
+        meeting = Meeting("127.0.0.1", self.server.port, index, num_hosts, None)
+        peers = Peers(Place(index, num_hosts, meeting, patience=20.0), threading.Event(), lambda: False)
+        self.peers.append(peers)
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(peers.arrive, _card(index=index, **card), lambda text: None)
+        pool.shutdown(wait=False)
+        return future
+
+    def problem(self, future: Future[list[dict]]) -> str:
+        """What the launcher is told instead of the cards."""
+        return str(future.exception(timeout=20.0))
+
+
+def test_two_hosts_with_one_number_are_one_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    party = Party(monkeypatch)
+    futures = [party.start(index, 3, host=host) for index, host in ((1, "b"), (0, "a"), (1, "c"))]
+    told = {party.problem(future) for future in futures}
+    assert len(told) == 1 and "--node-rank 1 is given on" in told.pop()
+
+
+def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for early in (True, False):
+        party = Party(monkeypatch)
+        monkeypatch.setattr(peers_module, "_EARLY", 30.0 if early else 0.0)
+        job = [party.start(index, 2) for index in (0, 1)]
+        assert [[card["index"] for card in future.result(20.0)] for future in job] == [[0, 1]] * 2
+        late = party.start(1, 2, host="late")
+        assert "--node-rank 1 is given on a and on late" in party.problem(late)
+        first = party.peers[0]
+        first._beat({})
+        assert party.stopped == ([first] if early else [])
+        if early:
+            outcome = party.peers[1].settle(None, False, patience=5.0)
+            assert outcome is not None and outcome.code == 2 and "--node-rank 1 is given on" in outcome.report
+
+
+def test_a_launcher_that_loses_its_line_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    party = Party(monkeypatch)
+    future = party.start(1, 2)
+    time.sleep(0.2)
+    party.server._server = None  # host 0 is gone
+    assert "lost its line to the first host of the job, at 127.0.0.1" in party.problem(future)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are read by Linux's ioctl")

@@ -105,6 +105,24 @@ class FileSystem:
         """Remove an empty directory."""
         os.rmdir(path)
 
+    def lock(self, path: Path) -> int:
+        """Keep other processes that ask, too, from a directory until the handle is closed.
+
+        Where the file system has no such locks, or the holder is stuck for 10 s, go on without.
+        """
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.002)
+            except OSError:
+                break
+            else:
+                break
+        return handle
+
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a loss of power."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,10 +193,20 @@ def write_file(io: FileSystem, path: Path, data: bytes) -> None:
 
 
 def remove_tree(io: FileSystem, path: Path) -> None:
-    """Remove a directory of this room: one level of files, and directories below it where there are any."""
-    for name in io.listdir(path):
+    """Remove a directory of this room: one level of files, and directories below it where there are any.
+
+    What somebody else removes meanwhile is gone, too.
+    """
+    try:
+        names = io.listdir(path)
+    except FileNotFoundError:
+        return
+    for name in names:
         try:
             io.remove(path / name)
+        except FileNotFoundError:
+            continue
         except (IsADirectoryError, PermissionError):
             remove_tree(io, path / name)
-    io.rmdir(path)
+    with contextlib.suppress(FileNotFoundError):
+        io.rmdir(path)

@@ -6,7 +6,7 @@
     DIR/<tag>/                     a committed checkpoint: manifest.json and shards
     DIR/<tag>~<sequence>/          the same tag saved again, until the older one is gone
     DIR/.saving-...-<random>/      a save under way (or one that died)
-    DIR/.removing-<random>/        a checkpoint on its way out
+    DIR/.removing-...-<random>/    a checkpoint on its way out
 
 A save fills ``.saving-*``; the manifest is renamed into place inside it; then the
 directory itself is renamed to its public name, which is the commit; then ``latest`` is
@@ -17,15 +17,19 @@ kill between any two operations leaves the old checkpoint, the new one, or both;
 ``sequence`` in the manifest says which is newer.
 
 A directory whose name starts with a dot is never read by a load.  A later save removes
-the ``.saving-*`` of processes that are dead; the name says whose it was.
+those of processes that are dead; the name says whose they were.  Several jobs may save to
+one directory: whoever gives or takes a public name holds the directory's lock while it
+looks and renames, so that nobody discards by an old listing what has a new meaning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +113,7 @@ def _is_ours(io: FileSystem, path: Path) -> bool:
         return True
     try:
         return any(re.fullmatch(r"shard-\d+-of-\d+\..*safetensors", name) for name in io.listdir(path))
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):  # a file, or removed since it was listed
         return False
 
 
@@ -221,7 +225,9 @@ def begin(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, 
     make_directory(io, directory)
     clean(io, directory)
     plain = directory / tag
-    if io.exists(plain) and not _is_ours(io, plain):
+    with _alone(io, directory):
+        foreign = io.exists(plain) and not _is_ours(io, plain)
+    if foreign:
         raise CheckpointError(
             f"{plain} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
@@ -257,11 +263,12 @@ def publish(
     io.rename(temporary / f".{MANIFEST}", temporary / MANIFEST)
     io.fsync_dir(temporary)
     _refuse_superseded(_newest(io, directory), head.epoch, directory)
-    public = directory / head.tag
-    if io.exists(public):
-        public = directory / f"{head.tag}~{head.sequence}"
-    io.rename(temporary, public)
-    io.fsync_dir(directory)
+    with _alone(io, directory):
+        public = directory / head.tag
+        if io.exists(public):
+            public = directory / f"{head.tag}~{head.sequence}"
+        io.rename(temporary, public)
+        io.fsync_dir(directory)
     if latest:
         point(io, directory, head.tag)
     return public
@@ -277,32 +284,45 @@ def point(io: FileSystem, directory: Path, tag: str) -> None:
 
 def settle(io: FileSystem, directory: Path, tag: str) -> Path:
     """Leave one directory for ``tag``, under its plain name: the newest generation that is intact."""
-    found = generations(io, directory, tag)
-    good = next((f for f in found if f.head), None)
-    if good is None:
-        return directory / tag
-    for other in found:
-        if other is not good:
-            discard(io, directory, other.path)
-    if good.path.name != tag:
-        io.rename(good.path, directory / tag)
-        io.fsync_dir(directory)
+    hidden: list[Path] = []
+    with _alone(io, directory):
+        found = generations(io, directory, tag)
+        good = next((f for f in found if f.head), None)
+        if good is not None:
+            hidden = [_hide(io, directory, other.path) for other in found if other is not good]
+            if good.path.name != tag:
+                io.rename(good.path, directory / tag)
+                io.fsync_dir(directory)
+    for path in hidden:
+        remove_tree(io, path)
     return directory / tag
-
-
-def discard(io: FileSystem, directory: Path, path: Path) -> None:
-    """Remove a committed directory: first its name, then its files, so that no half of it is ever read."""
-    hidden = directory / f"{_REMOVING}{secrets.token_hex(8)}"
-    io.rename(path, hidden)
-    io.fsync_dir(directory)
-    remove_tree(io, hidden)
 
 
 def keep_newest(io: FileSystem, directory: Path, count: int, newest: Path) -> None:
     """Discard all but ``newest`` and the ``count - 1`` before it; what is damaged is left alone."""
-    older = [f for f in find(io, directory) if f.head and f.path != newest]
-    for old in older[count - 1 :]:
-        discard(io, directory, old.path)
+    with _alone(io, directory):
+        older = [f for f in find(io, directory) if f.head and f.path != newest]
+        hidden = [_hide(io, directory, old.path) for old in older[count - 1 :]]
+    for path in hidden:
+        remove_tree(io, path)
+
+
+def _hide(io: FileSystem, directory: Path, path: Path) -> Path:
+    """Take a committed directory's name, so that no half of it is ever read; returns what is to be removed."""
+    hidden = directory / f"{_REMOVING}{_owner()}-{secrets.token_hex(8)}"
+    io.rename(path, hidden)
+    io.fsync_dir(directory)
+    return hidden
+
+
+@contextlib.contextmanager
+def _alone(io: FileSystem, directory: Path) -> Iterator[None]:
+    """Nobody else gives or takes public names in ``directory`` meanwhile."""
+    handle = io.lock(directory)
+    try:
+        yield
+    finally:
+        io.close(handle)
 
 
 def clean(io: FileSystem, directory: Path) -> None:
@@ -313,10 +333,12 @@ def clean(io: FileSystem, directory: Path) -> None:
     for name in io.listdir(directory):
         path = directory / name
         try:
-            if name.startswith(_REMOVING) or (name.startswith(_SAVING) and not _alive(io, path)):
+            if name.startswith((_REMOVING, _SAVING)) and not _alive(io, path):
                 remove_tree(io, path)
             elif name.startswith(_POINTER) and not _alive(io, path):
                 io.remove(path)
+        except FileNotFoundError:  # its owner, or another save, was faster
+            continue
         except OSError as error:
             _log.warning("could not remove the left-over %s: %s", path, error)
     for tag in sorted({name.partition("~")[0] for name in io.listdir(directory) if "~" in name}):

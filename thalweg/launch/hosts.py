@@ -18,6 +18,7 @@ _LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slot
 _NAME = re.compile(
     r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$"
 )
+_MOST_SLOTS = 65536  # of one host
 _SLOTS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -65,7 +66,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if match is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not `host slots=N`")
         name = check_name(match["host"], f"{path}, line {number}")
-        if name in hosts:
+        if any(Host(name).address == host.address for host in hosts.values()):
             raise ValueError(f"{path}, line {number}: {name} is there twice; give each host one line")
         hosts[name] = Host(name, int(match["slots"]) if match["slots"] else None)
     left = {name: host for name, host in hosts.items() if host.slots != 0}
@@ -153,13 +154,16 @@ def _parse(flag: str, text: str) -> dict[str, tuple[int, ...] | None]:
             raise ValueError(f"{flag} {text} names {name} twice")
         if colon and _SLOTS.fullmatch(slots) is None:
             raise ValueError(f"{flag} {text}: {part} is not `{name}:0,1`")
-        filters[name] = _slots(slots) if colon else None
+        filters[name] = _slots(slots, f"{flag} {text}") if colon else None
     return filters
 
 
-def _slots(text: str) -> tuple[int, ...]:
+def _slots(text: str, where: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
+        start, stop = int(first), int(last or first)
+        if not start <= stop < _MOST_SLOTS:
+            raise ValueError(f"{where}: {part} is no range of slots: write the lower one first, as in 0-3")
+        found.update(range(start, stop + 1))
     return tuple(sorted(found))

@@ -1,7 +1,9 @@
 """The launchers of a job on several hosts, as they see each other through the store on host 0.
 
-    arrive    each host lays down a card (who it is, how many ranks, which versions); every one reads all
-              cards, so a contradiction is the same error everywhere, with the host and the option
+    arrive    each host lays down a card (who it is, how many ranks, which versions); host 0 reads them and
+              lays down one ruling, so a contradiction is the same error everywhere, with the host and the
+              option.  Who comes after a ruling that has no place for it gets that error, and so have the
+              others if it comes early: a job that is under way is not stopped by a stray launcher
     beat      once a second each host counts its beat up; host 0 reads all beats, the others hear from host 0
     stop      the first host that loses a rank, or sees another gone silent, tells all at once
     verdict   one report of the job, the first failure's; a host whose ranks only lost their peers waits for
@@ -24,11 +26,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistError
+
 from thalweg.launch.meeting import Meeting
 from thalweg.launch.outcome import Outcome
 
 _BEAT = 1.0
 _ANSWER = 2.0  # seconds in which the store on host 0 must answer
+_TELLING = 10.0  # seconds that host 0 waits for others to read what is wrong
+_EARLY = 30.0  # seconds from the start in which a launcher too many ends the job
 _ALIKE = {  # what every host must say alike, and what sets it
     "num_hosts": "--num-nodes",
     "target": "the script",
@@ -60,6 +66,7 @@ class Peers(threading.Thread):
         self._cards: list[dict[str, Any]] = []
         self.verdict: Outcome | None = None
         self.stopping = False
+        self._began = 0.0
         self._silent: set[int] = set()
 
     def arrive(self, card: Mapping[str, Any], note: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -68,24 +75,24 @@ class Peers(threading.Thread):
         Raises:
             ValueError: two hosts claim one place, contradict each other, or one never comes.
         """
+        try:
+            return self._arrive(card, note)
+        except DistError as error:
+            where = f"{self._place.meeting.addr}, port {self._place.meeting.port}"
+            raise ValueError(
+                f"{card['host']} lost its line to the first host of the job, at {where}, before all hosts had "
+                "come: see what that host says"
+            ) from error
+
+    def _arrive(self, card: Mapping[str, Any], note: Callable[[str], object]) -> list[dict[str, Any]]:
         place, store = self._place, self._store
-        mine = {**card, "index": place.index, "num_hosts": place.num_hosts}
         number = store.add("arrived", 1) - 1
+        mine = {**card, "index": place.index, "num_hosts": place.num_hosts, "number": number}
         store.set(f"card/{number}", json.dumps(mine))
         began, told = time.monotonic(), False
-        while True:
-            cards = [json.loads(store.get(f"card/{n}")) for n in range(self._num_cards())]
-            if problem := contradiction(cards):
-                time.sleep(2 * _BEAT if place.index == 0 else 0.0)  # the others read it from our store
-                raise ValueError(problem)
-            if len(cards) == place.num_hosts:
-                self._cards = sorted(cards, key=lambda one: one["index"])
-                first = 0
-                for one in self._cards:
-                    one["first_rank"], first = first, first + one["nproc"]
-                return self._cards
+        while (ruling := self._ruling()) is None:
             waited = time.monotonic() - began
-            missing = sorted(set(range(place.num_hosts)) - {one["index"] for one in cards})
+            missing = sorted(set(range(place.num_hosts)) - {one["index"] for one in self._read_cards()})
             if waited > place.patience:
                 raise ValueError(
                     f"--node-rank {', '.join(map(str, missing))} did not come within {place.patience:.0f} "
@@ -97,13 +104,45 @@ class Peers(threading.Thread):
                 note(f"waiting for --node-rank {', '.join(map(str, missing))}")
                 told = True
             time.sleep(0.1)
+        cards, problem = ruling["cards"], ruling["problem"]
+        if not problem and number not in [one["number"] for one in cards]:
+            problem = contradiction([*cards, mine])
+        if problem:
+            store.add("told", 1)
+            if place.index == 0:
+                self._wait_until_told(max(one["num_hosts"] for one in cards))
+            raise ValueError(problem)
+        self._cards = cards
+        first = 0
+        for one in cards:
+            one["first_rank"], first = first, first + one["nproc"]
+        self._began = time.monotonic()
+        return cards
 
-    def _num_cards(self) -> int:
+    def _ruling(self) -> dict[str, Any] | None:
+        """What host 0 has made of the cards, once: what is wrong with them, or all of them in order."""
+        if self._place.index == 0:
+            cards = self._read_cards()
+            problem = contradiction(cards)
+            if problem or len(cards) == self._place.num_hosts:
+                cards.sort(key=lambda one: one["index"])
+                self._store.compare_set("ruling", "", json.dumps({"problem": problem, "cards": cards}))
+        return json.loads(self._store.get("ruling")) if self._store.check(["ruling"]) else None
+
+    def _wait_until_told(self, num_hosts: int) -> None:
+        """The others read the ruling from this host's store, some of them a little later."""
+        deadline = time.monotonic() + _TELLING
+        while time.monotonic() < deadline:
+            if self._store.add("told", 0) >= max(num_hosts, self._store.add("arrived", 0)):
+                return
+            time.sleep(0.05)
+
+    def _read_cards(self) -> list[dict[str, Any]]:
         """Cards that can be read; a host has its number a moment before its card is there."""
-        count, present = self._store.add("arrived", 0), 0
-        while present < count and self._store.check([f"card/{present}"]):
-            present += 1
-        return present
+        count, cards = self._store.add("arrived", 0), []
+        while len(cards) < count and self._store.check([f"card/{len(cards)}"]):
+            cards.append(json.loads(self._store.get(f"card/{len(cards)}")))
+        return cards
 
     def run(self) -> None:
         place = self._place
@@ -148,6 +187,12 @@ class Peers(threading.Thread):
 
     def _listen(self, heard: dict[int, tuple[int, float]]) -> None:
         now = time.monotonic()
+        if now - self._began < _EARLY and self._store.add("arrived", 0) > self._place.num_hosts:
+            if problem := contradiction(self._read_cards()):
+                self._publish(Outcome(2, f"thalweg run: {problem}\n"))
+                self._store.set("stop", "1")
+                self._stop_ranks()
+                return
         for index, (beat, when) in heard.items():
             count = self._store.add(f"beat/{index}", 0)
             if count != beat:
