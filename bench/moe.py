@@ -366,10 +366,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-3])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few tokens, steps and models, under a minute; not written")
+    parser.add_argument(
+        "--quick", action="store_true", help="few tokens, steps and models, under a minute; not written"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
-        "--write", action="store_true", help="write results/moe.md and .json, after each model that is trained"
+        "--write",
+        action="store_true",
+        help="write results/moe.md and .json, after each model that is trained",
     )
     args = parser.parse_args(argv)
     if args.quick:
@@ -384,7 +388,9 @@ def main(argv: list[str] | None = None) -> int:
         data = collect("cost", rows, None, args.write)
     if args.only != "cost":
         for runs in quality(args, done):
-            data = collect("quality", [*([] if args.write else rows), *quality_rows(best(runs))], runs, args.write)
+            data = collect(
+                "quality", [*([] if args.write else rows), *quality_rows(best(runs))], runs, args.write
+            )
     print(json.dumps(data) if args.json else render(data))
     return 0
 

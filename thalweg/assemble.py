@@ -39,7 +39,7 @@ from thalweg.optim.managed import ManagedOptimizer
 from thalweg.optim.tiered import manage
 from thalweg.optim.window import Window
 from thalweg.parallel.containers import Search, find_experts
-from thalweg.parallel.expert import ExpertLayer, spread_experts
+from thalweg.parallel.expert import ExpertLayer, ExpertTeam, spread_experts
 from thalweg.parallel.hosts import note_groups_across_hosts
 from thalweg.parallel.pipeline.build import Pipeline
 from thalweg.parallel.pipeline.driver import Around
@@ -187,7 +187,8 @@ def assemble(
     teams, states = _split(model, axes, config, device)
     if pipeline is not None:
         pipeline.cut()
-    teams += _spread_experts(model, axes, config, states)
+    expert_teams = _spread_experts(model, axes, config, states)
+    teams += [one.team for one in expert_teams]
     units = find_units(model, options.units)
     teams += _split_sequence(model, axes, list(units.values()))
     release = recompute(model, list(units.values()), axes, config, device)
@@ -201,6 +202,8 @@ def assemble(
         config.note(f"zero_optimization.{name}", text)
     for team in teams:
         team.ledger = sharded.ledger
+    for one in expert_teams:
+        one.spread = sharded.spread
     sharded.on_close(release)
     preflight.watch(model)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
@@ -269,7 +272,7 @@ def _split(
     return [team], parallelise(model, team, axes.states, axes.everyone, kernels=config.cpu_kernels)
 
 
-def _spread_experts(model: nn.Module, axes: Axes, config: Config, states: States | None) -> list[Team]:
+def _spread_experts(model: nn.Module, axes: Axes, config: Config, states: States | None) -> list[ExpertTeam]:
     """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
     section = config.expert_parallel
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}

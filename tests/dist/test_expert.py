@@ -89,9 +89,55 @@ def _parity(rank: int, world: int, cases: list[tuple[int, int, int, bool]], step
 
 
 def test_experts_over_ranks_equal_one_process():
-    cases = [(2, 2, 2, False), (4, 3, 3, False), (4, 1, 0, False)]
+    cases = [(2, 2, 2, False), (4, 3, 3, False), (4, 1, 0, False), (2, 1, 0, False), (2, 1, 3, True)]
     for failures in run_ranks(_parity, 4, cases, 20, timeout=300):
         assert failures == []
+
+
+def _lengths(rank: int, world: int) -> list[str]:
+    """Three copies of experts whose biases have 8 numbers, and stay out of step with gradients."""
+    return _parity(rank, world, [(2, 2, 1, False)], 3)
+
+
+def test_parts_of_unequal_length():
+    for failures in run_ranks(_lengths, 6):
+        assert failures == []
+
+
+def _held(rank: int, world: int, stage: int) -> dict[str, int]:
+    """Elements of experts and of their states on this rank, and bytes of their gradients sent."""
+    import thalweg
+
+    torch.set_num_threads(1)
+    config = config_of(stage, 1, 2 * world, world)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = thalweg.initialize(model=Tiny(2, 2, False), config=config)
+    for step in range(2):
+        tokens, labels = _batch(step, 2 * world, False)
+        engine.backward(engine(tokens[rank::world], labels[rank::world]))
+        engine.step()
+    stacks = [p for name, p in engine.module.named_parameters() if "stack" in name]
+    moments = [engine.optimizer.state[p][key] for p in stacks for key in ("exp_avg", "exp_avg_sq")]
+    found = {
+        "parameters": sum(p.to_local().numel() for p in stacks),
+        "moments": sum(m.to_local().numel() for m in moments),
+        "gradients": sum(0 if p.grad is None else p.grad.to_local().numel() for p in stacks),
+    }
+    for entry in engine._parts.sharded.ledger.entries():
+        if entry.module == "experts" and entry.carrier == "wire":
+            found[entry.kind] = entry.sent_bytes
+    engine.close()
+    return found
+
+
+def test_copies_divide_the_states_of_experts_and_send_what_the_formula_says():
+    whole = 2 * EXPERTS * (8 * 12 + 12 + 12 * 8 + 8)
+    plain, divided = (run_ranks(_held, 4, stage)[0] for stage in (0, 1))
+    assert plain["parameters"] == whole // 2 and plain["moments"] == 2 * whole // 2
+    assert divided["parameters"] == whole // 4 and divided["moments"] == 2 * whole // 4
+    sent = 4 * whole // 2 // 2  # bytes of own rows, half of which go to the other copy
+    assert plain["all_reduce"] == 2 * 2 * sent  # two steps, there and back
+    assert divided["reduce_scatter"] == divided["all_gather"] == 2 * sent
 
 
 def test_row07_disjoint_routing_and_unhit_experts_complete_at_stage_3():
@@ -101,13 +147,13 @@ def test_row07_disjoint_routing_and_unhit_experts_complete_at_stage_3():
 
 
 def _control(rank: int, world: int) -> float:
-    from thalweg.zero.spread import SpreadGradients
+    from thalweg.zero.spread import SpreadParameters
 
     torch.set_num_threads(1)
     model = Tiny(2, 2, False)
     plain = _plain(model, 2 * world, 2, False)
-    reduce = SpreadGradients.reduce
-    SpreadGradients.reduce = lambda self, divisor: reduce(self, 1.01 * divisor)  # type: ignore[method-assign]
+    reduce = SpreadParameters.reduce
+    SpreadParameters.reduce = lambda self, divisor: reduce(self, 1.01 * divisor)  # type: ignore[method-assign]
     return _engine(model, rank, world, 1, 2, False).differences(plain)["gradient"]
 
 
@@ -137,12 +183,13 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
 
 
 def test_row47_experts_are_stored_under_global_ids(tmp_path):
-    at = {name: str(tmp_path / name) for name in ("four", "one", "two", "back")}
+    at = {name: str(tmp_path / name) for name in ("four", "one", "two", "copies", "back")}
     first = run_ranks(_saved, 4, 4, 3, None, at["four"])[0]
     others = [
         run_ranks(_saved, 1, 1, 0, at["four"], at["one"])[0],
         run_ranks(_saved, 2, 2, 1, at["one"], at["two"])[0],
-        run_ranks(_saved, 4, 4, 3, at["two"], at["back"])[0],
+        run_ranks(_saved, 4, 2, 2, at["two"], at["copies"])[0],
+        run_ranks(_saved, 4, 4, 3, at["copies"], at["back"])[0],
     ]
     for values in others:
         assert all(np.array_equal(a, b) for a, b in zip(values, first, strict=True))

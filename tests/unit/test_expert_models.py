@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.dist.moe_models import EXPERTS, MODELS, batch, build, loss_of
 from thalweg.ops.grouped import Groups
 from thalweg.parallel.containers import Search, find_experts
+from thalweg.parallel.expert import local_rows
 from thalweg.parallel.lists import ExpertList
 from thalweg.parallel.plans import Refused
 
@@ -27,6 +28,9 @@ class Alone:
         assert groups.sizes == groups.index.bincount(minlength=len(groups.counts)).tolist()
         assert (groups.index.diff() >= 0).all()
         return rows, groups, lambda results: results * self.factor
+
+    def own(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        return local_rows(parameter, dtype)
 
 
 def _gradients(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

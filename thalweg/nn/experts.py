@@ -9,7 +9,7 @@ rows depend on each other, is noticed on its first rows and runs expert by exper
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,9 +44,11 @@ class Experts(nn.Module):
                     single._parameters[key] = nn.Parameter(parameter.detach().to("meta"), False)
         self._grouped: bool | None = None  # whether one run for all experts is right; None: not tried yet
 
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """``rows`` (M, D) sorted by own expert -> (M, D)."""
-        own = {name: local_rows(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
+    def forward(
+        self, rows: Tensor, groups: Groups, own_of: Callable[[Tensor, torch.dtype], Tensor] = local_rows
+    ) -> Tensor:
+        """``rows`` (M, D) sorted by own expert -> (M, D); ``own_of`` says what stands for a parameter."""
+        own = {name: own_of(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
         self._single[0].train(self.training)
         if self._grouped is None and len(rows):
             self._grouped = self._compare(rows, groups, own)

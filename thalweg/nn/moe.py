@@ -214,12 +214,12 @@ class MoE(nn.Module):
         choices = sort_choices(
             routing.experts, self.num_experts, None if routing.everything else routing.kept
         )
-        rows, groups, back = choices.take(x), choices.groups, None
-        if self._exchange is not None:
+        rows, groups = choices.take(x), choices.groups
+        if self._exchange is None:
+            results = self.experts(rows, groups)
+        else:
             rows, groups, back = self._exchange.to_experts(rows, groups)
-        results = self.experts(rows, groups)
-        if back is not None:
-            results = back(results)
+            results = back(self.experts(rows, groups, self._exchange.own))
         return choices.add_up(results, routing.weights.to(results.dtype)).to(x.dtype)
 
     def shares(self, ranks: int) -> Iterator[Share]:

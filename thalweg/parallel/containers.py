@@ -119,7 +119,7 @@ class Stack:
             chosen = chosen.reshape(len(tokens), -1)
             choices = sort_choices(chosen, num_experts, chosen < num_experts)
             rows, groups, back = exchange.to_experts(choices.take(tokens), choices.groups)
-            results = back(compute(self, rows, groups))
+            results = back(compute(self, rows, groups, exchange))
             return choices.add_up(results, weights.reshape(chosen.shape)).to(hidden.dtype).view_as(hidden)
 
         give_forward(module, forward)
@@ -138,8 +138,8 @@ def _is_known(module: nn.Module) -> bool:
     return told and plain and keys == present and not isinstance(module, Split)
 
 
-def _grouped(module: Any, rows: Tensor, groups: Groups) -> Tensor:
-    own = {key: local_rows(p, rows.dtype) for key, p in module._parameters.items() if p is not None}
+def _grouped(module: Any, rows: Tensor, groups: Groups, exchange: Exchange) -> Tensor:
+    own = {key: exchange.own(p, rows.dtype) for key, p in module._parameters.items() if p is not None}
     first = "gate_up_proj" if module.has_gate else "up_proj"
     flipped = module.is_transposed
     inner = grouped_linear(rows, own[first], groups, own.get(f"{first}_bias"), inputs_first=flipped)
@@ -151,8 +151,8 @@ def _by_its_own(module: nn.Module) -> Any:
     """The module's own forward on rows that have one choice each, of weight 1."""
     inner = type(module).forward
 
-    def compute(self: Any, rows: Tensor, groups: Groups) -> Tensor:
-        own = {key: local_rows(p, rows.dtype) for key, p in self._parameters.items() if p is not None}
+    def compute(self: Any, rows: Tensor, groups: Groups, exchange: Exchange) -> Tensor:
+        own = {key: exchange.own(p, rows.dtype) for key, p in self._parameters.items() if p is not None}
         return call_with(self, inner, own, (rows, groups.index[:, None], rows.new_ones(len(rows), 1)), {})
 
     return compute

@@ -13,7 +13,7 @@ The picture, for data ranks in groups of ``ep`` neighbours (GShard; DeepSpeed-Mo
 Experts stay outside of ZeRO's units: nobody gathers them, so a rank whose tokens choose other
 experts than its peers' takes part in nothing that they do not.  At rest and at work an expert's
 parameter is a DTensor over ("ep", "copies"), with ("tp",) before them if there are tensor ranks;
-its gradient is averaged over all data ranks when a window ends.  Who spreads them: our own layer
+what ZeRO does with copies is in :mod:`thalweg.zero.spread`.  Who spreads them: our own layer
 (:mod:`thalweg.nn.moe`) and the layers of Hugging Face models (:mod:`.containers`, :mod:`.lists`).
 """
 
@@ -35,6 +35,7 @@ from thalweg.ops.subclass import Disguised, subclass_of
 from thalweg.parallel.cuts import Cut, even
 from thalweg.parallel.team import Team
 from thalweg.zero.pending import is_pending, value_of
+from thalweg.zero.spread import SpreadParameters
 from thalweg.zero.states import States
 
 Back = Callable[[Tensor], Tensor]
@@ -47,18 +48,28 @@ class Exchange(Protocol):
         """Rows of own experts, which expert each is for, and the way back for their results."""
         ...
 
+    def own(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """What this rank computes with where ``parameter`` stands, after :meth:`to_experts`."""
+        ...
+
 
 class ExpertTeam:
-    """Takes sorted rows to the ranks of their experts; ``team`` is the group of ``ep`` ranks."""
+    """Takes sorted rows to the ranks of their experts; ``team`` is the group of ``ep`` ranks.
+
+    ``spread``: where rows are that copies have divided among them.
+    """
 
     def __init__(self, team: Team, num_experts: int) -> None:
         self.team = team
+        self.spread: SpreadParameters | None = None
         self.owned = [stop - start for start, stop in even(num_experts, team.size)]
 
     def to_experts(self, rows: Tensor, groups: Groups) -> tuple[Tensor, Groups, Back]:
         """``rows`` (M, D) by expert -> rows of own experts, sorted, their groups, the way back."""
         team, width = self.team, rows.shape[1]
         own = self.owned[team.rank]
+        if self.spread is not None:
+            self.spread.refresh()
         theirs = team.all_to_all(groups.counts, self.owned, [own] * team.size, "expert counts")
         by_source = theirs.view(team.size, own)  # (source rank, own expert)
         sent = [int(part.sum()) for part in groups.counts.split(self.owned)]
@@ -74,6 +85,11 @@ class ExpertTeam:
             return _exchange(put_back(results, order), came, sent, width, team)
 
         return order.take(received), order.groups, back
+
+    def own(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """All rows that this rank has of ``parameter``."""
+        rows = None if self.spread is None else self.spread.rows_of(parameter)
+        return local_rows(parameter if rows is None else rows, dtype)
 
 
 def _exchange(rows: Tensor, sent: list[int], came: list[int], width: int, team: Team) -> Tensor:
@@ -146,10 +162,10 @@ def by_rows(num_experts: int, ranks: int) -> Cut:
 
 def spread_experts(
     layers: Mapping[str, ExpertLayer], axes: Axes, size: int = 1, states: States | None = None
-) -> list[Team]:
+) -> list[ExpertTeam]:
     """Spread the experts of each layer over ``size`` data ranks, or over its own ``ep_size``; collective.
 
-    Rank 0's values count.  The parameters become DTensors of the model's logical shapes.
+    Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the model's logical shapes.
     ``states``: how tensor ranks have cut them before.
 
     Raises:
@@ -157,6 +173,7 @@ def spread_experts(
             fewer experts than ranks.
     """
     places: dict[int, _Place] = {}
+    teams: list[ExpertTeam] = []
     for name, layer in layers.items():
         ranks = layer.ep_size if layer.ep_size > 1 else size
         if ranks == 1:
@@ -170,8 +187,9 @@ def spread_experts(
             assert parameter is not None
             cut_before = None if states is None else states.cuts.get(f"{name}.{share.name}")
             share.module._parameters[share.key] = place.own(parameter, share.cut, cut_before)
-        layer.spread(ExpertTeam(place.team, layer.num_experts))
-    return [place.team for place in places.values()]
+        teams.append(ExpertTeam(place.team, layer.num_experts))
+        layer.spread(teams[-1])
+    return teams
 
 
 def _check(name: str, layer: ExpertLayer, ranks: int, data_ranks: int) -> None:

@@ -156,7 +156,7 @@ def _ask(talk: _Talk, num_experts: int, exchange: Exchange, own: list[Any], seen
     for (expert, inner), part in zip(own, rows.split(groups.sizes), strict=True):
         if not len(part):
             continue
-        parameters = {name: local_rows(p, rows.dtype) for name, p in expert.named_parameters()}
+        parameters = {name: exchange.own(p, rows.dtype) for name, p in expert.named_parameters()}
         results.append(call_with(expert, inner, parameters, (part,), {}))
     returned = back(torch.cat(results))
     if not asked:

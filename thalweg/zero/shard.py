@@ -35,7 +35,7 @@ from thalweg.zero.homes import Slot, Store, largest_unit, publish
 from thalweg.zero.masters import rest_on_disk
 from thalweg.zero.offload import Offload, PagedStore, Paging
 from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
-from thalweg.zero.spread import SpreadGradients, is_spread, reduce_scalars
+from thalweg.zero.spread import SpreadParameters, is_spread, reduce_scalars
 from thalweg.zero.states import Layout, States
 from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
 from thalweg.zero.watch import Reduced, Reducing, Watch
@@ -81,9 +81,8 @@ class Sharded:
         self.groups = _fsdp2.groups_of(module)
         self.paging = paging
         # Those whose homes are there at all times, and what lies in them.
-        self._constant = [
-            group for group in self.groups if not paging or group.name not in paging.pager.units
-        ]
+        paged = paging.pager.units if paging else ()
+        self._constant = [group for group in self.groups if group.name not in paged]
         self._stores = stores
         self._stores_of: dict[str, list[Store]] = {}
         self._reducers: list[Any] = []
@@ -94,7 +93,7 @@ class Sharded:
         self._watches: list[Watch] = []
         self._at_close: list[Callable[[], None]] = []
         self.loose: list[nn.Parameter] = []
-        self.spread = SpreadGradients([])
+        self.spread = SpreadParameters(nn.Module(), self.ledger, divide=False)
 
     # Phases of a step
 
@@ -152,6 +151,7 @@ class Sharded:
         self._settle()
         for group in self.groups:
             group.drop_unsharded_grads()
+        self.spread.drop()
 
     def abandon_iteration(self) -> None:
         """Return to rest after an exception in forward or backward; gradients are left as they are."""
@@ -183,9 +183,7 @@ class Sharded:
 
     def copies(self) -> dict[Tensor, Tensor]:
         """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
-
-        Whoever asks promises to write them with every update.
-        """
+        Whoever asks promises to write them with every update."""
         if self.paging is None:
             return {}
         self.paging.pager.copies_are_kept = True
@@ -210,6 +208,7 @@ class Sharded:
 
     def changed(self, units: Iterable[str] | None = None) -> None:
         """The parameters of these units (None: of all) have new values in the swap file."""
+        self.spread.changed()
         if self.paging is not None:
             self.paging.pager.forget(units)
 
@@ -372,7 +371,7 @@ def shard(
     pages = set(paging.pager.units) if paging is not None else set()
     alone = mesh_of_one(mesh) if replicate else inner
     frees = {name: keeps or name in pages for name in units}
-    spread = SpreadGradients([parameter for parameter in model.parameters() if is_spread(parameter)])
+    spread = SpreadParameters(model, wiring.ledger, divide=options.policy.shards_states)
     _wrap(model, units, alone, options, frees, on_host)
     if options.offload.pages:  # units are read while a gather would begin early
         wiring.overlap = None
