@@ -329,9 +329,9 @@ def render(data: dict[str, Any]) -> str:
         head = ["model", "M parameters", "M at work", "MFLOP a token", "rate", "CPU s", "of each seed"]
         lines += [
             "",
-            f"Quality: GPT of {LAYERS} layers, vocabulary {VOCABULARY}, {data['quality'][0]['steps']} steps of "
-            f"{ROWS} x {LENGTH} tokens of the standard library's sources; held-out loss in nats a token, the "
-            "mean of the seeds.",
+            f"Quality: GPT of {LAYERS} layers, vocabulary {VOCABULARY}, {data['quality'][0]['steps']} steps "
+            f"of {ROWS} x {LENGTH} tokens of the standard library's sources; held-out loss in nats a token, "
+            "the mean of the seeds.",
             "",
             table([*head, "held-out loss"], cells),
         ]

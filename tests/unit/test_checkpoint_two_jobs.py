@@ -66,7 +66,7 @@ def test_a_replacement_that_was_cut_off_is_finished_once(tmp_path):
         for mine in range(3):
             pid = os.fork()
             if pid == 0:
-                os._exit(1 if in_child(lambda mine=mine: job(folder, mine, 1, 1)) else 0)
+                os._exit(1 if in_child(lambda folder=folder, mine=mine: job(folder, mine, 1, 1)) else 0)
             children.append(pid)
         assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 3
         assert Checkpoint.open(folder, "a").step == 3

@@ -308,7 +308,7 @@ def keep_newest(io: FileSystem, directory: Path, count: int, newest: Path) -> No
 
 
 def _hide(io: FileSystem, directory: Path, path: Path) -> Path:
-    """Take a committed directory's name, so that no half of it is ever read; returns what is to be removed."""
+    """Take a committed directory's name, so that no half of it is ever read; returns what to remove."""
     hidden = directory / f"{_REMOVING}{_owner()}-{secrets.token_hex(8)}"
     io.rename(path, hidden)
     io.fsync_dir(directory)

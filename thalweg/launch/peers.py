@@ -80,8 +80,8 @@ class Peers(threading.Thread):
         except DistError as error:
             where = f"{self._place.meeting.addr}, port {self._place.meeting.port}"
             raise ValueError(
-                f"{card['host']} lost its line to the first host of the job, at {where}, before all hosts had "
-                "come: see what that host says"
+                f"{card['host']} lost its line to the first host of the job, at {where}, before all hosts "
+                "had come: see what that host says"
             ) from error
 
     def _arrive(self, card: Mapping[str, Any], note: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -187,12 +187,13 @@ class Peers(threading.Thread):
 
     def _listen(self, heard: dict[int, tuple[int, float]]) -> None:
         now = time.monotonic()
-        if now - self._began < _EARLY and self._store.add("arrived", 0) > self._place.num_hosts:
-            if problem := contradiction(self._read_cards()):
-                self._publish(Outcome(2, f"thalweg run: {problem}\n"))
-                self._store.set("stop", "1")
-                self._stop_ranks()
-                return
+        young = now - self._began < _EARLY
+        too_many = young and self._store.add("arrived", 0) > self._place.num_hosts
+        if too_many and (problem := contradiction(self._read_cards())):
+            self._publish(Outcome(2, f"thalweg run: {problem}\n"))
+            self._store.set("stop", "1")
+            self._stop_ranks()
+            return
         for index, (beat, when) in heard.items():
             count = self._store.add(f"beat/{index}", 0)
             if count != beat:

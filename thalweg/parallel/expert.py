@@ -165,8 +165,8 @@ def spread_experts(
 ) -> list[ExpertTeam]:
     """Spread the experts of each layer over ``size`` data ranks, or over its own ``ep_size``; collective.
 
-    Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the model's logical shapes.
-    ``states``: how tensor ranks have cut them before.
+    Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the
+    model's logical shapes.  ``states``: how tensor ranks have cut them before.
 
     Raises:
         ValueError: the number of ranks does not divide the data-parallel ones, or a layer has

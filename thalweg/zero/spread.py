@@ -55,7 +55,7 @@ class _Divided:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Divided | None:
-        """``parameter``, whole on each copy, divided along its longest dim that divides; None if none does."""
+        """``parameter``, whole on each copy, divided along its longest dim; None if no dim is left."""
         assert isinstance(parameter, DTensor)
         mesh, rows = parameter.device_mesh, parameter._local_tensor.detach()
         number = _size(mesh, "copies")
@@ -237,7 +237,8 @@ class SpreadParameters:
             "reduce_scatter", "experts", "wire", full_bytes=rows.nbytes, world_size=len(rows)
         ) as call:
             Swap(group).sum(rows, mean, 1.0 / divisor, call, rows.dtype)
-        for one, own in zip(some, mean.split([o.padded_shape().numel() for o in some]), strict=True):
+        lengths = [one.padded_shape().numel() for one in some]
+        for one, own in zip(some, mean.split(lengths), strict=True):
             one.take_grad(own)
 
     def _add_up(self, mesh: DeviceMesh, indices: list[int], divisor: float) -> None:
