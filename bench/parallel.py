@@ -12,7 +12,9 @@ One GPT (or one with experts), one global batch; an axis divides it among the ra
 Clock times are a row only where there is a core for each rank: beyond that ranks take turns, and a clock
 says how they queue.  Processor time includes what gloo and shared memory take, not waiting.
 
-    python bench/parallel.py --axis zero3 tp cp --ranks 1 2 4 8
+With --write the rows of axes that were not asked for stay as they are.
+
+    python bench/parallel.py --axis zero3 tp cp --write
     python bench/parallel.py --quick --json
 """
 
@@ -63,6 +65,9 @@ class Shape:
         return 4 * self.rows * self.length * self.width
 
 
+MICROS = 8
+
+
 @dataclass(frozen=True)
 class Axis:
     """``sent``: bytes a rank sends in a step on ``n`` ranks with ``parameters`` bytes of parameters, as the
@@ -73,6 +78,7 @@ class Axis:
     counts: Callable[[Any], bool]
     divides_rows: bool = False
     experts: bool = False
+    micros: int = 1  # micro-batches that take turns
 
 
 def _zero(stage: int) -> Callable[[int], dict[str, Any]]:
@@ -80,7 +86,7 @@ def _zero(stage: int) -> Callable[[int], dict[str, Any]]:
 
 
 def _state(entry: Any) -> bool:
-    return entry.carrier not in ("tensor", "sequence", "context", "expert")
+    return entry.carrier not in ("tensor", "sequence", "context", "expert", "pipeline")
 
 
 def _ring(passes: int) -> Callable[[Shape, int, int], float]:
@@ -105,6 +111,12 @@ AXES: dict[str, Axis] = {
         lambda n: {"context_parallel_size": n},
         lambda shape, n, _: shape.layers * 3 * 2 * shape.activation / n * (n - 1),
         lambda entry: entry.module == "attention" and entry.kind == "send",
+    ),
+    "pp": Axis(
+        lambda n: {"gradient_accumulation_steps": MICROS} | ({"pipeline": {"stages": n}} if n > 1 else {}),
+        lambda shape, n, _: (1 if n == 2 else 2) * shape.activation,
+        lambda entry: entry.carrier == "pipeline",
+        micros=MICROS,
     ),
     "ep": Axis(
         _zero(1),
@@ -158,13 +170,14 @@ def run_rank(
     axis, before = AXES[name], resident_mib()
     parts = world if axis.divides_rows else 1
     config = {
-        "train_micro_batch_size_per_gpu": shape.rows // parts,
+        "train_micro_batch_size_per_gpu": shape.rows // parts // axis.micros,
         "steps_per_print": None,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         **axis.config(world),
     }
     engine, *_ = thalweg.initialize(model=build(shape, axis, world), config=config)
     num_bytes = sum(4 * p.numel() for p in engine.module.parameters())
+    pipelined = axis.micros > 1 and world > 1
     found: dict[str, Any] = {"rank": rank, "cpu": [], "clock": [], "sent": 0.0, "parameters": num_bytes}
     for step in range(steps + 1):
         generator = torch.Generator().manual_seed(step)
@@ -173,8 +186,12 @@ def run_rank(
         sent = sum(entry.sent_bytes for entry in engine.ledger.entries() if axis.counts(entry))
         dist.barrier()
         clock, cpu = time.perf_counter(), time.process_time()
-        engine.backward(engine(own[:, :-1], own[:, 1:]))
-        engine.step()
+        if pipelined:
+            engine.train_batch((part[:, :-1], part[:, 1:]) for part in own.split(shape.rows // axis.micros))
+        else:
+            for part in own.split(own.shape[0] // axis.micros):
+                engine.backward(engine(part[:, :-1], part[:, 1:]))
+                engine.step()
         found["cpu"].append(1e3 * (time.process_time() - cpu))
         found["clock"].append(1e3 * (time.perf_counter() - clock))
         found["sent"] = (
@@ -239,6 +256,23 @@ class Plan:
     gbytes: float
 
 
+def _with_others(
+    axes: list[str], rows: list[Row], lines: list[dict[str, Any]]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Add what results/parallel.json has of axes that were not measured now."""
+    path = ROOT / "results" / "parallel.json"
+    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    kept = [
+        Row(**{"note": "", **row}) for row in old.get("rows", []) if row["case"].split(",")[0] not in axes
+    ]
+    order = list(AXES)
+    lines = [*(line for line in old.get("runs", []) if line["axis"] not in axes), *lines]
+    return (
+        sorted([*kept, *rows], key=lambda row: order.index(row.case.split(",")[0])),
+        sorted(lines, key=lambda line: order.index(line["axis"])),
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, print one object or the table."""
     parser = argparse.ArgumentParser(
@@ -268,6 +302,8 @@ def main(argv: list[str] | None = None) -> int:
             found = measure(name, world, shape, args.steps, args.threads)
             rows += rows_of(name, world, found, one, plan)
             lines.append({"axis": name, "ranks": world, **found})
+    if args.write:
+        rows, lines = _with_others(args.axis, rows, lines)
     data = envelope("parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines)
     text = "\n".join(
         [

@@ -228,7 +228,8 @@ def assemble(
     context = _forward_context(config, device)
     runner = None
     if pipeline is not None:
-        runner = pipeline.drive(sharded, device, Around(context, lambda: scaler.scale))
+        around = Around(context, lambda: scaler.scale)
+        runner = pipeline.drive(sharded, device, around, sharded.ledger)
     return Parts(
         module=model,
         sharded=sharded,

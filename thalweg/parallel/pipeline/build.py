@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thalweg.comm import Ledger
 from thalweg.config import Config
 from thalweg.mesh import Axes
 from thalweg.parallel.pipeline.actions import Schedule
@@ -224,11 +225,11 @@ class Pipeline:
             self._weights.settle(self.model)
         return self._weights
 
-    def drive(self, reduction: Reduction, device: torch.device, around: Around) -> Driver:
-        """What runs whole windows; after sharding."""
+    def drive(self, reduction: Reduction, device: torch.device, around: Around, ledger: Ledger) -> Driver:
+        """What runs whole windows; after sharding.  ``ledger`` counts what stages send each other."""
         assert self._staged is not None
-        layout = self.layout
-        return Driver(self._staged, self._schedule, layout.place, layout.group, device, reduction, around)
+        place, group = self.layout.place, self.layout.group
+        return Driver(self._staged, self._schedule, place, group, device, reduction, around, ledger)
 
 
 def _place_of(name: str, places: Mapping[str, int]) -> int | None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thalweg.comm import Ledger
 from thalweg.parallel.pipeline.actions import Action, Schedule
 from thalweg.parallel.pipeline.runtime import Runner, StageCalls
 from thalweg.parallel.pipeline.wire import Wire
@@ -84,12 +85,13 @@ class Driver:
         device: torch.device,
         reduction: Reduction,
         around: Around,
+        ledger: Ledger,
     ) -> None:
         self._stages, self._schedule_of, self._place = stages, schedule_of, place
         self._group, self._device = group, device
         self._reduction, self._around = reduction, around
         self._schedules: dict[int, Schedule] = {}
-        self._wire = Wire(group, device)
+        self._wire = Wire(group, device, ledger)
 
     @property
     def needs_batch(self) -> bool:

@@ -20,14 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.comm import Ledger
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Wire:
-    """This rank's connection with the others of ``group`` (ranks of the group throughout)."""
+    """This rank's connection with the others of ``group`` (ranks of the group throughout).
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    ``ledger`` counts the tensors that are sent.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger | None = None
+    ) -> None:
         self._group, self._device = group, device
+        self._ledger = ledger or Ledger()
         self._going: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
         self._seen_headers: dict[tuple[int, Hashable], bytes] = {}
@@ -50,6 +58,8 @@ class Wire:
         for tensor in tensors:
             if tensor.numel():
                 self._post(tensor.detach().contiguous(), destination)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._ledger.record("send", "stages", "pipeline", full_bytes=num_bytes, world_size=2)
         while self._going and self._going[0][0].is_completed():
             self._going.popleft()
 
