@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import Store
 
 from thalweg.launch import peers as peers_module
 from thalweg.launch import schedulers
@@ -23,6 +24,8 @@ from thalweg.launch.peers import Peers, Place, contradiction
 from thalweg.launch.propagate import environment_for_hosts
 from thalweg.launch.request import Request
 from thalweg.launch.ssh import remote_command
+from thalweg.utils.env import RankInfo
+from thalweg.utils.rollcall import meet
 
 TWO = (Host("a", 4), Host("user@b", 2))
 
@@ -278,6 +281,21 @@ def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
         if early:
             outcome = party.peers[1].settle(None, False, patience=5.0)
             assert outcome is not None and outcome.code == 2 and "--node-rank 1 is given on" in outcome.report
+
+
+def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
+    with bind("127.0.0.1") as probe:
+        port = probe.getsockname()[1]
+
+    def call(rank: int) -> Store:
+        info = RankInfo(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+        return meet(info, "127.0.0.1", port, 20.0, lambda text: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(call, (0, 1)))
+    with pytest.raises(ValueError, match=r"RANK=1 on .* and on .* each once"):
+        call(1)
+    assert len(stores) == 2
 
 
 def test_a_launcher_that_loses_its_line_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:

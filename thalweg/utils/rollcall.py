@@ -71,6 +71,9 @@ def meet(info: RankInfo, addr: str, port: int, patience: float, note: Callable[[
     else:
         verdict = _wait(calls, info, names, here, patience)
         calls.add("read", 1)
+        if not verdict and number >= info.world_size:  # the roll was full before this rank came
+            cards = [json.loads(calls.get(f"card/{n}")) for n in range(number + 1)]
+            verdict = contradiction(cards, names) or ""
     if verdict:
         raise ValueError(verdict)
     return store
