@@ -125,6 +125,12 @@ def _held(rank: int, world: int, stage: int) -> dict[str, int]:
     for entry in engine._parts.sharded.ledger.entries():
         if entry.module == "experts" and entry.carrier == "wire":
             found[entry.kind] = entry.sent_bytes
+    block = engine.module.blocks[0]
+    last = [p for name, p in block.named_parameters() if "stack.2" in name]
+    with thalweg.zero.GatheredParameters(last, modifier_rank=0):
+        for parameter in last if rank == 0 else ():
+            parameter.data.zero_()
+    found["answers"] = int(block(torch.randn(3, WIDTH))[0].count_nonzero())
     engine.close()
     return found
 
@@ -135,6 +141,7 @@ def test_copies_divide_the_states_of_experts_and_send_what_the_formula_says():
     assert plain["parameters"] == whole // 2 and plain["moments"] == 2 * whole // 2
     assert divided["parameters"] == whole // 4 and divided["moments"] == 2 * whole // 4
     sent = 4 * whole // 2 // 2  # bytes of own rows, half of which go to the other copy
+    assert plain["answers"] == divided["answers"] == 0, "what was written is what answers"
     assert plain["all_reduce"] == 2 * 2 * sent  # two steps, there and back
     assert divided["reduce_scatter"] == divided["all_gather"] == 2 * sent
 
