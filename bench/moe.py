@@ -188,9 +188,9 @@ BASE = Contestant("dense, 64", 64)
 CONTESTANTS = (
     BASE,
     Contestant("8 experts, top 1, 64", 64, 8),
-    Contestant("32 experts, top 1, 64", 64, 32),
     Contestant("dense, 96", 96),
     Contestant("dense, 128", 128),
+    Contestant("32 experts, top 1, 64", 64, 32),
     Contestant("dense, 160", 160),
     Contestant("8 experts, top 2, 64", 64, 8, 2),
     Contestant("dense, 192", 192),
