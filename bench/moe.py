@@ -51,17 +51,40 @@ BALANCE = 0.01
 GOAL = 1.3
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Experts in a feed-forward layer's place: ``k`` of ``experts`` a token, each ``inner`` times as wide
+    inside as the model, and a shared one of ``shared`` times."""
+
+    experts: int
+    k: int = 1
+    inner: int = 4
+    shared: int = 0
+
+
 class Sparse(nn.Module):
     """A layer of experts in the place of a block's feed-forward layer; its balance loss is kept."""
 
-    def __init__(self, config: GPTConfig, num_experts: int, k: int) -> None:
+    def __init__(self, config: GPTConfig, layer: Layer) -> None:
         super().__init__()
         width = config.n_embd
-        expert = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+
+        def mlp(inner: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Linear(width, inner * width), nn.GELU(approximate="tanh"), nn.Linear(inner * width, width)
+            )
+
+        self.layer = MoE(
+            width,
+            mlp(layer.inner),
+            layer.experts,
+            k=layer.k,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+            shared_expert=mlp(layer.shared) if layer.shared else None,
         )
-        self.layer = MoE(width, expert, num_experts, k=k, drop_tokens=False)
-        for name, parameter in self.layer.experts.stack.named_parameters():
+        for name, parameter in self.layer.named_parameters():
+            name = name.rpartition("stack.")[2].rpartition("shared.")[2]
             std = 0.02 / (2 * config.n_layer) ** 0.5 if name.startswith("2") else 0.02
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=std)
@@ -76,16 +99,16 @@ class Sparse(nn.Module):
 
 
 class Model(nn.Module):
-    """The reference GPT, dense (``num_experts`` 0) or with experts; returns the loss to minimise."""
+    """The reference GPT, dense or with experts; returns the loss to minimise."""
 
     _no_split_modules = ("Block",)
 
-    def __init__(self, config: GPTConfig, num_experts: int = 0, k: int = 1) -> None:
+    def __init__(self, config: GPTConfig, layer: Layer | None = None) -> None:
         super().__init__()
         self.gpt = GPT(config)
         self.sparse: list[Sparse] = []
-        for block in self.gpt.blocks if num_experts else ():
-            self.sparse.append(Sparse(config, num_experts, k))
+        for block in () if layer is None else self.gpt.blocks:
+            self.sparse.append(Sparse(config, layer))
             block.mlp = self.sparse[-1]
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -134,7 +157,7 @@ def cost(config: GPTConfig, tokens: int, experts: int, k: int, turns: int) -> di
     torch.manual_seed(0)
     engines = {
         "dense": engine_for(Model(config), rows),
-        "experts": engine_for(Model(config, experts, k), rows),
+        "experts": engine_for(Model(config, Layer(experts, k)), rows),
     }
     found = {name: Turns([], []) for name in engines}
     generator = torch.Generator().manual_seed(1)
@@ -180,20 +203,19 @@ class Contestant:
 
     name: str
     width: int
-    experts: int = 0
-    k: int = 1
+    layer: Layer | None = None
 
 
 BASE = Contestant("dense, 64", 64)
 CONTESTANTS = (
     BASE,
-    Contestant("8 experts, top 1, 64", 64, 8),
+    Contestant("shared and 2 of 16, 64", 64, Layer(16, 2, 1, 2)),
     Contestant("dense, 96", 96),
+    Contestant("dense, 80", 80),
+    Contestant("shared and 2 of 64, 64", 64, Layer(64, 2, 1, 2)),
     Contestant("dense, 128", 128),
-    Contestant("32 experts, top 1, 64", 64, 32),
-    Contestant("dense, 160", 160),
-    Contestant("8 experts, top 2, 64", 64, 8, 2),
-    Contestant("dense, 192", 192),
+    Contestant("2 of 8 of half size, 64", 64, Layer(8, 2, 2)),
+    Contestant("1 of 8, 64", 64, Layer(8)),
 )
 LAYERS, LENGTH, ROWS, VOCABULARY = 2, 128, 8, 1024
 
@@ -211,8 +233,9 @@ def train(who: Contestant, run: dict[str, Any], text: np.ndarray, held_out: np.n
     config = GPTConfig(
         vocab_size=VOCABULARY, n_layer=LAYERS, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True
     )
-    model = Model(config, who.experts, who.k)
-    total, active = sum(p.numel() for p in model.parameters()), active_parameters(model, who.k)
+    model = Model(config, who.layer)
+    k = 1 if who.layer is None else who.layer.k
+    total, active = sum(p.numel() for p in model.parameters()), active_parameters(model, k)
     engine = engine_for(model, ROWS, run["rate"])
     begin = time.process_time()
     for step in range(run["steps"]):

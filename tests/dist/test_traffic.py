@@ -84,7 +84,7 @@ def _measure(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
         }
         engine, *_ = thalweg.initialize(model=model, config=config)
         tokens = torch.randint(0, 64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-        tokens = tokens[rank :: world if by_rank else 1][:, :LENGTH]
+        tokens = (tokens[rank::world] if by_rank else tokens)[:, :LENGTH]
         before = 0
         for _ in range(2):
             before = sum(entry.sent_bytes for entry in engine.ledger.entries() if axis.counts(entry))
