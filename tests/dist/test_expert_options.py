@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "residual": {"use_residual": True},
     "shared": {"k": 2, "shared_expert": True, "top2_2nd_expert_sampling": False},
 }
-RANDOM = ("random selection", "noise on choices", "noise on inputs", "second expert drawn")
+RANDOM = ("random selection", "noise on choices", "noise on inputs", "second expert drawn", "residual")
 
 
 class Model(nn.Module):
