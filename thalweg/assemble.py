@@ -204,8 +204,6 @@ def assemble(
         team.ledger = sharded.ledger
     for one in expert_teams:
         one.spread = sharded.spread
-    if axes.everyone.size() > 1:  # Hugging Face's generate then goes on until every rank has finished
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
     sharded.on_close(release)
     preflight.watch(model)
     _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)

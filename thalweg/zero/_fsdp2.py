@@ -281,6 +281,8 @@ def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None =
     ``dtypes``: of masters and of reductions, see :meth:`Group.allow_thawing`.
     """
     root._get_fsdp_state()._lazy_init()
+    # What transformers looks for: its ``generate`` then goes on until every rank has finished.
+    root._is_fsdp_managed_module = True  # type: ignore[attr-defined]
     if dtypes is not None:
         assert isinstance(root, nn.Module)
         for group in groups_of(root):
