@@ -107,9 +107,10 @@ class Model(nn.Module):
         super().__init__()
         self.gpt = GPT(config)
         self.sparse: list[Sparse] = []
-        for block in () if layer is None else self.gpt.blocks:
-            self.sparse.append(Sparse(config, layer))
-            block.mlp = self.sparse[-1]
+        if layer is not None:
+            for block in self.gpt.blocks:
+                self.sparse.append(Sparse(config, layer))
+                block.mlp = self.sparse[-1]
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss = self.gpt(tokens, labels)
