@@ -89,7 +89,11 @@ def test_refresh_takes_over_new_weights(model: Any) -> None:
 
 def test_configs(model: Any, tmp_path: Any) -> None:
     path = tmp_path / "inference.json"
-    path.write_text(json.dumps({"dtype": "int8", "tensor_parallel": {"tp_size": 1}, "max_out_tokens": 64}))
+    path.write_text(
+        json.dumps(
+            {"dtype": "int8", "tensor_parallel": {"enabled": False, "tp_size": 2}, "max_out_tokens": 64}
+        )
+    )
     engine = thalweg.init_inference(model, path)
     assert engine.core.facts.quantize == "int8" and engine.core.facts.max_length == 64
     assert thalweg.init_inference(model).core.facts.dtype == "fp32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,6 +208,19 @@ def test_r24_cancellations_leave_no_block_and_harm_nobody(server: Served) -> Non
     for outcome in done[::6]:
         alone = server.complete(**{**outcome.body, "stream": False})
         assert outcome.texts == [choice["text"] for choice in alone["choices"]], "as alone"
+
+
+def test_a_structure_is_kept_or_refused_never_cut_short(server: Served) -> None:
+    """This model has no end token: nothing may stand in for it, and the first complete text ends."""
+    ask = {"prompt": "x", "max_tokens": 8, "temperature": 0}
+    for form, fits in (("(a{1,100}){1,100}", "a"), ("(?:a|aa)+", "a"), ("[0-9]{3}", None), ("[ab]+c", None)):
+        text = server.complete(**ask, guided_regex=form)["choices"][0]["text"]
+        assert re.fullmatch(form, text) or len(text) >= 8, (form, text)
+        assert fits is None or set(text) == {fits}, (form, text)
+    for form in ("(a?){500}a{500}", "^$"):
+        status, answer = server.post("/v1/completions", **ask, guided_regex=form)
+        assert status == 400 and "the structure" in answer["error"]["message"], (form, answer)
+    assert server.complete("x", max_tokens=2)
 
 
 def test_what_the_engine_refuses_is_a_400(server: Served) -> None:

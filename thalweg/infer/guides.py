@@ -25,6 +25,10 @@ def available(tokenizer: Any) -> bool:
     return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
+class Beyond(ValueError):
+    """A structure that cannot be followed any further; the message begins with "the structure"."""
+
+
 class Guides:
     """Compiles structures for one tokenizer and a model with ``vocab`` outputs."""
 
@@ -77,30 +81,37 @@ class Grammar:
 
     def __init__(self, table: Any, text: str) -> None:
         self._table, self._text = table, text
+        self._ends: list[int] = list(table.eos_tokens)
 
     def start(self, ends: frozenset[int]) -> Guide:
         """Return a guide for a sequence that these tokens end."""
         import llguidance
 
-        return Guide(llguidance.LLMatcher(self._table, self._text), ends)
+        # A table has an end token even where the model has none: another one then stands in for it.
+        return Guide(llguidance.LLMatcher(self._table, self._text), ends, self._ends)
 
 
 class Guide:
     """Follows one sequence."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, ends: frozenset[int], known: list[int]) -> None:
         self._matcher, self._ends = matcher, sorted(ends)
+        self._not_ends = [] if ends else known
         self.finished = False
         """Whether the text is complete and nothing can follow."""
 
     def mask(self, row: Tensor) -> None:
         """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
         mask = torch.zeros(len(row), dtype=torch.bool)
         mask[: len(allowed)] = allowed[: len(row)]
+        mask[self._not_ends] = False
         if self._matcher.is_accepting() or not mask.any():
             mask[self._ends] = True
+        if not mask.any():
+            raise Beyond("the structure allows no further text, and the model has no end token")
         row.masked_fill_(~mask, -math.inf)
 
     def accept(self, token: int) -> None:
@@ -109,4 +120,11 @@ class Guide:
             self.finished = True
             return
         self._matcher.consume_token(token)
-        self.finished = bool(self._matcher.is_stopped())
+        self._check()
+        # A model that cannot say that it ends does so with the first complete text.
+        self.finished = bool(self._matcher.is_stopped() or (self._not_ends and self._matcher.is_accepting()))
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).strip().splitlines()[0][:200]
+            raise Beyond(f"the structure is too complex to follow: {reason}")

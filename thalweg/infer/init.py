@@ -165,7 +165,8 @@ def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
     if fields.get("stream"):
         fields.setdefault("max_batch", 0)
     parallel = wanted.pop("tensor_parallel", wanted.pop("tp", {})) or {}
-    asked_for = parallel if isinstance(parallel, int) else dict(parallel).get("tp_size", 1)
+    section = {"tp_size": parallel} if isinstance(parallel, int) else dict(parallel)
+    asked_for = section.get("tp_size", 1) if section.get("enabled", True) else 1
     degree = max(int(asked_for), int(wanted.pop("mp_size", 1)))
     fields["tensor_parallel"] = degree
     if wanted.pop("checkpoint", None):

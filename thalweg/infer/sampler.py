@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.api import SamplingParams, TokenLogprob
+from thalweg.infer.guides import Beyond
 from thalweg.infer.sequence import Sequence
 
 _CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
@@ -24,7 +25,7 @@ _CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen token; ``error`` where the model's output was not finite."""
+    """The chosen token; ``error`` where the model's output was not finite or its structure is beyond us."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -45,11 +46,13 @@ def choose_one(row: Tensor, token: int, value: float, sequence: Sequence) -> Cho
     params = sequence.params
     if not math.isfinite(value):
         return Choice(0, error="the model's output was not a finite number")
-    if not _plain(sequence):
-        token = _draw(_processed(row, sequence), sequence)
-    logprob = None if params.logprobs is None else score(row, token, params.logprobs)
-    _remember(sequence, token)
-    return Choice(token, logprob)
+    try:
+        if not _plain(sequence):
+            token = _draw(_processed(row, sequence), sequence)
+        _remember(sequence, token)
+    except Beyond as error:
+        return Choice(0, error=str(error))
+    return Choice(token, None if params.logprobs is None else score(row, token, params.logprobs))
 
 
 def _plain(sequence: Sequence) -> bool:

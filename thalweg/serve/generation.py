@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from thalweg.infer.api import ModelFacts, Request, RequestOutput, TokenLogprob
-from thalweg.serve.errors import ApiError
+from thalweg.serve.errors import ApiError, bad_request
 from thalweg.serve.metrics import Metrics
 from thalweg.serve.pool import Pool
 from thalweg.serve.text import Text
@@ -136,6 +136,8 @@ class Generation:
     def _note(self, index: int, output: RequestOutput) -> None:
         self._watch.output(index, output)
         if output.finish_reason == "error":
+            if (output.error or "").startswith("the structure"):
+                raise bad_request(f"{output.error}: ask for a simpler one")
             raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
         self._counted[index, output.index] = output.num_generated_tokens, output.num_cached_tokens
         if output.finished:
