@@ -245,6 +245,42 @@ def test_row45_over_two_hosts(kind):
     torch.testing.assert_close(losses, torch.tensor(plain(kind)[0]), rtol=2e-2, atol=2e-3)
 
 
+def _edited(rank: int, world: int) -> list[list[float]]:
+    """Frozen weights are cast once, yet every way of writing to them is seen (a teacher's moving average)."""
+    import thalweg
+
+    ways: list[Any] = [lambda p: p.mul_(1.5), lambda p: p.data.mul_(1.5), lambda p: p.to_local().mul_(1.5)]
+    found = []
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for place in ((3, "none", "none"), (0, "none", "none"), (3, "nvme", "nvme")):
+            for way in (None, *ways):
+                config = settings(folder, *place, bf16={"enabled": True})
+                engine, *_ = thalweg.initialize(model=Model("fp32"), config=config)
+                losses = []
+                for step in range(3):
+                    if step == 2 and way is not None:
+                        with torch.no_grad():
+                            for name, parameter in engine.module.named_parameters():
+                                if name.endswith("base"):
+                                    way(parameter)
+                    x, y = (part[rank * 4 : rank * 4 + 4] for part in batch(step))
+                    engine.backward(loss := engine(x, y))
+                    engine.step()
+                    losses.append(loss.item())
+                engine.close()
+                found.append(losses)
+    return found
+
+
+def test_writes_to_frozen_weights_are_seen():
+    for found in run_ranks(_edited, RANKS):
+        untouched = found[::4]
+        assert untouched == [untouched[0]] * 3
+        edited = [losses for index, losses in enumerate(found) if index % 4]
+        assert edited == [edited[0]] * 9
+        assert edited[0][:2] == untouched[0][:2] and edited[0][2] != untouched[0][2]
+
+
 def _wrong(rank: int, world: int) -> bool:
     good, other = (settings(".", 3, "none", "none", seed=seed) for seed in (1, 2))
     other["optimizer"] = {"type": "SGD", "params": {"lr": 0.30001, "momentum": 0.5}}
