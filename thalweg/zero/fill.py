@@ -87,7 +87,7 @@ def _agreement(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor], Ten
         full = full.detach().to(device)
         if mesh.size() > 1:
             full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(full, src=root, group=group)
+            dist.broadcast(full.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
         return full
 
     return agree

@@ -96,7 +96,6 @@ class Store:
         self._first = min(start, slot.shape[0])
         self._last = min(start + slot.rows, slot.shape[0])
         self._cast_into, self._padded = cast_into, padded
-        self._cast_version = -1
 
     @classmethod
     def make(
@@ -168,17 +167,9 @@ class Store:
 
     @property
     def cast(self) -> tuple[Tensor, Tensor] | None:
-        """(destination, source) of the copy that publishing needs, or None; a frozen parameter is cast once,
-        and again when somebody has written to it."""
-        if self._cast_into is None:
-            return None
-        if not self.trains:
-            if (version := self.version()) == self._cast_version:
-                return None
-            self._cast_version = version
-        else:
-            self._cast_version = -1
-        return self._cast_into, self.shard
+        """(destination, source) of the copy that publishing needs, or None.  Frozen parameters too: what is
+        written through ``p.data`` is counted nowhere."""
+        return None if self._cast_into is None else (self._cast_into, self.shard)
 
 
 def shared_home(slot: Slot, rank: int, arena: Arena, offset: int) -> tuple[Tensor, Tensor]:

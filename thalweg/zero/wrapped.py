@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 Build = Callable[[list[Tensor]], Tensor]
-# What the insides travel as: integers, which mixed precision leaves alone.
-_SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def unwrap_parameters(model: nn.Module) -> list[str]:
@@ -87,8 +85,11 @@ def _is_wrapper(tensor: Tensor) -> bool:
 def _take_apart(whole: Any) -> tuple[list[Tensor], Build]:
     """The plain tensors inside of a wrapper, of wrappers within it too, and what puts them together."""
     if not _is_wrapper(whole):
-        dtype = whole.dtype
-        return [whole.detach().contiguous().view(_SAME_BYTES[dtype.itemsize])], lambda one: one[0].view(dtype)
+        # Bytes: mixed precision leaves them alone, and every transport takes them.
+        shape, dtype = whole.shape, whole.dtype
+        flat = whole.detach().contiguous()
+        flat = (flat if shape else flat.view(1)).view(torch.uint8)
+        return [flat], lambda one: one[0].view(dtype).view(shape)
     kind, size, stride = type(whole), whole.size(), whole.stride()
     names, context = whole.__tensor_flatten__()
     parts = [_take_apart(getattr(whole, name)) for name in names]
