@@ -48,14 +48,25 @@ class CTranslate2:
 
     def load(self, form: str, target: str, threads: int) -> Generate:
         """Return its turn."""
-        generator = importlib.import_module("ctranslate2").Generator(
-            target, device="cpu", compute_type=self.kinds[form], intra_threads=threads
-        )
+        library = importlib.import_module("ctranslate2")
+        how: dict[str, Any] = {"device": "cpu", "compute_type": self.kinds[form], "intra_threads": threads}
+        if json.loads((Path(target) / "config.json").read_text()).get("decoder_start_token"):
+            return self._listening(library.Translator(target, **how))
+        generator = library.Generator(target, **how)
 
         def run(prompts: list[list[int]], count: int) -> None:
             named = [[f"t{token}" for token in prompt] for prompt in prompts]
             generator.generate_batch(
                 named, max_length=count, min_length=count, beam_size=1, include_prompt_in_result=False
+            )
+
+        return _twice(run)
+
+    def _listening(self, translator: Any) -> Generate:
+        def run(prompts: list[list[int]], count: int) -> None:
+            named = [[f"t{token}" for token in prompt] for prompt in prompts]
+            translator.translate_batch(
+                named, max_decoding_length=count, min_decoding_length=count, beam_size=1, max_input_length=0
             )
 
         return _twice(run)

@@ -113,10 +113,13 @@ class Peer:
 
 
 @contextmanager
-def peers(model: Any, threads: int, forms: tuple[str, ...] = ()) -> Iterator[list[Peer]]:
-    """Give the peers that are installed, with this model loaded; of the named forms, or all."""
+def peers(
+    model: Any, threads: int, forms: tuple[str, ...] = (), engines: tuple[str, ...] = ()
+) -> Iterator[list[Peer]]:
+    """Give the peers that are installed, with this model loaded; of the named forms and engines, or all."""
     found: list[Peer] = []
     kinds = [kind for kind in KINDS if kind.installed and (not forms or kind.form in forms)]
+    kinds = [kind for kind in kinds if not engines or kind.engine in engines]
     with TemporaryDirectory(prefix="thalweg-bench-") as folder:
         if kinds:
             _save(model, Path(folder) / "model")
@@ -145,7 +148,8 @@ def _save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     size = model.config.vocab_size
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2")
+    named = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, **named)
     fast.save_pretrained(folder)
 
 

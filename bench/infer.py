@@ -7,7 +7,12 @@ roofline.  The model is a Llama of 110 million parameters with random weights: 1
 width 2,048, 12 heads, vocabulary 32,000; prompts of 128 tokens, 64 new ones, greedy, every feature of the
 engine on.  `thalweg torch` is the same engine on torch's operators alone, without the extra `native`.
 
+`--model flan-t5-small` takes that shape instead, which listens to 128 tokens and speaks 64: 8 layers each of
+encoder and decoder, 512 wide, 6 heads of 64, inner width 1,024, vocabulary 32,128.
+
     python bench/infer.py --write
+    python bench/infer.py --write --model flan-t5-small
+    python bench/infer.py --write --model flan-t5-small --threads 1 --forms int8
     python bench/infer.py --quick --json
 """
 
@@ -37,6 +42,10 @@ SHAPE = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
     "vocab_size": 32000, "max_position_embeddings": 1024,
 }  # fmt: skip
+T5 = {
+    "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
+}  # fmt: skip
 GOALS = {  # issue 6: tokens a second at batch 1 and 8
     "fp32": (125, 500), "bf16": (190, 650), "int8": (300, 1100), "int4": (340, 1100),
 }  # fmt: skip
@@ -49,12 +58,18 @@ PEERS_OF = {
 Turn = Callable[[list[list[int]], int], tuple[float, float]]
 
 
-def build(layers: int) -> Any:
+def build(args: argparse.Namespace) -> Any:
     """Return the model, fp32, in eval mode."""
+    torch.manual_seed(0)
+    if args.model != "llama":
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        made = T5ForConditionalGeneration(T5Config(**{**T5, "num_layers": args.layers})).eval()
+        made.generation_config.eos_token_id = made.config.eos_token_id = None
+        return made
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {**SHAPE, "num_hidden_layers": layers}
+    fields: dict[str, Any] = {**SHAPE, "num_hidden_layers": args.layers}
     config = LlamaConfig(**fields)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return LlamaForCausalLM(config).eval()
@@ -101,7 +116,9 @@ def engine_for(model: Any, form: str, runner: str | None) -> Engine:
         quantize=form if form.startswith("int") else None,
         max_batch=8, max_length=256, max_step_tokens=1024,
     )  # fmt: skip
-    return load_engine(model, options, runner=runner)
+    engine = load_engine(model, options, runner=runner)
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def read_speed(buffer: torch.Tensor) -> float:
@@ -130,17 +147,23 @@ def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take every measurement and return the JSON object."""
     torch.set_num_threads(args.threads)
-    model = build(args.layers)
+    model = build(args)
     turns, engines = contestants(args, model)
     buffer = torch.ones(2**27)
     speeds: list[float] = []
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
     generator = torch.Generator().manual_seed(1)
-    with contextlib.nullcontext([]) if args.quick else peers(model, args.threads) as others:
+    listens = args.model != "llama"
+    engines_of_others = ("ctranslate2",) if listens else ()
+    with (
+        contextlib.nullcontext([])
+        if args.quick
+        else peers(model, args.threads, engines=engines_of_others) as others
+    ):
         turns |= {peer.name: peer.turn for peer in others}
         for number in range(args.rounds + 1):  # the first round warms up
             for batch in args.batches:
-                prompts = torch.randint(SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
+                prompts = torch.randint(3, SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
                 names = list(turns)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     speeds.append(read_speed(buffer))
@@ -153,6 +176,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "infer",
         rows(args, cells),
         threads=args.threads, rounds=args.rounds, prompt=args.prompt, new=args.new, layers=args.layers,
+        model=args.model,
         read_gb_s=round(speed / 1e9, 1), cells=[{"name": n, "batch": b, **c} for (n, b), c in cells.items()],
     )  # fmt: skip
 
@@ -174,7 +198,8 @@ def summary(
     weight_bytes = getattr(getattr(engines.get(name), "runner", None), "weight_bytes", None)
     if weight_bytes:
         itemsize = 4 if name.endswith("fp32") else 2
-        held = batch * (args.prompt + args.new / 2) * 2 * SHAPE["hidden_size"] * itemsize * args.layers
+        width = SHAPE["hidden_size"] if args.model == "llama" else T5["num_heads"] * T5["d_kv"]
+        held = batch * (args.prompt + args.new / 2) * 2 * width * itemsize * args.layers
         bound = batch * speed / (weight_bytes + held)
         made |= {"bound_tok_s": bound, "roofline": made["decode_tok_s"] / bound}
     return made
@@ -187,14 +212,15 @@ def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]])
         if not name.startswith("thalweg") or name.startswith("thalweg torch"):
             continue
         form = name.split()[-1]
-        case = f"{form}, batch {batch}"
+        case = f"{form}, batch {batch}" if args.model == "llama" else f"{args.model} {form}, batch {batch}"
+        case += ", 1 thread" * (args.threads == 1)
         for peer in (*PEERS_OF[form], f"thalweg torch {form}"):
             theirs = cells.get((peer, batch))
             if theirs is None:
                 continue
             found.append(compare(case, peer, "tok/s", mine["tok_s"], theirs["tok_s"], lower_is_better=False))
             found.append(compare(case, peer, "first token ms", mine["first_ms"], theirs["first_ms"]))
-        if args.layers == SHAPE["num_hidden_layers"] and batch in (1, 8):
+        if args.model == "llama" and args.layers == SHAPE["num_hidden_layers"] and batch in (1, 8):
             goal = float(GOALS[form][batch == 8])
             found.append(compare(case, "goal", "tok/s", mine["tok_s"], goal, lower_is_better=False))
             if form == "int8":
@@ -217,7 +243,8 @@ def render(data: dict[str, Any]) -> str:
             "",
             f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
             "",
-            f"Llama shape of {data['layers']} layers, {data['threads']} threads, prompt {data['prompt']}, "
+            f"Shape of {data['model']}, {data['layers']} layers, {data['threads']} threads, "
+            f"prompt {data['prompt']}, "
             f"{data['new']} new tokens, medians of {data['rounds']} rounds in turns; memory read at "
             f"{data['read_gb_s']} GB/s in the same run.",
             "",
@@ -235,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--model", choices=("llama", "flan-t5-small"), default="llama")
+    parser.add_argument("--layers", type=int, help="by default those of the shape")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--forms", nargs="+", default=list(GOALS), choices=list(GOALS))
     parser.add_argument("--prompt", type=int, default=128)
@@ -244,11 +272,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/infer.md and .json")
     args = parser.parse_args(argv)
+    if args.layers is None:
+        args.layers = int(SHAPE["num_hidden_layers"] if args.model == "llama" else T5["num_layers"])
     if args.quick:
         args.rounds, args.layers, args.forms, args.new = 2, 2, ["int8"], 16
     data = measure(args)
     if args.write:
-        write_result("infer", data, render(data))
+        name = "infer" if args.model == "llama" else "infer_t5"
+        write_result(name + "_1_thread" * (args.threads == 1), data, render(data))
     print(json.dumps(data) if args.json else render(data))
     return 0
 

@@ -88,3 +88,60 @@ def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.copy_(noise * scale)
     return model
+
+
+_T5 = {
+    "vocab_size": 131, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3,
+    "num_heads": 3, "decoder_start_token_id": 0,
+}  # fmt: skip
+_GATED = _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_BART = {
+    "vocab_size": 131, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 96,
+    "decoder_start_token_id": 2,
+}  # fmt: skip
+LISTENING: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", _T5),
+    "flan_t5": ("T5", _GATED | {"relative_attention_max_distance": 24, "relative_attention_num_buckets": 12}),
+    "mt5": ("MT5", _GATED),
+    "umt5": ("UMT5", _T5),
+    "bart": ("Bart", _BART),  # through its own modelling code
+}
+_BERT = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4}
+ENCODING: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertModel", _BERT),
+    "bert_masked_lm": ("BertForMaskedLM", _BERT | {"hidden_act": "gelu_new"}),
+    "roberta": ("RobertaModel", _BERT | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "xlm_roberta": ("XLMRobertaModel", _BERT | {"pad_token_id": 1}),
+    "distilbert": (
+        "DistilBertModel",
+        {"vocab_size": 131, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96},
+    ),
+    "electra": ("ElectraModel", _BERT | {"embedding_size": 64}),
+    "t5_encoder": ("T5EncoderModel", _T5),
+    "mpnet": ("MPNetModel", _BERT),  # through its own modelling code
+}
+
+
+def built(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Build one that listens, or only encodes; large weights, none tied that need not be."""
+    kind, fields = LISTENING.get(name) or ENCODING[name]
+    family = kind.split("For")[0].removesuffix("EncoderModel").removesuffix("Model")
+    config = getattr(transformers, f"{family}Config")(**(fields | changes))
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind if name in ENCODING else f"{kind}ForConditionalGeneration")(
+        config
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(noise, alpha=0.3)
+            else:
+                wide = 1.0 if "relative" in label else parameter.shape[-1] ** 0.5
+                parameter.copy_(noise * 1.5 / wide)
+    if name in LISTENING:
+        model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+        model.config.eos_token_id = None
+    return model

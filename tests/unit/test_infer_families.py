@@ -117,7 +117,7 @@ def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
 
 
 def test_what_cannot_be_loaded_says_why() -> None:
-    with pytest.raises(ValueError, match="no Hugging Face causal model"):
+    with pytest.raises(ValueError, match="no Hugging Face model"):
         load_engine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="need a described model"):
         load_engine(tiny("gptj"), EngineOptions(quantize="int8"))

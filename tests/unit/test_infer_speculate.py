@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 
 from tests.unit.infer_models import tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer import engine as loop
+from thalweg.infer.draft import Draft
+from thalweg.infer.sampler import Choice
 from thalweg.infer.speculate import Lookup
 from thalweg.ops import native
 
@@ -23,13 +27,15 @@ def models() -> list[Any]:
     return [tiny("llama"), tiny("gpt2")]
 
 
-def work(model: Any, speculate: int, seed: int, runner: str | None = None) -> tuple[dict[Any, Any], Any]:
+def work(
+    model: Any, speculate: int, seed: int, runner: str | None = None, draft: Any = None
+) -> tuple[dict[Any, Any], Any]:
     """Serve a random load; return what every sequence got, and the engine's counters."""
     options = EngineOptions(
         dtype="fp32", max_batch=5, max_length=100, max_step_tokens=40, speculate=speculate,
-        kv_memory=160 * 1024, batch_invariant=runner is not None,
+        kv_memory=160 * 1024 if draft is None else 320 * 1024, batch_invariant=runner is not None,
     )  # fmt: skip
-    engine = load_engine(model, options, runner=runner)
+    engine = load_engine(model, options, runner=runner, draft=draft)
     generator = random.Random(seed)
     for number in range(7):
         piece = [generator.randrange(131) for _ in range(generator.randrange(2, 9))]
@@ -94,3 +100,92 @@ def test_the_lookup_finds_what_followed() -> None:
         lookup.guess(grown, 1)
         grown.append(token)
     assert lookup.guess(grown, 2) == [3, 1]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from((1, 4)), st.sampled_from(("itself", "near", "other")))
+def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, which: str) -> None:
+    model = models[1]
+    draft = copy.deepcopy(model) if which != "other" else tiny("llama", seed=5)
+    if which == "near":
+        with torch.no_grad():
+            draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight), alpha=0.02)
+    want, plain = work(model, 0, seed)
+    got, stats = work(model, guesses, seed, draft=draft)
+    assert got == want
+    assert stats.steps <= plain.steps and stats.kv_blocks_used == 0
+    if which == "itself" and stats.preemptions == 0 and guesses > 1:
+        assert stats.guessed_right > 0
+
+
+def test_a_draft_that_is_the_model_is_nearly_always_right() -> None:
+    """Drawn tokens too: the draft draws with the numbers that the model will draw with."""
+    model = tiny("gpt2")
+    options = EngineOptions(dtype="fp32", max_batch=4, max_length=100, speculate=4)
+    engine = load_engine(model, options, draft=copy.deepcopy(model))
+    for number, heat in enumerate((0.0, 1.0)):
+        params = SamplingParams(temperature=heat, seed=1, max_tokens=60, ignore_eos=True, top_p=0.95)
+        engine.add(Request(str(number), [5, 6, 7], params))
+    while engine.has_work():
+        engine.step()
+    stats = engine.stats()
+    assert stats.guessed_right > 0.9 * stats.guessed_tokens and stats.steps < 30
+
+
+def frequencies(engine: Any, count: int) -> torch.Tensor:
+    """How often each token comes second: the one that is guessed."""
+    found = torch.zeros(131)
+    for number in range(count):
+        params = SamplingParams(temperature=1.5, seed=number, max_tokens=3, top_k=6)
+        engine.add(Request(str(number), [5, 6, 7], params))
+    second: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            second.setdefault(output.request_id, []).extend(output.token_ids)
+    for tokens in second.values():
+        found[tokens[1]] += 1
+    return found / count
+
+
+def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the model's own chances; taking every guess for true, the control, would be noticed."""
+    model, other = tiny("gpt2"), tiny("gpt2", seed=9)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 1.5
+        first = torch.zeros_like(logits)
+        kept = logits.topk(6)
+        first[kept.indices] = kept.values.softmax(0)
+        want = torch.zeros_like(logits)
+        for token in kept.indices.tolist():
+            after = (model(torch.tensor([[5, 6, 7, token]])).logits[0, -1] / 1.5).topk(6)
+            want[after.indices] += first[token] * after.values.softmax(0)
+    options = EngineOptions(dtype="fp32", max_batch=4, max_length=16, speculate=2)
+
+    def distance(engine: Any) -> float:
+        return 0.5 * (frequencies(engine, 1500) - want).abs().sum().item()
+
+    assert distance(load_engine(model, options, draft=other)) < 0.06
+
+    taken: dict[tuple[int, int], int] = {}
+    guess, choose = Draft.guess, loop.choose_one
+
+    def noted(self: Draft, asked: Any, tables: Any) -> Any:
+        found = guess(self, asked, tables)
+        for (sequence, _), guesses in zip(asked, found, strict=True):
+            taken.update({(id(sequence), sequence.generated + i): token for i, token in enumerate(guesses)})
+        return found
+
+    def gullible(row: Any, token: int, value: float, sequence: Any) -> Any:
+        guessed = taken.pop((id(sequence), sequence.generated), None)
+        return choose(row, token, value, sequence) if guessed is None else Choice(guessed)
+
+    monkeypatch.setattr(Draft, "guess", noted)
+    monkeypatch.setattr(loop, "choose_one", gullible)
+    assert distance(load_engine(model, options, draft=other)) > 0.2
+
+
+def test_what_cannot_be_a_draft_is_refused() -> None:
+    with pytest.raises(ValueError, match="set max_length"):
+        load_engine(tiny("llama"), draft=tiny("llama", max_position_embeddings=64))
+    with pytest.raises(ValueError, match="through its own code"):
+        load_engine(tiny("gptj"), EngineOptions(max_length=64), draft=tiny("llama"))

@@ -87,6 +87,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream-memory", metavar="SIZE", help="weights in memory at a time with nvme")
     add("--tensor-parallel", "--tp", type=int, default=1, metavar="N",
         help="processes of this host that share each layer's work, for each replica (default: 1)")
+    add("--draft", metavar="DIR", help="a smaller model with the same vocabulary that guesses tokens")
+    add("--adapter", metavar="NAME=DIR", action="append", default=[],
+        help="a LoRA adapter (peft's format) that requests name as their model; may be repeated")
+    add("--pooling", choices=("auto", "mean", "cls"), default="auto", help="how an encoder pools its states")
     add("--trust-remote-code", action="store_true", help="run the model's own code")
     add("--loader", help=argparse.SUPPRESS)  # module:function that makes the engine; tests
     # fmt: on
@@ -113,9 +117,22 @@ def engine_task(args: argparse.Namespace) -> Any:
         stream_folder=args.stream_folder,
         stream_memory=parse_size(args.stream_memory) if args.stream_memory else None,
         tensor_parallel=args.tensor_parallel,
+        draft=args.draft,
+        adapters=_adapters(args.adapter),
+        pooling=args.pooling,
         trust_remote_code=args.trust_remote_code,
     )
     return EngineTask(args.model, options, args.loader or LOADER)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in found:
+            raise ValueError(f"--adapter {text}: write NAME=DIR, each name once")
+        found[name] = folder
+    return found
 
 
 def run(args: argparse.Namespace) -> int:

@@ -239,7 +239,7 @@ class ModelFacts:
     name: str
     kind: Literal["causal", "encoder", "seq2seq"]
     max_length: int
-    """Prompt and generated tokens together, at most."""
+    """Prompt and generated tokens together, at most; of a ``seq2seq`` model either of them."""
     vocab_size: int
     dtype: str
     """``fp32``, ``bf16`` or ``fp16``: what the activations are in."""
@@ -282,10 +282,15 @@ class EngineOptions:
     speculate: int = 0
     """Tokens to guess at most in a step, for each sequence, from what it has said: the same output in fewer
     steps where it repeats itself or its prompt; 0 for none."""
+    draft: str | None = None
+    """Directory of a smaller model with the same vocabulary, which guesses instead: ``speculate`` tokens in a
+    step, 4 unless given."""
     batch_invariant: bool = False
     """A request's logits are the same, bit for bit, whatever runs beside it.  The native kernels always give
     this, at no cost; other runners then compute every token alone, which is slow."""
     device: str = "cpu"
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Directories of LoRA adapters (peft's format) by the names under which requests ask for them."""
     trust_remote_code: bool = False
     stream: str | None = None
     """Weights larger than memory stay in a file and pass by layer by layer (ZeRO-Inference): ``cpu`` reads
@@ -294,6 +299,10 @@ class EngineOptions:
     """Where the packed weights are kept, to be found again; by default in the user's cache directory."""
     stream_memory: int | None = None
     """Bytes of weights in memory at a time with ``nvme``; by default a quarter of what is free."""
+    pooling: str = "auto"
+    """How an encoder's states become a vector: ``mean``, ``cls``; ``auto``: as its folder says, or mean."""
+    normalize: bool | None = None
+    """Whether an encoder's vectors have length 1; None: as its directory says, or not."""
 
     tensor_parallel: int = 1
     """Processes of one host that share each layer's work (heads, inner units, experts' inner units,
@@ -308,6 +317,8 @@ class EngineOptions:
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto, fp32, bf16, int8 or fp8"
             )
+        if self.pooling not in ("auto", "mean", "cls"):
+            raise ValueError(f"pooling is {self.pooling!r}; it must be mean, cls or auto")
         if self.speculate < 0:
             raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
         if self.tensor_parallel < 1:

@@ -21,6 +21,13 @@ class Span(NamedTuple):
     count: int
 
 
+class Source(NamedTuple):
+    """What the sequence in ``slot`` listens to, whole."""
+
+    slot: int
+    tokens: Sequence[int]
+
+
 @dataclass
 class Batch:
     """The tokens of all spans one after the other, and the rows whose logits are wanted."""
@@ -38,6 +45,16 @@ class Runner(Protocol):
     block_size: int
     tables: Any
     """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
+
+    sources: Any
+    """The same for sources, whose blocks come from the same cache; no rows where the model has no encoder."""
+
+    adapter_of: Any
+    """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Compute sources, where the model has an encoder; their slots' tables are written."""
+        ...
 
     def run(self, batch: Batch) -> Tensor:
         """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""

@@ -70,17 +70,20 @@ class BlockPool:
                 else:
                     self._fresh.append(block)
 
-    def match(self, tokens: Sequence[int], root: Hashable) -> tuple[list[int], int]:
+    def match(self, tokens: Sequence[int], root: Hashable, whole: bool = False) -> tuple[list[int], int]:
         """Return the blocks that hold a prefix of ``tokens``, and how many of them nobody holds.
 
-        At least one token is left over, as there must be something to compute.
+        At least one token is left over, as there must be something to compute.  ``whole``: all of them or
+        none, the last block maybe not full.
         """
         blocks: list[int] = []
         idle, before = 0, root
-        for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
+        for start in range(
+            0, len(tokens) if whole else (len(tokens) - 1) // self.size * self.size, self.size
+        ):
             found = self._block_of.get((before, tuple(tokens[start : start + self.size])))
             if found is None:
-                break
+                return ([], 0) if whole else (blocks, idle)
             block, before = found
             blocks.append(block)
             idle += self._holders[block] == 0

@@ -1,6 +1,7 @@
-"""What a decoder is made of, as data: one description serves every runner.
+"""What a model is made of, as data: one description serves every runner.
 
-A family's file in ``models/`` turns a live Hugging Face model into a :class:`Decoder`.  The tensors are the
+A family's file in ``models/`` turns a live Hugging Face model into a :class:`Decoder`, which may have an
+:class:`Encoder` of its own, or into an :class:`Encoder` alone.  The tensors are the
 model's own wherever that is possible (views, no copies); runners pack or cast them as they like.  All linear
 weights are (outputs, inputs); queries, keys and values are stacked in one, gate and up projection too.
 """
@@ -27,9 +28,17 @@ class Linear:
     """
 
     def __init__(
-        self, weight: Tensor | Callable[[], Tensor], bias: Tensor | None = None, shape: Any = None
+        self,
+        weight: Tensor | Callable[[], Tensor],
+        bias: Tensor | None = None,
+        shape: Any = None,
+        *,
+        modules: Sequence[nn.Module] = (),
+        order: Tensor | None = None,
     ) -> None:
         self._weight, self.bias = weight, bias
+        self.modules, self.order = tuple(modules), order
+        """The model's modules whose outputs are stacked here, and the order they were then brought into."""
         if isinstance(weight, Tensor):
             shape = weight.shape
         assert shape is not None, "a weight made on demand says what shape it will have"
@@ -66,8 +75,23 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Relative:
+    """A learned bias for each head and bucket of relative positions (Raffel et al. 2020, section 2.1)."""
+
+    weight: Tensor
+    """(buckets, heads)"""
+    bucket: Callable[[Tensor], Tensor]
+    """Turns j - i, for a key j and a query i, into numbers of buckets."""
+
+    def table(self, reach: int) -> Tensor:
+        """Return fp32 (heads, 2 * reach + 16): the bias of key j before query i at ``reach + j - i``."""
+        distance = torch.arange(-reach, reach + 16)
+        return self.weight.float()[self.bucket(distance)].t().contiguous()
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Causal attention; ``qkv`` has heads * dim, then twice kv_heads * dim outputs."""
+    """Self-attention; ``qkv`` has heads * dim, then twice kv_heads * dim outputs."""
 
     heads: int
     kv_heads: int
@@ -82,6 +106,23 @@ class Attention:
     softcap: float = 0.0
     slopes: Tensor | None = None
     """ALiBi's (heads,) slopes (Press et al. 2022)."""
+    relative: Relative | None = None
+
+
+@dataclass(frozen=True)
+class Cross:
+    """Attention to what the encoder said: x += out(attend(q(norm(x)), kv(source))), then ``after``.
+
+    Heads are as wide and as many as the layer's self-attention has, whose blocks keep its keys and values.
+    """
+
+    norm: Norm | None
+    q: Linear
+    kv: Linear
+    """kv_heads * dim keys, then as many values."""
+    out: Linear
+    scale: float
+    after: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -113,20 +154,42 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """x += post1(attention(norm1(x))); x += post2(mlp(norm2(x))).  ``parallel``: both read the same x."""
+    """x += post1(attention(norm1(x))); cross; x += post2(mlp(norm2(x))).  ``parallel``: both read the same x.
 
-    norm1: Norm
+    ``after1`` and ``after2`` normalise x itself behind each sum, as the first transformers did.
+    """
+
+    norm1: Norm | None
     attention: Attention
     mlp: MLP | Experts
-    norm2: Norm
+    norm2: Norm | None
     parallel: bool = False
     post1: Norm | None = None
     post2: Norm | None = None
+    after1: Norm | None = None
+    after2: Norm | None = None
+    cross: Cross | None = None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A stack in which every token sees the whole of its sequence."""
+
+    vocab: int
+    width: int
+    max_length: int
+    embed: Tensor
+    layers: Sequence[Layer]
+    norm: Norm | None = None
+    embed_scale: float = 1.0
+    embed_norm: Norm | None = None
+    positions: Tensor | None = None
+    """(length, width) learned positions, offset applied; token types of the only kind added."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model."""
+    """A causal language model, or the speaking half of one that listens to an ``encoder``."""
 
     vocab: int
     width: int
@@ -140,6 +203,7 @@ class Decoder:
     positions: Tensor | None = None
     """(length, width) learned positions, offset applied."""
     logit_softcap: float = 0.0
+    encoder: Encoder | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -167,18 +231,21 @@ def linear(*modules: nn.Module) -> Linear:
         weights.append((weight.t() if transposed else weight).detach())
         bias: Any = getattr(module, "bias", None)
         biases.append(None if bias is None else bias.detach())
-    weight = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
+    whole = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
     shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
     if all(bias is None for bias in biases):
-        return Linear(weight, None, shape)
+        return Linear(whole, None, shape, modules=modules)
     filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    return Linear(weight, filled[0] if len(filled) == 1 else torch.cat(filled), shape)
+    bias = filled[0] if len(filled) == 1 else torch.cat(filled)
+    return Linear(whole, bias, shape, modules=modules)
 
 
 def rows(layer: Linear, order: Tensor) -> Linear:
     """Return the layer with its outputs in another order."""
     bias = None if layer.bias is None else layer.bias[order]
-    return Linear(lambda: layer.weight[order], bias, (len(order), layer.inputs))
+    whole = order if layer.order is None else layer.order[order]
+    shape = (len(order), layer.inputs)
+    return Linear(lambda: layer.weight[order], bias, shape, modules=layer.modules, order=whole)
 
 
 def interleaved_heads(layer: Linear, heads: int, dim: int) -> Linear:

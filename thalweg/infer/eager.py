@@ -6,29 +6,22 @@ Keys and values of a layer lie in a pool (slot of the cache, kv head, dim); posi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.infer.batch import Batch
-from thalweg.infer.describe import MLP, Attention, Decoder, Experts, Linear, Norm, Rotary
+from thalweg.infer.adapters import Adapters
+from thalweg.infer.batch import Batch, Source
+from thalweg.infer.describe import Attention, Cross, Decoder
+from thalweg.infer.operators import MakeLinear, Operators
 from thalweg.infer.pool import Pool
 from thalweg.infer.team import Team
 
-_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-MakeLinear = Callable[[Linear], Callable[[Tensor], Tensor]]
 
-
-class EagerRunner:
+class EagerRunner(Operators):
     """Runs a :class:`Decoder` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
@@ -49,16 +42,21 @@ class EagerRunner:
         make_linear: MakeLinear | None = None,
         keep: bool = True,
         cache: str = "auto",
+        adapters: Adapters | None = None,
         team: Team | None = None,
     ) -> None:
         self.team = team
-        self.decoder, self.dtype, self.device = decoder, dtype, torch.device(device)
+        super().__init__(
+            dtype, device, reach=max_length, make_linear=make_linear, keep=keep, adapters=adapters
+        )
+        self.decoder = decoder
         self.num_blocks, self.block_size = num_blocks, block_size
         empty = np.zeros((num_slots, -(-max_length // block_size)), dtype=np.int32)
         self.tables = empty if team is None else team.tables
-        self._make, self._keep = make_linear or self._plain, keep
-        self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._cast: dict[int, Tensor] = {}
+        listens = decoder.encoder is not None
+        self.sources = np.zeros_like(self.tables) if listens else np.zeros((0, 0), dtype=np.int32)
+        self._source_lengths = [0] * num_slots
+        self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         slots = num_blocks * block_size
         self._keys, self._values = (
             [
@@ -68,36 +66,17 @@ class EagerRunner:
             for _ in range(2)
         )
 
-    def _plain(self, layer: Linear) -> Callable[[Tensor], Tensor]:
-        weight = layer.weight.to(self.device, self.dtype)
-        bias = None if layer.bias is None else layer.bias.to(self.device, self.dtype)
-        return lambda x: F.linear(x, weight, bias)
-
-    def _linear(self, layer: Linear, x: Tensor) -> Tensor:
-        made = self._linears.get(id(layer))
-        if not self._keep:
-            return self._make(layer)(x)
-        if made is None:
-            made = self._linears[id(layer)] = self._make(layer)
-        return made(x)
-
-    def _at(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return one of the model's tensors on our device, made once; the description keeps the key alive."""
-        found = self._cast.get(id(tensor))
-        if found is None:
-            found = self._cast[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
-        return found
-
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab)."""
         if len(batch.rows) == 0:
             self._states(batch)
             return torch.empty(0, self.decoder.vocab)
-        x = self._states(batch)[torch.tensor(list(batch.rows), device=self.device)]
+        rows = torch.tensor(list(batch.rows), device=self.device)
+        x = self._states(batch)[rows]
+        self.who = self.who[rows]
         d = self.decoder
-        if d.norm is not None:
-            x = self._norm(d.norm, x)
+        x = self._norm(d.norm, x)
         logits = self._linear(d.head, x).float()
         if self.team is not None:
             logits = self.team.gather(logits)
@@ -108,41 +87,70 @@ class EagerRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        x = self._states(batch)
-        return (x if self.decoder.norm is None else self._norm(self.decoder.norm, x)).float()
+        return self._norm(self.decoder.norm, self._states(batch)).float()
 
     def _states(self, batch: Batch) -> Tensor:
         d = self.decoder
         tokens = torch.tensor(batch.tokens, device=self.device)
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in batch.spans]).to(self.device)
-        x = F.embedding(tokens, self._at(d.embed))
-        if d.embed_scale != 1.0:
-            x = x * torch.tensor(d.embed_scale, dtype=x.dtype, device=x.device)
-        if d.positions is not None:
-            x = x + self._at(d.positions)[positions]
-        if d.embed_norm is not None:
-            x = self._norm(d.embed_norm, x)
-        places = [self._place(span) for span in batch.spans]
+        self.who = torch.tensor(
+            [int(self.adapter_of[s.slot]) for s in batch.spans for _ in range(s.count)], device=self.device
+        )
+        x = self._embedded(d, tokens, positions)
+        places = [self._place(self.tables, span.slot, span.start + span.count) for span in batch.spans]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.norm1, x)
             attended = self._whole(self._attention(layer.attention, index, normed, positions, places, batch))
             before = x
-            x = x + (attended if layer.post1 is None else self._norm(layer.post1, attended))
+            x = self._after(layer, x, attended)
+            if layer.cross is not None:
+                x = self._cross(layer.cross, layer.attention, index, x, batch)
             inner = self._whole(
                 self._mlp(layer.mlp, self._norm(layer.norm2, before if layer.parallel else x))
             )
             x = x + (inner if layer.post2 is None else self._norm(layer.post2, inner))
+            x = self._norm(layer.after2, x)
         return x
 
     def _whole(self, part: Tensor) -> Tensor:
         """Add up the ranks' parts, where there are several."""
         return part if self.team is None else self.team.sum(part)
 
-    def _place(self, span: Any) -> Tensor:
-        """Return where positions 0 to the span's last lie in the pools."""
-        length = span.start + span.count
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Compute sources and store what the layers' cross attention reads."""
+        d = self.decoder
+        assert d.encoder is not None, "only a model with an encoder has sources"
+        for source in sources:
+            self.who = torch.full(
+                (len(source.tokens),), int(self.adapter_of[source.slot]), device=self.device
+            )
+            states = self.encoded(d.encoder, source.tokens)
+            place = self._place(self.sources, source.slot, len(source.tokens))
+            self._source_lengths[source.slot] = len(source.tokens)
+            for index, layer in enumerate(d.layers):
+                if layer.cross is not None:
+                    a = layer.attention
+                    kv = self._linear(layer.cross.kv, states).view(len(states), 2, a.kv_heads, a.dim)
+                    self._keys[index].put(place, kv[:, 0])
+                    self._values[index].put(place, kv[:, 1])
+
+    def _cross(self, cross: Cross, a: Attention, index: int, x: Tensor, batch: Batch) -> Tensor:
+        q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.heads, a.dim)
+        plain = replace(a, scale=cross.scale, window=0, softcap=0.0, slopes=None, relative=None)
+        out, at = torch.empty_like(q), 0
+        for span in batch.spans:
+            part = slice(at, at + span.count)
+            at += span.count
+            place = self._place(self.sources, span.slot, self._source_lengths[span.slot])
+            keys, values = self._keys[index].get(place), self._values[index].get(place)
+            out[part] = self._attend(plain, q[part], keys, values, span.start, causal=False)
+        return self._norm(cross.after, x + self._linear(cross.out, out.flatten(1)))
+
+    def _place(self, tables: np.ndarray, slot: int, length: int) -> Tensor:
+        """Return where a slot's first ``length`` positions lie in the pools."""
         size = self.block_size
-        blocks = torch.from_numpy(self.tables[span.slot, : -(-length // size)].astype(np.int64))
+        blocks = torch.from_numpy(tables[slot, : -(-length // size)].astype(np.int64))
         return (blocks[:, None] * size + torch.arange(size)).flatten()[:length].to(self.device)
 
     def _attention(
@@ -164,82 +172,6 @@ class EagerRunner:
             out[part] = self._attend(a, q[part], keys.get(place), values.get(place), span.start)
         return self._linear(a.out, out.flatten(1))
 
-    def _rotate(self, r: Rotary, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = (self._at(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
-        pairs = cos.shape[-1]
-        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-        if r.interleaved:
-            a, b = turned[..., ::2], turned[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        else:
-            a, b = turned[..., :pairs], turned[..., pairs:]
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-    def _attend(self, a: Attention, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Attend q (T, heads, dim) at positions start.. to k, v (start + T, kv heads, dim)."""
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        count, length = q.shape[1], k.shape[1]
-        here = torch.arange(start, length, device=self.device)[:, None]
-        there = torch.arange(length, device=self.device)[None]
-        mask = there <= here
-        if a.window:
-            mask &= there > here - a.window
-        if not a.softcap and a.slopes is None:
-            plain = count == 1 and (not a.window or length <= a.window)
-            group = a.heads != a.kv_heads
-            y = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=None if plain else mask, scale=a.scale, enable_gqa=group
-            )
-            return y[0].transpose(0, 1)
-        k, v = (t.repeat_interleave(a.heads // a.kv_heads, 0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2)) * a.scale
-        if a.softcap:
-            scores = a.softcap * torch.tanh(scores / a.softcap)
-        if a.slopes is not None:
-            scores = scores + self._at(a.slopes)[:, None, None] * (there - here)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return (weights @ v).transpose(0, 1)
-
-    def _mlp(self, m: MLP | Experts, x: Tensor) -> Tensor:
-        if isinstance(m, Experts):
-            return self._experts(m, x)
-        y = self._linear(m.up, x)
-        if m.gated:
-            gate, value = y.chunk(2, dim=-1)
-            return self._linear(m.down, _ACTS[m.activation](gate) * value)
-        return self._linear(m.down, _ACTS[m.activation](y))
-
-    def _experts(self, m: Experts, x: Tensor) -> Tensor:
-        chances = F.linear(x, self._at(m.router)).softmax(-1, dtype=torch.float32)
-        weight, chosen = chances.topk(m.top_k, dim=-1)
-        if m.normalise:
-            weight = weight / weight.sum(-1, keepdim=True)
-        weight = weight.to(x.dtype)
-        out = torch.zeros_like(x)
-        up, down = self._at(m.up), self._at(m.down)
-        for expert in chosen.unique().tolist():
-            token, place = torch.where(chosen == expert)
-            gate, value = F.linear(x[token], up[expert]).chunk(2, dim=-1)
-            y = F.linear(_ACTS[m.activation](gate) * value, down[expert])
-            out.index_add_(0, token, y * weight[token, place, None])
-        if m.shared is not None:
-            y = self._mlp(m.shared, x)
-            if m.shared_gate is not None:
-                y = y * F.linear(x, self._at(m.shared_gate)).sigmoid()
-            out = out + y
-        return out
-
-    def _norm(self, n: Norm, x: Tensor) -> Tensor:
-        weight = self._at(n.weight, torch.float32)
-        wide = x.float()
-        if n.style == "rms":
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + n.eps) * weight
-        else:
-            assert n.bias is not None
-            wide = F.layer_norm(wide, weight.shape, weight, self._at(n.bias, torch.float32), n.eps)
-        return wide.to(x.dtype)
-
     def best(self) -> None:
         """Nothing is at hand: the sampler looks for it."""
 
@@ -248,6 +180,5 @@ class EagerRunner:
 
     def close(self) -> None:
         """Drop the weights and the cache."""
-        self._linears.clear()
-        self._cast.clear()
+        self.drop()
         self._keys, self._values = [], []

@@ -16,16 +16,21 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.api import EngineStats, FinishReason, ModelFacts, Request, RequestOutput
-from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.batch import Batch, Runner, Source, Span
 from thalweg.infer.blocks import BlockPool
 from thalweg.infer.sampler import Choice, choose_one, find_best, score
 from thalweg.infer.scheduler import Plan, Scheduler
 from thalweg.infer.sequence import Sequence
+from thalweg.infer.speculate import Guesser, Lookups
 from thalweg.infer.text import TextStream
 
 
 class Engine:
-    """An :class:`~thalweg.infer.api.EngineCore` around a runner."""
+    """An :class:`~thalweg.infer.api.EngineCore` around a runner.
+
+    ``start``: what a model that listens begins to speak with.  ``speculate``: guesses in a step for each
+    sequence, by ``guesser``, or looked up in what it has said.
+    """
 
     def __init__(
         self,
@@ -38,14 +43,23 @@ class Engine:
         prefix_cache: bool = True,
         guides: Any = None,
         speculate: int = 0,
+        start: tuple[int, ...] = (),
+        guesser: Guesser | None = None,
     ) -> None:
         self.facts, self.tokenizer, self.runner = facts, tokenizer, runner
+        self._guesser = guesser or Lookups()
         self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
         self._scheduler = Scheduler(
-            runner, self._pool, max_batch=max_batch, max_tokens=max_step_tokens, speculate=speculate
+            runner,
+            self._pool,
+            max_batch=max_batch,
+            max_tokens=max_step_tokens,
+            speculate=speculate,
+            guesser=self._guesser,
+            adapters=facts.adapters,
         )
         self._max_step_tokens = max_step_tokens
-        self._guides = guides
+        self._guides, self.start = guides, start
         self._requests: dict[str, list[Sequence]] = {}
         self._arrivals = 0
         self._counts: Counter[str] = Counter()
@@ -56,6 +70,8 @@ class Engine:
         plan = self._scheduler.plan()
         if plan is None:
             return []
+        if plan.sources:
+            self.runner.encode([Source(s.slot, s.source) for s in plan.sources])
         logits = self.runner.run(plan.batch)
         self._scheduler.advance(plan)
         return self._deliver(plan, logits)
@@ -64,8 +80,9 @@ class Engine:
         """Queue a request; ValueError when it can never run."""
         self._check(request)
         params = request.params
-        room = min(self.facts.max_length, self._pool.num_blocks * self._pool.size)
-        limit = min(room, len(request.prompt) + (params.max_tokens or room))
+        begun = len(self.start) or len(request.prompt)
+        room = min(self.facts.max_length, self._room(request))
+        limit = min(room, begun + (params.max_tokens or room))
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.facts.eos_token_ids)
@@ -73,7 +90,7 @@ class Engine:
         self._arrivals += 1
         sequences: list[Sequence] = []
         for index in range(params.n):
-            sequence = Sequence(request, index, self._arrivals, limit, ends)
+            sequence = Sequence(request, index, self._arrivals, limit, ends, start=self.start)
             sequence.leader = sequences[0] if sequences else None
             sequence.guide = None if guide is None else guide.start(ends)
             if self.tokenizer is not None:
@@ -99,22 +116,34 @@ class Engine:
             raise ValueError(
                 f"logit_bias or stop_token_ids name tokens outside of 0 to {self.facts.vocab_size - 1}"
             )
-        if len(prompt) >= self.facts.max_length:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; prompt and output together may have"
-                f" {self.facts.max_length}"
-            )
-        room = self._pool.num_blocks * self._pool.size
-        if len(prompt) >= room:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens and the KV cache room for {room}: give kv_memory more"
-            )
+        self._check_length(request)
+        if self.start and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: this model listens to its prompt and does not score it")
         if request.adapter is not None and request.adapter not in self.facts.adapters:
-            raise ValueError(f"there is no adapter {request.adapter!r}")
+            known = ", ".join(self.facts.adapters) or "none"
+            raise ValueError(f"there is no adapter {request.adapter!r}: the engine holds {known}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids, or give the engine one")
         if params.structure is not None and self._guides is None:
             raise ValueError("structured output needs the package llguidance and a tokenizer")
+
+    def _check_length(self, request: Request) -> None:
+        length, most = len(request.prompt), self.facts.max_length
+        if self.start and length > most:
+            raise ValueError(f"the prompt has {length} tokens; this model takes {most}")
+        if not self.start and length >= most:
+            raise ValueError(f"the prompt has {length} tokens; prompt and output together may have {most}")
+        room = self._room(request)
+        if room <= (len(self.start) or length):
+            total = self._pool.num_blocks * self._pool.size
+            raise ValueError(
+                f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more"
+            )
+
+    def _room(self, request: Request) -> int:
+        """Return how many tokens the KV cache holds of a request that runs alone, sources not counted."""
+        heard = -(-len(request.prompt) // self._pool.size) if self.start else 0
+        return (self._pool.num_blocks - heard) * self._pool.size
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown names are ignored."""
@@ -168,7 +197,7 @@ class Engine:
                     break
                 sequence.computed += 1  # the guess was computed as what it turned out to be
             if guesses:
-                sequence.lookup.trust = number + 1
+                sequence.trust = number + 1
                 self._counts["guessed"] += len(guesses)
                 self._counts["right"] += number
             row += 1 + len(guesses)
@@ -258,6 +287,8 @@ class Engine:
         return torch.stack([self._embed(list(prompt)) for prompt in prompts])
 
     def _embed(self, tokens: list[int]) -> Tensor:
+        if self.start:
+            raise ValueError("this model has no embeddings: it listens and speaks")
         self._check(Request("", tokens))
         pool, scheduler = self._pool, self._scheduler
         wanted = -(-len(tokens) // pool.size)
@@ -265,6 +296,7 @@ class Engine:
             raise ValueError("the KV cache is full of running requests: embed when fewer run")
         blocks = [pool.take() for _ in range(wanted)]
         slot = scheduler.borrow()
+        self.runner.adapter_of[slot] = -1
         try:
             self.runner.tables[slot, :wanted] = blocks
             total: Any = 0
@@ -281,4 +313,5 @@ class Engine:
         """Drop everything that is queued, and free the weights and the cache."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._guesser.close()
         self.runner.close()

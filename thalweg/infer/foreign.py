@@ -1,4 +1,5 @@
-"""A runner for any Hugging Face causal model: its own modelling code, its own cache, one for each sequence.
+"""A runner for any Hugging Face model that generates: its own modelling code, a cache of its own for each
+sequence.
 
 No blocks are shared and nothing is batched; what it gives is exactly the model's own result, for families
 that ``models/`` does not describe.
@@ -6,13 +7,14 @@ that ``models/`` does not describe.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.infer.batch import Batch
+from thalweg.infer.batch import Batch, Source
 
 
 class ForeignRunner:
@@ -24,8 +26,21 @@ class ForeignRunner:
         per_slot = -(-max_length // self.block_size)
         self.num_blocks = num_slots * per_slot  # a count for the scheduler: no memory stands behind them
         self.tables = np.zeros((num_slots, per_slot), dtype=np.int32)
+        self.sources = np.zeros((num_slots, per_slot), dtype=np.int32)
+        self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         self._model: Any = model.eval()
         self._caches: dict[int, Any] = {}
+        self._heard: dict[int, Any] = {}
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Let the model's encoder compute sources."""
+        device = next(self._model.parameters()).device
+        for source in sources:
+            tokens = torch.tensor([list(source.tokens)], device=device)
+            self._heard[source.slot] = self._model.get_encoder()(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
+            )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -46,13 +61,12 @@ class ForeignRunner:
             at += count
             if start == 0:
                 self._caches.pop(slot, None)
-            out = self._model(
-                input_ids=tokens,
-                past_key_values=self._caches.get(slot),
-                attention_mask=torch.ones(1, start + count, dtype=torch.int64, device=device),
-                use_cache=True,
-                output_hidden_states=hidden,
-            )
+            if slot in self._heard:
+                given = {"encoder_outputs": self._heard[slot], "decoder_input_ids": tokens}
+            else:
+                mask = torch.ones(1, start + count, dtype=torch.int64, device=device)
+                given = {"input_ids": tokens, "attention_mask": mask, "output_hidden_states": hidden}
+            out = self._model(**given, past_key_values=self._caches.get(slot), use_cache=True)
             self._caches[slot] = out.past_key_values
             outputs.append(out)
         return outputs
@@ -63,8 +77,10 @@ class ForeignRunner:
     def release(self, slot: int) -> None:
         """Drop the slot's cache."""
         self._caches.pop(slot, None)
+        self._heard.pop(slot, None)
 
     def close(self) -> None:
         """Drop the model and the caches."""
         self._caches.clear()
+        self._heard.clear()
         self._model = None

@@ -55,14 +55,18 @@ def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated."""
+    """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
+
+    A model that listens repeats no prompt: its first token stands there.
+    """
     config, rest = _config(module, kwargs)
     tokens: Any = args[0] if args else rest.get("input_ids", rest.get("inputs"))
     mask = rest.get("attention_mask")
     ends = config.eos_token_id
     ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
     samples = getattr(config, "num_return_sequences", None) or 1
-    width = tokens.shape[1]
+    start = list(engine.start)
+    width = len(start) or tokens.shape[1]
     outputs: dict[tuple[str, int], list[int]] = {}
     saved = engine.tokenizer
     engine.tokenizer = rest.get("tokenizer") or saved
@@ -92,7 +96,8 @@ def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     longest = max(len(new) for new in order)
     result = tokens.new_full((len(order), width + longest), pad)
-    result[:, :width] = tokens.repeat_interleave(samples, 0)
+    said = tokens.new_tensor([start] * len(tokens)) if start else tokens
+    result[:, :width] = said.repeat_interleave(samples, 0)
     for row, new in enumerate(order):
         result[row, width : width + len(new)] = torch.tensor(new, dtype=result.dtype)
     return result

@@ -17,7 +17,7 @@ from thalweg.infer.load import load_engine
 from thalweg.infer.models import describe
 from thalweg.infer.parallel import Follower, follow, telling
 from thalweg.infer.ranks import Peers, gathered, launched, spawned
-from thalweg.infer.source import load_model, load_tokenizer, map_model
+from thalweg.infer.source import kind_of, load_model, load_tokenizer, map_model
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 from thalweg.utils.log import get_logger
 
@@ -32,7 +32,8 @@ _NO_MATTER = {
 """DeepSpeed's keys that choose among its kernels; here the choice is measured or made by the processor."""
 _OURS = {
     "max_length", "kv_memory", "kv_cache_dtype", "max_batch", "max_step_tokens", "prefix_cache",
-    "batch_invariant", "speculate", "stream", "stream_folder", "stream_memory", "trust_remote_code",
+    "batch_invariant", "speculate", "draft", "adapters", "stream", "stream_folder", "stream_memory",
+    "trust_remote_code",
 }  # fmt: skip
 _TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
@@ -40,7 +41,7 @@ _TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 class InferenceEngine(nn.Module):
     """``engine(...)`` is ``module(...)``; ``engine.generate(...)`` takes Hugging Face's arguments.
 
-    ``core`` is the engine behind ``generate``, None where the model has no causal form, and on the ranks of
+    ``core`` is the engine behind ``generate``, None where the model generates nothing, and on the ranks of
     tensor parallelism that have a part in another rank's.  The module itself is
     neither changed nor moved.  Its weights are copied into the engine's layout: after changing them, call
     :meth:`refresh`.
@@ -65,14 +66,15 @@ class InferenceEngine(nn.Module):
         """Take over the module's weights as they are now."""
         self.close()
         config: Any = getattr(self.module, "config", None)
-        causal = hasattr(self.module, "generate") and not getattr(config, "is_encoder_decoder", False)
-        if config is not None and causal:
+        if hasattr(config, "model_type") and kind_of(self.module) != "encoder":
             # What is known by its source are the weights as they were loaded, not as they may be by now.
             source, self._source = self._source, None
             origin, self._origin = self._origin, None
             peers = self._find_peers(origin)
             if self._follower is None:
-                self.core = load_engine(self.module, self.options, self.tokenizer, source=source, peers=peers)
+                core = load_engine(self.module, self.options, self.tokenizer, source=source, peers=peers)
+                assert isinstance(core, Engine)
+                self.core = core
 
     def _find_peers(self, origin: Any) -> Peers | None:
         """Find the other ranks of tensor parallelism, or become one of them."""
@@ -99,7 +101,7 @@ class InferenceEngine(nn.Module):
         """
         module: Any = self.module
         idle = self.core is None and self._follower is None
-        reason = "it has no causal form" if idle else unsupported(module, args, kwargs)
+        reason = "it generates nothing" if idle else unsupported(module, args, kwargs)
         if reason:
             log.debug("generating by the module's own method: %s", reason)
             return module.generate(*args, **kwargs)

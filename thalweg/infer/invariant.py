@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.batch import Batch, Runner, Source, Span
 
 
 class OneByOne:
@@ -18,7 +20,13 @@ class OneByOne:
     def __init__(self, runner: Runner) -> None:
         self.inner = runner
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
-        self.tables = runner.tables
+        self.tables, self.sources = runner.tables, runner.sources
+        self.adapter_of = runner.adapter_of
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Compute sources, one after the other."""
+        for source in sources:
+            self.inner.encode([source])
 
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab)."""

@@ -16,25 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from thalweg.infer.adapters import Adapters
 from thalweg.infer.api import EngineOptions, ModelFacts
-from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.batch import Batch, Runner, Source, Span
 from thalweg.infer.describe import Decoder, Unsupported
+from thalweg.infer.draft import Draft
 from thalweg.infer.eager import EagerRunner
+from thalweg.infer.embed import Embedder
 from thalweg.infer.engine import Engine
 from thalweg.infer.foreign import ForeignRunner
+from thalweg.infer.forms import PROBE, agree, dtype_of, eager_dtype, form_of
 from thalweg.infer.guides import Guides, available
 from thalweg.infer.invariant import OneByOne
+from thalweg.infer.load_encoder import load_encoder
 from thalweg.infer.models import describe
 from thalweg.infer.pack import packing
-from thalweg.infer.source import load_model, load_tokenizer, map_model
-from thalweg.ops import native
+from thalweg.infer.source import kind_of, load_model, load_tokenizer, map_model
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
-_PROBE = 13  # tokens of the check at load
-_TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _BLOCK = 16
+_GUESSES = 4  # of a draft model in a step, unless asked otherwise
 _SHARE = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
 
 
@@ -45,22 +48,23 @@ def load_engine(
     *,
     runner: str | None = None,
     source: Any = None,
+    draft: nn.Module | None = None,
     peers: Any = None,
-) -> Engine:
+) -> Engine | Embedder:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
     by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
     ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
-    again.  ``peers``: the other ranks of ``options.tensor_parallel`` (``ranks.py``), by default processes
-    that are started here.  Raises ValueError where the model has no causal form or the runner cannot run it.
+    again.  ``draft``: a live model for what ``options.draft`` is.  ``peers``: the other ranks of
+    ``options.tensor_parallel`` (``ranks.py``), by default processes that are started here.  Models that do
+    not generate give an :class:`Embedder`.  Raises ValueError where the runner cannot run the model.
     """
     options = options or EngineOptions()
     if options.tensor_parallel > 1 and peers is None:
         return _with_peers(model, options, tokenizer, runner)
-    form = _form(options)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    key = source
+    folder, key = None if isinstance(model, nn.Module) else model, source
     if not isinstance(model, nn.Module):
         tokenizer = tokenizer or load_tokenizer(model, options)
         if options.stream or peers is not None:
@@ -68,22 +72,58 @@ def load_engine(
         else:
             model = load_model(model, options)
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "generate"):
-        raise ValueError(f"{name} is no Hugging Face causal model: it has no config or no generate()")
-    made, max_length = _runner(model, options, form, runner, key, peers)
+    if config is None or not hasattr(config, "model_type"):
+        raise ValueError(f"{name} is no Hugging Face model: it has no config")
+    if peers is not None and (kind_of(model) != "causal" or options.adapters or draft or options.draft):
+        peers.close()
+        raise ValueError("tensor_parallel: for causal models alone, without adapters and draft; use 1")
+    if kind_of(model) == "encoder":
+        return load_encoder(model, options, tokenizer, name=name, folder=folder, wanted=runner)
+    if draft is None and options.draft is not None:
+        _same_words(tokenizer, load_tokenizer(options.draft, options), options.draft)
+        draft = load_model(options.draft, options)
+    return _speaking(model, options, tokenizer, runner, key, name, draft, peers)
+
+
+def _same_words(mine: Any, other: Any, name: str) -> None:
+    if mine is not None and other is not None and mine.get_vocab() != other.get_vocab():
+        raise ValueError(f"draft: {name} has another vocabulary than the model: take one of the same family")
+
+
+def _speaking(
+    model: Any,
+    options: EngineOptions,
+    tokenizer: Any,
+    wanted: str | None,
+    key: Any,
+    name: str,
+    draft: Any,
+    peers: Any,
+) -> Engine:
+    """Return the engine of a model that generates."""
+    kind, form, config = kind_of(model), form_of(options), model.config
+    if options.adapters and options.stream:
+        raise ValueError("adapters: they need weights in memory; leave stream out")
+    if kind == "seq2seq" and options.stream:
+        raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
+    beside = None if draft is None else _draft_decoder(draft, kind, options)
+    made, max_length = _runner(model, options, form, wanted, key, beside, peers)
+    vocab = config.get_text_config().vocab_size
+    guesser = None if beside is None else _drafting(beside, made, options, form, max_length, vocab)
     foreign = isinstance(made, ForeignRunner)
     if options.batch_invariant and isinstance(getattr(made, "inner", made), EagerRunner | ForeignRunner):
         made = OneByOne(made)
     facts = ModelFacts(
         name=name,
-        kind="causal",
+        kind=kind,
         max_length=max_length,
-        vocab_size=config.get_text_config().vocab_size,
-        dtype="fp32" if form == "fp32" else "fp16" if options.dtype == "fp16" else "bf16",
+        vocab_size=vocab,
+        dtype=dtype_of(form, options),
         quantize=options.quantize,
         eos_token_ids=_ends(model),
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
+        adapters=tuple(options.adapters),
     )
     return Engine(
         made,
@@ -92,12 +132,15 @@ def load_engine(
         max_batch=len(made.tables),
         max_step_tokens=options.max_step_tokens,
         prefix_cache=options.prefix_cache and not foreign,
-        speculate=0 if foreign else options.speculate,  # a foreign cache cannot take back a wrong guess
+        # A foreign cache cannot take back a wrong guess.
+        speculate=0 if foreign else options.speculate or (_GUESSES if guesser is not None else 0),
+        guesser=guesser,
         guides=Guides(tokenizer, facts.vocab_size, facts.eos_token_ids) if available(tokenizer) else None,
+        start=_starts(model) if kind == "seq2seq" else (),
     )
 
 
-def _with_peers(model: Any, options: EngineOptions, tokenizer: Any, runner: str | None) -> Engine:
+def _with_peers(model: Any, options: EngineOptions, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
     from thalweg.infer.ranks import saved, spawned
 
@@ -107,15 +150,39 @@ def _with_peers(model: Any, options: EngineOptions, tokenizer: Any, runner: str 
         return load_engine(model, options, tokenizer, runner=runner, peers=spawned(folder, options))
 
 
-def _form(options: EngineOptions) -> str:
-    """Return what weights become: fp32, bf16, fp16, int8 or int4."""
-    if options.quantize:
-        return options.quantize
-    if options.dtype != "auto":
-        return options.dtype
-    if options.device != "cpu":
-        return "bf16"
-    return "fp32" if native.missing("bf16") else "bf16"
+def _draft_decoder(draft: Any, kind: str, options: EngineOptions) -> Decoder:
+    """Describe a draft model; ValueError where it cannot be one."""
+    if kind != "causal" or kind_of(draft) != "causal" or options.stream:
+        raise ValueError("draft: only a causal model in memory can have one, and it must be causal itself")
+    decoder = describe(draft)
+    _compare(draft, decoder)
+    return decoder
+
+
+def _drafting(
+    decoder: Decoder, made: Runner, options: EngineOptions, form: str, length: int, vocab: int
+) -> Draft:
+    """Return the guesser of a described draft model, with a cache like that of the runner it guesses for."""
+    if isinstance(made, ForeignRunner):
+        raise ValueError("draft: a model that runs through its own code cannot take back wrong guesses")
+    if decoder.max_length < length:
+        raise ValueError(
+            f"draft: it takes {decoder.max_length} tokens and the model {length}: set max_length"
+        )
+    runner, _ = _described(decoder, options, form, None, length=length, blocks=made.num_blocks)
+    return Draft(runner, max_tokens=options.max_step_tokens, vocab=vocab)
+
+
+def _starts(model: Any) -> tuple[int, ...]:
+    """Return what a model that listens begins to speak with."""
+    holders = [getattr(model, "generation_config", None), model.config]
+    found = []
+    for names in (("decoder_start_token_id", "bos_token_id"), ("forced_bos_token_id",)):
+        given = [getattr(holder, name, None) for name in names for holder in holders]
+        found += [int(token) for token in given if token is not None][:1]
+    if not found:
+        raise ValueError("the model's config has no decoder_start_token_id: set it")
+    return tuple(found)
 
 
 def _ends(model: Any) -> tuple[int, ...]:
@@ -127,7 +194,13 @@ def _ends(model: Any) -> tuple[int, ...]:
 
 
 def _runner(
-    model: Any, options: EngineOptions, form: str, wanted: str | None, key: Any, peers: Any
+    model: Any,
+    options: EngineOptions,
+    form: str,
+    wanted: str | None,
+    key: Any,
+    beside: Decoder | None,
+    peers: Any,
 ) -> tuple[Runner, int]:
     if peers is not None:
         try:
@@ -142,28 +215,42 @@ def _runner(
             if options.stream:
                 return _streamed(model, decoder, options, form, wanted, key)
             _compare(model, decoder)
-            return _described(decoder, options, form, wanted)
+            held = Adapters(options.adapters, model, decoder) if options.adapters else None
+            return _described(decoder, options, form, wanted, beside=beside, adapters=held)
         except Unsupported as reason:
             if wanted is not None:
                 raise
             reasons.append(str(reason))
     if options.stream:
         raise ValueError(f"streamed weights need a described model: {'; '.join(reasons)}")
+    if options.adapters:
+        raise ValueError(f"adapters need a described model: {'; '.join(reasons)}")
     if options.kv_cache_dtype in ("int8", "fp8"):
         raise ValueError(f"a cache in {options.kv_cache_dtype} needs a described model: {'; '.join(reasons)}")
     if options.quantize:
         raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
     config = model.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
+    known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    most = next((size for size in known if size), 2048)
     length = min(options.max_length or most, most)
     return ForeignRunner(model, num_slots=options.max_batch, max_length=length), length
 
 
-def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str | None) -> tuple[Runner, int]:
-    length = min(options.max_length or decoder.max_length, decoder.max_length)
+def _described(
+    decoder: Decoder,
+    options: EngineOptions,
+    form: str,
+    wanted: str | None,
+    *,
+    length: int | None = None,
+    blocks: int | None = None,
+    beside: Decoder | None = None,
+    adapters: Adapters | None = None,
+) -> tuple[Runner, int]:
+    length = length or _length(decoder, options)
     cache = _cache(options, form)
-    blocks = _num_blocks(decoder, options, length, cache)
+    blocks = blocks or _num_blocks(decoder, options, length, cache, beside)
     on_cpu = torch.device(options.device).type == "cpu"
     if wanted != "eager" and on_cpu and form != "fp16":
         try:
@@ -177,18 +264,16 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
                 max_length=length,
                 max_tokens=options.max_step_tokens,
                 cache=cache,
+                adapters=adapters,
             )
             return made, length
         except Unsupported as reason:
             if wanted == "native":
                 raise
             log.info("running on torch's operators: %s", reason)
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
-    if form in ("int8", "int4") and on_cpu:
-        dtype = torch.float32
     made = EagerRunner(
         decoder,
-        dtype=dtype,
+        dtype=eager_dtype(form, on_cpu),
         num_blocks=blocks,
         num_slots=options.max_batch,
         max_length=length,
@@ -196,6 +281,7 @@ def _described(decoder: Decoder, options: EngineOptions, form: str, wanted: str 
         device=options.device,
         make_linear=packing(form) if on_cpu else None,
         cache=cache,
+        adapters=adapters,
     )
     return made, length
 
@@ -225,6 +311,13 @@ def _parallel(
     blocks = _num_blocks(part, options, length, cache, sharers=peers.size)
     plan = Plan(fast, form, cache, blocks, options.max_batch, length, options.max_step_tokens)
     return lead(decoder, plan, peers, options.device), length
+
+
+def _length(decoder: Decoder, options: EngineOptions) -> int:
+    """Return the longest sequence; relative positions have no end of their own."""
+    endless = decoder.encoder is not None and decoder.positions is None
+    most = max(decoder.max_length, options.max_length or 0) if endless else decoder.max_length
+    return min(options.max_length or most, most)
 
 
 def _streamed(
@@ -276,16 +369,25 @@ def _cache(options: EngineOptions, form: str) -> str:
     return form if form in ("fp32", "fp16") else "bf16"
 
 
-def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: str, sharers: int = 1) -> int:
+def _num_blocks(
+    decoder: Decoder,
+    options: EngineOptions,
+    length: int,
+    cache: str,
+    beside: Decoder | None = None,
+    sharers: int = 1,
+) -> int:
     """Return how many KV blocks the memory asked for, or a share of what is free, holds.
 
-    ``sharers``: the processes that share what is free, each with as many blocks.
+    ``beside``: a draft model, whose keys and values take part of the same memory.  ``sharers``: the processes
+    that share what is free, each with as many blocks.
     """
     size = {"fp32": 4, "int8": 1, "fp8": 1}.get(cache, 2)
     scale = 4 if cache == "int8" else 0
-    per_token = sum(2 * a.kv_heads * (a.dim * size + scale) for a in (x.attention for x in decoder.layers))
+    layers = [*decoder.layers, *(() if beside is None else beside.layers)]
+    per_token = sum(2 * a.kv_heads * (a.dim * size + scale) for a in (x.attention for x in layers))
     per_block = per_token * _BLOCK
-    one = -(-length // _BLOCK)
+    one = -(-length // _BLOCK) * (1 if decoder.encoder is None else 2)
     if options.kv_memory is not None:
         blocks = options.kv_memory // per_block
         if blocks < 1:
@@ -301,19 +403,21 @@ def _num_blocks(decoder: Decoder, options: EngineOptions, length: int, cache: st
 def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
     """Raise Unsupported unless the description gives the model's own logits."""
     parameter = next(model.parameters())
-    tokens = torch.randint(decoder.vocab, (_PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(decoder.vocab, (PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
     training = model.training
     model.eval()
     try:
-        want = model(input_ids=torch.tensor([tokens], device=parameter.device)).logits[0].float()
+        ids = torch.tensor([tokens], device=parameter.device)
+        given = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
+        want = model(input_ids=ids, **given).logits[0].float()
     finally:
         model.train(training)
     plain = EagerRunner(
-        decoder, dtype=parameter.dtype, num_blocks=1, num_slots=1, max_length=_BLOCK,
+        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK,
         device=parameter.device, keep=keep,
     )  # fmt: skip
-    got = plain.run(Batch(tokens, [Span(0, 0, _PROBE)], range(_PROBE)))
-    # Of each token's logits the mean error: the largest of a deep model's many in bf16 says little.
-    error = ((got - want).square().mean(1).sqrt().max() / want.std().clamp(min=1e-6)).item()
-    if not error < _TOLERANCE.get(parameter.dtype, 5e-2):
-        raise Unsupported(f"our description's logits are off by {error:.2g} standard deviations")
+    if decoder.encoder is not None:
+        plain.sources[0, 0] = 1
+        plain.encode([Source(0, tokens)])
+        tokens = tokens[::-1]
+    agree(plain.run(Batch(tokens, [Span(0, 0, PROBE)], range(PROBE))), want, parameter.dtype)

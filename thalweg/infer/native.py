@@ -1,41 +1,45 @@
 """The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
 
 At load the weights are packed (``ops/native/panels.py``) and the model is laid down once as a list of kernel
-calls on preallocated buffers; a step fills in tokens, positions and block tables and runs the list.  Nothing
-in it depends on how many tokens there are or whose they are, so that prompts, pieces of prompts and decoding
-tokens mix freely, and a token's result is the same, bit for bit, in any company.
+calls on preallocated buffers (``laid.py``); a step fills in tokens, positions and block tables and runs the
+list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, pieces of
+prompts and decoding tokens mix freely, and a token's result is the same, bit for bit, in any company.
 
 Activations between layers are fp32.  What meets a packed weight is fp32, bf16 or int8 with a scale per row.
+
+A model that listens has a second tape (``encode.py``): it computes a source once and stores, layer by layer,
+the keys and values that cross attention reads, in blocks of the same pool.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.infer.batch import Batch
-from thalweg.infer.describe import Attention, Decoder, Experts, Layer, Linear, Norm, Unsupported
+from thalweg.infer.adapters import Adapters
+from thalweg.infer.batch import Batch, Source
+from thalweg.infer.describe import Attention, Cross, Decoder, Encoder, Experts, Unsupported
+from thalweg.infer.encode import NativeEncoder
+from thalweg.infer.laid import Layout, plain_heads
 from thalweg.infer.team import Team
 from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
-from thalweg.store.paged import PagedMemory
-
-_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 
-def check(decoder: Decoder, form: str, cache: str = "fp32") -> None:
+def check(decoder: Decoder | Encoder, form: str, cache: str = "fp32") -> None:
     """Raise Unsupported unless this processor and this model suit the kernels."""
     for name in {form, "int8"} if cache == "int8" else {form}:
         if why := native.missing(name):
             raise Unsupported(why)
     if cache not in native.CACHES:
         raise Unsupported(f"a cache in {cache}")
-    sizes = [decoder.width]
-    for layer in decoder.layers:
+    encoder = decoder.encoder if isinstance(decoder, Decoder) else None
+    sizes = [decoder.width] if encoder is None else [decoder.width, encoder.width]
+    for layer in [*decoder.layers, *(encoder.layers if encoder is not None else ())]:
         if isinstance(layer.mlp, Experts):
             raise Unsupported("a mixture of experts")
         a = layer.attention
@@ -44,6 +48,8 @@ def check(decoder: Decoder, form: str, cache: str = "fp32") -> None:
             raise Unsupported("a norm on queries or keys alone")
         if a.q_norm is not None and a.q_norm.style != "rms":
             raise Unsupported("layer norms on queries and keys")
+        if layer.cross is not None and layer.cross.kv.outputs != 2 * a.kv_heads * a.dim:
+            raise Unsupported("cross attention with other heads than self-attention")
     if any(size % 16 for size in sizes):
         raise Unsupported("a width that is no multiple of 16")
 
@@ -52,7 +58,8 @@ class NativeRunner:
     """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
 
     ``cache``: what keys and values are kept as, a name of ``native.CACHES``.
-    ``weights`` keeps them (by default in memory).  The decoder's embedding is read row by row where it lies.
+    ``weights`` keeps them (by default in memory).  ``adapters``: what slots may name in
+    ``adapter_of``.  The decoder's embedding is read row by row where it lies.
     ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
     ``threads``: 0 for as many as torch has.
     """
@@ -70,6 +77,7 @@ class NativeRunner:
         max_tokens: int,
         cache: str,
         weights: Weights | None = None,
+        adapters: Adapters | None = None,
         team: Team | None = None,
         threads: int = 0,
     ) -> None:
@@ -77,23 +85,45 @@ class NativeRunner:
         self._weights = weights or Resident(decoder, form)
         self.vocab, self.width, self.num_blocks = decoder.vocab, decoder.width, num_blocks
         self._softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
+        shape = (num_slots, -(-max_length // self.block_size))
         self.team, self.threads = team, threads
-        empty = np.zeros((num_slots, -(-max_length // self.block_size)), dtype=np.int32)
-        self.tables = empty if team is None else team.tables
+        self.tables = np.zeros(shape, dtype=np.int32) if team is None else team.tables
+        self.sources = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
+        self._source_ends = np.zeros(num_slots, dtype=np.int64)
+        self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
+        self._adapted = adapters is not None
         self._max_tokens = max_tokens
         self._embed_dtype = torch.float32 if form == "fp32" else torch.bfloat16
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._positions_table = None if decoder.positions is None else decoder.positions.float()
-        laid = _Layout(self, decoder, form, max_tokens, max_length, cache)
+        laid = _Decoder(self, decoder, form, max_tokens, max_length, cache, adapters)
         self._x, self._logits = laid.embedded, laid.logits
         self._tokens, self._positions, self._table_of, self._rows = laid.inputs
         self._counts = laid.counts
         # numpy views of the same memory: cheaper to fill, item by item
         self._np = [t.numpy() for t in (*laid.inputs, laid.counts)]
-        self._body, self._head = laid.finish()
+        self._adapters = laid.adapters_of.numpy()
+        self._np_sources = [t.numpy() for t in laid.source_inputs]
+        self._body, self._head = laid.lay(laid.body, laid.head)
         self._final, self._best = laid.final, laid.best
         self._last = 0
         self.weight_bytes = laid.weight_bytes
+        self._encoder: NativeEncoder | None = None
+        if decoder.encoder is not None:
+            told = [(x.cross, x.attention, pool) for x, pool in zip(decoder.layers, laid.pools, strict=True)]
+            self._encoder = NativeEncoder(
+                decoder.encoder, form=form, cache=cache, max_length=max_length, most=num_slots,
+                max_tokens=max(max_tokens, max_length), weights=self._weights, told=told, tables=self.sources,
+                adapters=adapters, adapter_of=self.adapter_of,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Compute sources and store what the layers' cross attention reads."""
+        assert self._encoder is not None, "only a model with an encoder has sources"
+        self._encoder.run(sources)
+        for source in sources:
+            self._source_ends[source.slot] = len(source.tokens) - 1
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -138,6 +168,13 @@ class NativeRunner:
                 positions[at : at + length] = np.arange(start, start + length)
                 table_of[at : at + length] = slot * stride
             at += length
+        slots = table_of[:count] // stride if self._adapted or self._encoder is not None else None
+        if self._adapted:
+            self._adapters[:count] = self.adapter_of[slots]
+        if self._encoder is not None:
+            table_of_source, ends = self._np_sources
+            table_of_source[:count] = slots * self.sources.strides[0]
+            ends[:count] = self._source_ends[slots]
         num_rows = len(batch.rows)
         rows[:num_rows] = batch.rows
         counts[0], counts[1] = count, num_rows
@@ -158,266 +195,93 @@ class NativeRunner:
         self.__dict__.clear()
 
 
-class _Layout:
-    """Lays a decoder down as instructions: packs weights, allocates buffers, names kernels."""
+class _Decoder(Layout):
+    """Lays a decoder down: the tape of its body, and that of its head."""
 
     def __init__(
-        self, owner: NativeRunner, d: Decoder, form: str, tokens: int, max_length: int, cache: str
+        self,
+        owner: NativeRunner,
+        d: Decoder,
+        form: str,
+        tokens: int,
+        max_length: int,
+        cache: str,
+        adapters: Adapters | None,
     ) -> None:
-        self.form, self.kind, self.tokens, self.cache = form, _KINDS[form], tokens, cache
-        self.kernels = native.Kernels()
-        self.team, self.threads = owner.team, owner.threads
-        self.keep: list[Any] = [owner.tables, owner.team]
-        self.weights, self.weight_bytes = owner._weights, 0
-        self.inputs = [torch.zeros(tokens, dtype=torch.int64) for _ in range(4)]
-        self.counts = torch.zeros(2, dtype=torch.int64)
-        self.count = self.counts.data_ptr()  # the address of how many rows there are
-        self._tables = owner.tables.ctypes.data
-        self.x = self.embedded = torch.zeros(tokens, d.width)
-        self._ready: dict[tuple[int, str, str], native.Rows] = {}
-        self._tables_of_rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tape: list[native.Call] = []
-        self.body, self.head = [self.tape], [[]]
-        self.products = 0  # on the present tape
-        # One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
-        room = sum(x.attention.kv_heads * self._heads(x.attention).head_bytes for x in d.layers)
-        self.cache_memory, self.cache_used = PagedMemory(2 * owner.num_blocks * room), 0
-        self.scratch = torch.zeros(256, native.padded(max_length, 16))
+        super().__init__(
+            owner._weights, form, width=d.width, tokens=tokens, reach=max_length, cache=cache,
+            tables=owner.tables.ctypes.data, adapters=adapters, team=owner.team, threads=owner.threads,
+        )  # fmt: skip
+        self.adapters_of = self.hold(self.adapter_of)
+        self.keep += [owner.tables, owner.sources]
+        self._sources, self._listens = owner.sources.ctypes.data, d.encoder is not None
+        self.source_inputs = [self.hold(torch.zeros(tokens, dtype=torch.int64)) for _ in range(2)]
+        # Each token's source: its table as an offset in bytes, and its last position.
+        self._source_of, self._source_ends = self.source_inputs
+        self.pools = self.pool(owner.num_blocks, [x.attention for x in d.layers])
         if d.embed_norm is not None:
-            self._norm_into(d.embed_norm, self.x, self.x)
+            self.norm_into(d.embed_norm, self.x, self.x)
         for number, layer in enumerate(d.layers):
-            self._layer(layer, owner.num_blocks, last=number == len(d.layers) - 1)
-        self.tape, self.products = self.head[0], 0
-        self.logits = (
-            torch.empty(tokens, native.padded(d.vocab, 32)) if self.team is None else self.team.logits
-        )
-        self.final = self._finish(d, head_form(form))
-        self.best = self._find_best(d.vocab)
+            self.layer(layer, *self.pools[number], last=number == len(d.layers) - 1)
+        self.body, self.head = self.segments, [[]]
+        self.segments, self.tape, self.products = self.head, self.head[0], 0
+        empty = torch.empty(tokens, native.padded(d.vocab, 32))
+        self.logits = self.hold(empty if self.team is None else self.team.logits)
+        rows = self.prepare(d.norm, self.x, head_form(form), "head")
+        first = 0 if self.team is None else self.team.first_token
+        self.product(rows, d.head, self.logits[:, first:], head_form(form))
+        if self.team is not None:
+            self.call(self.kernels.meet(), *self.team.meeting())
+        self.final, self.best = rows.y, self._find_best(d.vocab)
 
-    def _hold(self, tensor: Tensor) -> Tensor:
-        self.keep.append(tensor)
-        return tensor
+    @property
+    def lasts(self) -> Tensor:
+        """A token sees the positions up to its own."""
+        return self.positions
 
-    def _vector(self, values: Tensor | None, size: int) -> Tensor:
-        """An fp32 vector, padded with zeros to whole panels."""
-        out = torch.zeros(native.padded(size, 32))
-        if values is not None:
-            out[: len(values)] = values
-        return self._hold(out)
+    def cross(self, cross: Cross, a: Attention, keys: Tensor, values: Tensor, each: int) -> None:
+        """Attend to the source, whose keys and values lie in the layer's own pool."""
+        heads = plain_heads(self.heads(a), cross.scale)
+        queries = self.buffer("cross", cross.q.outputs)
+        self.product(self.prepare(cross.norm, self.x, self.form), cross.q, queries, self.form)
+        attended = self.attend_to(
+            heads, queries, keys, values, each, self.vector(None, 1), self._sources, self._source_of,
+            self._source_ends,
+        )  # fmt: skip
+        self.add(self.prepare(None, attended, self.form, "attended"), cross.out, None, cross.after)
 
-    def _rows_buffer(self, width: int, form: str, label: str) -> native.Rows:
-        key = (width, _KINDS[form], label)
-        if key not in self._ready:
-            y = self._hold(native.row_buffer(self.tokens, width))
-            self._ready[key] = native.Rows(self.tokens, width, _KINDS[form], y)
-            self.keep.append(self._ready[key])
-        return self._ready[key]
-
-    def _prepare(self, norm: Norm | None, x: Tensor, form: str, label: str = "") -> native.Rows:
-        """Normalise rows of x (or pass them on) and make them ready for weights of a form."""
-        width = x.shape[1]
-        rows = self._rows_buffer(width, form, label)
-        self.tape.append(self._norm_call(norm, x, rows))
-        return rows
-
-    def _norm_call(self, norm: Norm | None, x: Tensor, rows: native.Rows) -> native.Call:
-        width = x.shape[1]
-        weight = self._vector(None if norm is None else norm.weight, width)
-        bias = self._vector(None if norm is None else norm.bias, width)
-        eps = self._hold(torch.tensor([0.0 if norm is None else norm.eps], dtype=torch.float32))
-        style = "none" if norm is None else norm.style
-        return native.Call(self.kernels.norm(style, rows.kind), [
-            x, x.stride(0) * 4, weight, bias, eps, self.count, width, *rows.arguments(),
-        ])  # fmt: skip
-
-    def _norm_into(self, norm: Norm, x: Tensor, out: Tensor) -> None:
-        rows = native.Rows(self.tokens, x.shape[1], "fp32", out)
-        self.keep.append(rows)
-        self.tape.append(self._norm_call(norm, x, rows))
-
-    def _product(
-        self, rows: native.Rows, layer: Linear, out: Tensor, form: str, add: bool = False, head: bool = False
-    ) -> None:
-        for packed in self.weights.put(layer, form):
-            if packed.fresh and self.products:
-                self.tape, self.products = [], 0
-                (self.head if head else self.body).append(self.tape)
-            self.products += 1
-            self.weight_bytes += packed.nbytes
-            outputs = packed.stop - packed.start
-            bias = None if layer.bias is None else layer.bias[packed.start : packed.stop]
-            panels = native.padded(outputs, 32) // native.FORMATS[form].columns
-            columns = out[:, packed.start :]
-            self.tape.append(native.Call(self.kernels.product(form), [
-                rows.ready, packed.weight, columns, self.count, native.padded(rows.width), panels,
-                rows.stride, out.stride(0) * 4, self._vector(bias, outputs), columns if add else 0,
-                rows.scale, packed.scale, *rows.sums_for(form),
-            ]))  # fmt: skip
-
-    def _dense(self, label: str, columns: int) -> Tensor:
-        """Rows one right after the other, as attention writes them."""
-        key = (columns, label, "dense")
-        if key not in self._ready:
-            self._ready[key] = self._hold(torch.zeros(self.tokens, columns))  # type: ignore[assignment]
-        return self._ready[key]  # type: ignore[return-value]
-
-    def _buffer(self, label: str, columns: int) -> Tensor:
-        key = (columns, label, "fp32")
-        if key not in self._ready:
-            tensor = self._hold(torch.zeros(self.tokens, native.padded(columns, 32)))
-            self._ready[key] = tensor  # type: ignore[assignment]
-        return self._ready[key]  # type: ignore[return-value]
-
-    def _layer(self, layer: Layer, num_blocks: int, last: bool) -> None:
-        a, m = layer.attention, layer.mlp
-        assert not isinstance(m, Experts)
-        form = self.form
-        qkv = self._buffer("qkv", a.qkv.outputs)
-        self._product(self._prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
-        attended = self._dense("attended", a.heads * a.dim)
-        self._attention(a, qkv, attended, num_blocks, last)
-        inner = m.down.inputs
-        up = self._buffer("up", m.up.outputs)
-        rows = self._prepare(None, attended, form, "attended")
-        if layer.parallel:
-            self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
-        self._add(rows, a.out, layer.post1)
-        if not layer.parallel:
-            self._product(self._prepare(layer.norm2, self.x, form), m.up, up, form)
-        rows = self._rows_buffer(inner, form, "inner")
-        self.tape.append(native.Call(self.kernels.activate(m.activation, m.gated, rows.kind), [
-            up, up.stride(0) * 4, self.count, inner, *rows.arguments(),
-        ]))  # fmt: skip
-        self._add(rows, m.down, layer.post2)
-
-    def _add(self, rows: native.Rows, layer: Linear, post: Norm | None) -> None:
-        """x += layer(rows), through a norm where there is one."""
-        if self.team is None and post is None and self.width_fits():
-            self._product(rows, layer, self.x, self.form, add=True)
-            return
-        part = self._buffer("part", layer.outputs)
-        if self.team is None:
-            self._product(rows, layer, part, self.form)
-        else:
-            self._joined(self.team, rows, layer, part)
-        if post is not None:
-            self._norm_into(post, part[:, : self.x.shape[1]], part)
-        self.tape.append(native.Call(self.kernels.add(), [self.x, part, self.count, self.x.shape[1],
-                                                          part.stride(0) * 4]))  # fmt: skip
-
-    def _joined(self, team: Team, rows: native.Rows, layer: Linear, out: Tensor) -> None:
-        """Out = the sum over the ranks of what the layer gives."""
-        every = team.parts()
-        self._product(rows, layer, every[team.rank], self.form)
-        self.tape.append(native.Call(self.kernels.meet(), team.meeting()))
-        self.tape.append(native.Call(self.kernels.join(), [
-            out, out.stride(0) * 4, every, every.stride(1) * 4, every.stride(0) * 4, team.size, self.count,
-            native.padded(layer.outputs, 16),
-        ]))  # fmt: skip
-
-    def width_fits(self) -> bool:
-        """Whether whole panels fit into the rows of x."""
-        return self.x.shape[1] % 32 == 0
-
-    def _attention(self, a: Attention, qkv: Tensor, out: Tensor, num_blocks: int, last: bool) -> None:
-        heads = self._heads(a)
-        cos, sin = self._rotary_tables(a)
-        each = num_blocks * heads.head_bytes
-        keys, values = (self._room(a.kv_heads * each) for _ in range(2))
-        q_norm = self._vector(None if a.q_norm is None else a.q_norm.weight, a.dim)
-        k_norm = self._vector(None if a.k_norm is None else a.k_norm.weight, a.dim)
-        eps = self._hold(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
-        _, positions, table_of, _ = self.inputs
-        self.tape.append(native.Call(self.kernels.rotate(heads), [
-            qkv, qkv.stride(0) * 4, self.count, positions, self._tables, keys, values, cos, sin, q_norm,
-            k_norm, eps, table_of, each,
-        ]))  # fmt: skip
-        queries = qkv
-        if last:
-            queries, positions, table_of = self._pick(qkv, a.heads * a.dim)
-        slopes = self._vector(a.slopes, a.heads)
-        self.tape.append(native.Call(self.kernels.attend(heads), [
-            queries, queries.stride(0) * 4, self.count, positions, self._tables, keys, values, out,
-            self.scratch, self.scratch.stride(0) * 4, slopes, table_of, each,
-        ]))  # fmt: skip
-
-    def _pick(self, qkv: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def pick(self, qkv: Tensor, width: int) -> Tensor:
         """Go on with the rows whose logits are wanted: the last layer's keys and values are all there.
 
-        Returns their queries, positions and tables; ``x`` and ``count`` are theirs from now on.
+        Returns their queries; everything else of the layout is theirs from now on.
         """
-        queries = self._hold(torch.zeros(self.tokens, native.padded(width, 16)))
-        x, positions, table_of = (
-            self._hold(torch.zeros_like(t)) for t in (self.x, self.inputs[1], self.inputs[2])
-        )
+        queries = self.hold(torch.zeros(self.tokens, native.padded(width, 16)))
+        x = self.hold(torch.zeros_like(self.x))
         self.count += 8
-        for rows, to, columns in ((qkv, queries, width), (self.x, x, self.x.shape[1])):
-            self.tape.append(native.Call(self.kernels.pick(), [
-                rows, rows.stride(0) * 4, to, to.stride(0) * 4, self.count, self.inputs[3], 4 * columns,
-            ]))  # fmt: skip
-        for numbers, to in ((self.inputs[1], positions), (self.inputs[2], table_of)):
-            self.tape.append(native.Call(self.kernels.pick(), [
-                numbers, 8, to, 8, self.count, self.inputs[3], 8,
-            ]))  # fmt: skip
+        self._copy(qkv, queries, 4 * width)
+        self._copy(self.x, x, 4 * self.x.shape[1])
         self.x = x
-        return queries, positions, table_of
+        self.positions, self.table_of = self._picked(self.positions), self._picked(self.table_of)
+        if self.adapters is not None:
+            self.adapter_of = self._picked(self.adapter_of)
+        if self._listens:
+            self._source_of, self._source_ends = map(self._picked, self.source_inputs)
+        return queries
 
-    def _heads(self, a: Attention) -> native.Heads:
-        pairs = 0 if a.rotary is None else a.rotary.cos.shape[1]
-        return native.Heads(
-            heads=a.heads, kv_heads=a.kv_heads, dim=a.dim, scale=a.scale, cache=self.cache,
-            paired=not native.missing("bf16"),
-            rotary=2 * pairs, interleaved=a.rotary is not None and a.rotary.interleaved,
-            qk_norm=a.q_norm is not None, window=a.window, softcap=a.softcap, alibi=a.slopes is not None,
-        )  # fmt: skip
+    def _picked(self, numbers: Tensor) -> Tensor:
+        to = self.hold(torch.zeros_like(numbers))
+        self._copy(numbers, to, 8)
+        return to
 
-    def _room(self, nbytes: int) -> Tensor:
-        """Take bytes of the cache's memory."""
-        start = self.cache_used
-        self.cache_used += nbytes
-        return self._hold(self.cache_memory.tensor(start, (nbytes,), torch.uint8))
-
-    def _rotary_tables(self, a: Attention) -> tuple[Tensor, Tensor]:
-        if a.rotary is None:
-            return self._vector(None, 1), self._vector(None, 1)
-        key = id(a.rotary)
-        if key not in self._tables_of_rotary:
-            made = a.rotary.cos.float().contiguous(), a.rotary.sin.float().contiguous()
-            self._tables_of_rotary[key] = (self._hold(made[0]), self._hold(made[1]))
-        return self._tables_of_rotary[key]
-
-    def _finish(self, d: Decoder, form: str) -> Tensor:
-        rows = self._prepare(d.norm, self.x, form, "head")
-        if self.team is None:
-            self._product(rows, d.head, self.logits, form, head=True)
-            return rows.y
-        self._product(rows, d.head, self.logits[:, self.team.first_token :], form, head=True)
-        self.tape.append(native.Call(self.kernels.meet(), self.team.meeting()))
-        return rows.y
+    def _copy(self, rows: Tensor, to: Tensor, nbytes: int) -> None:
+        """Copy ``nbytes`` of each wanted row."""
+        strides = [t.stride(0) * t.element_size() for t in (rows, to)]
+        self.call(self.kernels.pick(), rows, strides[0], to, strides[1], self.count, self.wanted, nbytes)
 
     def _find_best(self, vocab: int) -> tuple[Tensor, Tensor]:
         places, values = torch.zeros(self.tokens, dtype=torch.int32), torch.zeros(self.tokens)
         if self.team is None or self.team.rank == 0:
-            self.tape.append(native.Call(self.kernels.best(), [
-                self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places,
-            ]))  # fmt: skip
-        return self._hold(places), self._hold(values)
-
-    def finish(self) -> tuple[list[native.Tape], list[native.Tape]]:
-        """Compile the kernels and return the tapes of the body and of the head, a list of segments each."""
-        library = self.kernels.compile()
-        keep = [
-            *self.keep,
-            self.inputs,
-            self.counts,
-            self.x,
-            self.embedded,
-            self.logits,
-            self.scratch,
-            library,
-        ]
-        body, head = (
-            [native.lay(calls, library, keep, self.threads) for calls in part]
-            for part in (self.body, self.head)
-        )
-        return body, head
+            self.call(
+                self.kernels.best(), self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places
+            )
+        return self.hold(places), self.hold(values)

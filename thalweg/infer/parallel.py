@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.api import EngineOptions
-from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.batch import Batch, Runner, Source, Span
 from thalweg.infer.describe import Decoder, Unsupported
 from thalweg.infer.eager import EagerRunner
 from thalweg.infer.models import describe
@@ -59,10 +59,15 @@ class Lead:
     def __init__(self, inner: Runner, team: Team, peers: Peers) -> None:
         self.inner, self.team, self.peers = inner, team, peers
         self.num_blocks, self.block_size, self.tables = inner.num_blocks, inner.block_size, inner.tables
+        self.sources, self.adapter_of = inner.sources, inner.adapter_of
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         fds = [line.sock.fileno() for line in peers.lines]
         self._end = weakref.finalize(self, _end_lead, team, peers)
         _watch(team, weakref.ref(self), fds)
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """No model that listens is shared out."""
+        raise NotImplementedError
 
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits of the batch's rows.  Raises RankLost."""

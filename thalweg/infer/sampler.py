@@ -92,7 +92,7 @@ def _history(sequence: Sequence, vocab: int) -> tuple[Tensor, Tensor]:
     if sequence.seen is None or sequence.counts is None:
         sequence.seen = torch.zeros(vocab, dtype=torch.bool)
         sequence.seen[torch.tensor(sequence.tokens)] = True
-        output = torch.tensor(sequence.tokens[sequence.num_prompt :], dtype=torch.int64)
+        output = torch.tensor(sequence.tokens[sequence.begun :], dtype=torch.int64)
         sequence.counts = torch.bincount(output, minlength=vocab).float()
     return sequence.seen, sequence.counts
 
@@ -105,7 +105,7 @@ def _remember(sequence: Sequence, token: int) -> None:
         sequence.guide.accept(token)
 
 
-def _draw(row: Tensor, sequence: Sequence) -> int:
+def _draw(row: Tensor, sequence: Sequence, ahead: int = 0) -> int:
     p = sequence.params
     if p.greedy:
         return int(row.argmax())
@@ -114,7 +114,7 @@ def _draw(row: Tensor, sequence: Sequence) -> int:
     if p.top_k or p.top_p < 1 or p.min_p:
         row, where = _kept(row, p)
     chances = row.softmax(dim=0).double().cumsum(dim=0)
-    at = torch.searchsorted(chances, uniform(sequence) * chances[-1:], right=True)
+    at = torch.searchsorted(chances, uniform(sequence, ahead) * chances[-1:], right=True)
     index = min(int(at), row.shape[0] - 1)
     return index if where is None else int(where[index])
 
@@ -139,10 +139,18 @@ def _kept(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
     return values[keep], where[keep]
 
 
-def uniform(sequence: Sequence) -> float:
-    """Return the number in [0, 1) that this sequence's next draw uses."""
+def draw_ahead(row: Tensor, sequence: Sequence, ahead: int) -> int:
+    """Draw from other logits (vocab,) what this sequence may draw ``ahead`` tokens from now; a guess.
+
+    Penalties, biases and structure are left out: they would need the guesses before it.
+    """
+    return _draw(row, sequence, ahead)
+
+
+def uniform(sequence: Sequence, ahead: int = 0) -> float:
+    """Return the number in [0, 1) that this sequence's draw ``ahead`` tokens from now uses."""
     low = sequence.seed & (2**64 - 1)
-    packed = struct.pack("<QQQ", low, sequence.index, sequence.generated)
+    packed = struct.pack("<QQQ", low, sequence.index, sequence.generated + ahead)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little") / 2**56
 
 

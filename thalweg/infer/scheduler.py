@@ -2,7 +2,8 @@
 
 Phases of :meth:`Scheduler.plan`: every decoding sequence gets its one token, growing by a block where it
 must; prompts under way get pieces of what is left of the step's budget (Dynamic SplitFuse, Holmes et al.
-2024); then waiting sequences are admitted while budget, slots and blocks last.
+2024); then waiting sequences are admitted while budget, slots and blocks last.  Where the model listens, a
+sequence's source is computed in the step that admits it, whole, unless its blocks are found.
 
 Invariants: a sequence is admitted only when the blocks of everything it has to compute are there, and are its
 own from then on, so a prompt under way never stops halfway; only decoding can run out of blocks.  It then
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from thalweg.infer.batch import Batch, Runner, Span
 from thalweg.infer.blocks import BlockPool
 from thalweg.infer.sequence import Sequence
-from thalweg.infer.speculate import propose
+from thalweg.infer.speculate import ROWS, Guesser
 
 
 @dataclass
@@ -36,15 +37,27 @@ class Plan:
     """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
+    sources: list[Sequence] = field(default_factory=list)
+    """Sequences whose sources are to be computed before the step."""
 
 
 class Scheduler:
     """Queue and running set of one engine."""
 
     def __init__(
-        self, runner: Runner, pool: BlockPool, *, max_batch: int, max_tokens: int, speculate: int = 0
+        self,
+        runner: Runner,
+        pool: BlockPool,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        speculate: int = 0,
+        guesser: Guesser | None = None,
+        adapters: tuple[str, ...] = (),
     ) -> None:
+        self._adapters = {name: number for number, name in enumerate(adapters)}
         self.pool, self._runner, self._speculate = pool, runner, speculate
+        self._guesser = guesser if speculate else None
         self._max_batch, self._max_tokens = max_batch, max_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -75,6 +88,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Choose the next step's tokens; None when there is nothing to run."""
         chosen: list[tuple[Sequence, int]] = []
+        sources: list[Sequence] = []
         budget = self._max_tokens
         preempted = self.preemptions
         for sequence in list(self.running):
@@ -90,8 +104,8 @@ class Scheduler:
                 chosen.append((sequence, count))
                 budget -= count
         if preempted == self.preemptions:
-            budget = self._admit(budget, chosen)
-        return self._lay(chosen, budget) if chosen else None
+            budget = self._admit(budget, chosen, sources)
+        return self._lay(chosen, budget, sources) if chosen else None
 
     def _grow(self, sequence: Sequence, chosen: list[tuple[Sequence, int]]) -> bool:
         """Make room for the sequence's next token; False when it had to be put back itself."""
@@ -115,54 +129,98 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
+        self.pool.release(sequence.source_blocks)
         self._runner.release(sequence.slot)
         self._slots.append(sequence.slot)
-        sequence.blocks, sequence.slot, sequence.computed = [], -1, 0
-        sequence.recorded, sequence.before = 0, sequence.root
+        sequence.blocks, sequence.source_blocks, sequence.slot, sequence.computed = [], [], -1, 0
+        sequence.recorded, sequence.before, sequence.drafted = 0, sequence.root, 0
 
     def _assign(self, sequence: Sequence, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._runner.tables[sequence.slot, len(sequence.blocks)] = block
             sequence.blocks.append(block)
 
-    def _admit(self, budget: int, chosen: list[tuple[Sequence, int]]) -> int:
-        """Let waiting sequences in; returns what is left of the budget."""
+    def _admit(self, budget: int, chosen: list[tuple[Sequence, int]], sources: list[Sequence]) -> int:
+        """Let waiting sequences in; returns what is left of the budget.
+
+        Sources have a budget of their own, which one that comes first may exceed.
+        """
+        listening = self._max_tokens
         while budget and self._slots and self.waiting:
             sequence = next((s for s in self.waiting if self._ready(s)), None)
             if sequence is None:
                 return budget
             found, idle = self._prefix(sequence)
-            wanted = -(-len(sequence.tokens) // self.pool.size) - len(found)
-            # One block for each that decodes already, lest it be put back a moment later.
-            if wanted + idle + len(self.running) > self.pool.available and self.running:
+            heard, idle_too = self._heard(sequence)
+            unheard = 0 if heard else -(-len(sequence.source) // self.pool.size)
+            if unheard and sources and len(sequence.source) > listening:
                 return budget
-            assert wanted + idle <= self.pool.available, "the engine refuses what can never fit"
+            fresh = -(-len(sequence.tokens) // self.pool.size) - len(found)
+            wanted = fresh + unheard + idle + idle_too
+            # One block for each that decodes already, lest it be put back a moment later.
+            if wanted + len(self.running) > self.pool.available and self.running:
+                return budget
+            assert wanted <= self.pool.available, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
             sequence.slot = self._slots.pop()
+            self._runner.adapter_of[sequence.slot] = self._adapters.get(sequence.request.adapter or "", -1)
             self.pool.share(found)
+            self.pool.share(heard)
             self._assign(sequence, found)
-            self._assign(sequence, (self.pool.take() for _ in range(wanted)))
+            self._assign(sequence, (self.pool.take() for _ in range(fresh)))
+            sequence.source_blocks = heard or [self.pool.take() for _ in range(unheard)]
+            if sequence.source:
+                self._runner.sources[sequence.slot, : len(sequence.source_blocks)] = sequence.source_blocks
+            if unheard:
+                sources.append(sequence)
+                listening -= len(sequence.source)
             sequence.computed = len(found) * self.pool.size
             if not sequence.admitted:
-                sequence.admitted, sequence.cached = True, sequence.computed
+                cached = len(sequence.source) if heard else sequence.computed
+                sequence.admitted, sequence.cached = True, min(cached, sequence.num_prompt)
             self.running.append(sequence)
             count = min(len(sequence.tokens) - sequence.computed, budget)
             chosen.append((sequence, count))
             budget -= count
         return budget
 
-    def _guess(self, sequence: Sequence, rows: int, budget: int) -> list[int]:
-        """Return guesses for a decoding sequence, with their blocks; nobody is put back for guesses."""
-        found = propose(sequence, min(self._speculate, budget), rows)
-        while found:
-            missing = -(-(len(sequence.tokens) + len(found)) // self.pool.size) - len(sequence.blocks)
+    def _heard(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
+        if not sequence.source or not self.pool.remember:
+            return [], 0
+        return self.pool.match(sequence.source, sequence.source_root, whole=True)
+
+    def _guess(self, chosen: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
+        """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
+        if self._guesser is None:
+            return {}
+        asked = []
+        rows = sum(count for _, count in chosen)
+        for sequence, count in chosen:
+            room = sequence.limit - len(sequence.tokens) - 1
+            most = min(self._speculate, sequence.trust, room, budget, ROWS - rows)
+            if count > 1 or not sequence.generated or most < 1:
+                continue
+            wanted = self._room(sequence, self._guesser.count(sequence, most))
+            if wanted:
+                asked.append((sequence, wanted))
+                rows, budget = rows + wanted, budget - wanted
+        if not asked:
+            return {}
+        found = self._guesser.guess(asked, self._runner.tables)
+        return {id(sequence): guesses for (sequence, _), guesses in zip(asked, found, strict=True)}
+
+    def _room(self, sequence: Sequence, count: int) -> int:
+        """Return for how many of ``count`` guesses there are blocks, and assign these."""
+        while count:
+            missing = -(-(len(sequence.tokens) + count) // self.pool.size) - len(sequence.blocks)
             if missing <= 0:
-                return found
+                break
             if missing < self.pool.available:
                 self._assign(sequence, [self.pool.take() for _ in range(missing)])
-                return found
-            found.pop()
-        return found
+                break
+            count -= 1
+        return count
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         if not self.pool.remember or sequence.params.prompt_logprobs is not None:
@@ -174,15 +232,13 @@ class Scheduler:
         leader = sequence.leader
         return leader is None or leader.done or not self.pool.remember or leader.generated > 0
 
-    def _lay(self, chosen: list[tuple[Sequence, int]], budget: int = 0) -> Plan:
-        plan = Plan(Batch([], [], []), chosen)
+    def _lay(self, chosen: list[tuple[Sequence, int]], budget: int, sources: list[Sequence]) -> Plan:
+        plan = Plan(Batch([], [], []), chosen, sources=sources)
         batch, first, last = plan.batch, [], []
+        guessed = self._guess(chosen, budget)
         for sequence, count in chosen:
             start, at = sequence.computed, len(batch.tokens)
-            guesses: list[int] = []
-            if self._speculate and count == 1 and sequence.generated:
-                guesses = self._guess(sequence, at + len(chosen), budget)
-                budget -= len(guesses)
+            guesses = guessed.get(id(sequence), [])
             batch.spans.append(Span(sequence.slot, start, count + len(guesses)))
             batch.tokens += sequence.tokens[start : start + count]
             batch.tokens += guesses
@@ -202,6 +258,10 @@ class Scheduler:
     def advance(self, plan: Plan) -> None:
         """Note that a step has been computed: its blocks can be found from now on."""
         size = self.pool.size
+        for sequence in plan.sources:
+            before = sequence.source_root
+            for number, block in enumerate(sequence.source_blocks):
+                before = self.pool.record(block, before, sequence.source[number * size : (number + 1) * size])
         for sequence, count in plan.parts:
             sequence.computed += count
             while (sequence.recorded + 1) * size <= sequence.computed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,8 @@ from thalweg.infer.api import Request, SamplingParams, TokenLogprob
 
 @dataclass(eq=False)
 class Sequence:
-    """Sample ``index`` of a request.  ``tokens``: prompt and output; the first ``computed`` are in the
-    cache."""
+    """Sample ``index`` of a request.  ``tokens``: what the model goes on from and its output; the first
+    ``computed`` are in the cache."""
 
     request: Request
     index: int
@@ -24,6 +25,8 @@ class Sequence:
     """Length at which it ends."""
     ends: frozenset[int]
     """Tokens that end it."""
+    start: tuple[int, ...] = ()
+    """Where the model listens: the tokens that it begins to speak with; the prompt is its ``source`` then."""
     stream: Any = None
     """The :class:`~thalweg.infer.text.TextStream` of its output, where the engine has a tokenizer."""
     leader: Sequence | None = None
@@ -31,6 +34,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    source_blocks: list[int] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
     """Prompt tokens that were found in the prefix cache when it was first admitted."""
@@ -45,13 +49,17 @@ class Sequence:
     """(vocab,) how often a token was generated."""
     guide: Any = None
     lookup: Any = None
-    """The :class:`~thalweg.infer.speculate.Lookup` of its tokens, where the engine guesses."""
+    """The :class:`~thalweg.infer.speculate.Lookup` of its tokens, where the engine guesses by these."""
+    drafted: int = 0
+    """Tokens that a draft model has in its cache."""
+    trust: int = 1 << 30
+    """Guesses that seem worth while: one more than the last ones that were right."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     told_prompt: bool = False
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens = list(self.start or self.request.prompt)
         given = self.params.seed
         self.seed = secrets.randbits(64) if given is None else given
         self.before = self.root
@@ -67,14 +75,29 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def begun(self) -> int:
+        """Tokens that were there before the first generated one."""
+        return len(self.start) or len(self.request.prompt)
+
+    @property
     def generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.begun
+
+    @property
+    def source(self) -> Sequence_[int]:
+        """What the model listens to; empty where it does not."""
+        return self.request.prompt if self.start else ()
 
     @property
     def root(self) -> Hashable:
         """What the first block's identity follows: prefixes are shared among equals only."""
-        return (self.request.cache_salt, self.request.adapter)
+        return (self.request.cache_salt, self.request.adapter, tuple(self.source))
+
+    @property
+    def source_root(self) -> Hashable:
+        """The same for the blocks of the source, which are shared whole or not at all."""
+        return ("source", self.root)
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from thalweg.infer.api import EngineOptions
 from thalweg.utils.dtypes import parse_dtype
+
+Kind = Literal["causal", "seq2seq", "encoder"]
 
 
 def load_tokenizer(model: str | Path, options: EngineOptions) -> Any:
@@ -20,15 +22,61 @@ def load_tokenizer(model: str | Path, options: EngineOptions) -> Any:
     return None
 
 
-def load_model(model: str | Path, options: EngineOptions) -> Any:
-    """Load a causal model in the dtype and onto the device of the options."""
-    from transformers import AutoModelForCausalLM
+def kind_of(model: Any) -> Kind:
+    """Return what a live Hugging Face model does: ``causal``, ``seq2seq`` or ``encoder``."""
+    speaks = model.can_generate() if hasattr(model, "can_generate") else hasattr(model, "generate")
+    if not speaks or (_listens_alone(model.config) and not type(model).__name__.endswith(_SPEAKING)):
+        return "encoder"
+    return "seq2seq" if getattr(model.config, "is_encoder_decoder", False) else "causal"
 
+
+_SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def _architectures(config: Any, ends: tuple[str, ...]) -> bool:
+    return any(name.endswith(ends) for name in getattr(config, "architectures", None) or ())
+
+
+def _listens_alone(config: Any) -> bool:
+    from thalweg.infer.models import ENCODERS
+
+    alone = config.model_type in ENCODERS and not getattr(config, "is_encoder_decoder", False)
+    return alone and not getattr(config, "is_decoder", False)
+
+
+def _kind_of_files(config: Any, remote: bool) -> Kind:
+    """Return the same for a directory: what its model was saved as, or else what such models can do."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if _architectures(config, ("EncoderModel",)):
+        return "encoder"
+    if getattr(config, "is_encoder_decoder", False):
+        return "seq2seq"
+    if _architectures(config, _SPEAKING):
+        return "causal"
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote
+    return "causal" if known and not _listens_alone(config) else "encoder"
+
+
+def load_model(model: str | Path, options: EngineOptions) -> Any:
+    """Load a model that generates, or an encoder, in the dtype and onto the device of the options."""
+    import transformers
+
+    remote = options.trust_remote_code
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, trust_remote_code=options.trust_remote_code
-    )
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=remote)
+    auto: Any = {
+        "causal": transformers.AutoModelForCausalLM,
+        "seq2seq": transformers.AutoModelForSeq2SeqLM,
+        "encoder": transformers.AutoModelForTextEncoding
+        if config.model_type in _HALVES
+        else transformers.AutoModel,
+    }[_kind_of_files(config, remote)]
+    loaded: Any = auto.from_pretrained(model, dtype=dtype, trust_remote_code=remote)
     return loaded.to(options.device).eval()
+
+
+_HALVES = ("t5", "mt5", "umt5")  # their AutoModel is both halves
 
 
 def map_model(model: str | Path, options: EngineOptions) -> tuple[Any, Any]:

@@ -1,4 +1,5 @@
-"""Guesses at what a sequence says next, looked up in what it has said (prompt lookup, Saxena 2023).
+"""Guesses at what a sequence says next: looked up in what it has said (prompt lookup, Saxena 2023), or by a
+smaller model (``draft.py``).
 
 A step computes a decoding sequence's token together with a few guesses that follow it.  The sampler then
 goes through their logits in order: what it would have drawn is the next token, guess or not, and as long as
@@ -8,10 +9,30 @@ the output is the same with guesses as without, drawn ones included; only the nu
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import numpy as np
+
 from thalweg.infer.sequence import Sequence
 
 _LONGEST, _SHORTEST = 4, 2  # tokens that must be the same before a guess
-_ROWS = 12  # of a step, guesses included: as many meet the weights at the price of one
+ROWS = 12  # of a step, guesses included: as many meet the weights at the price of one
+
+
+class Guesser(Protocol):
+    """Guesses what decoding sequences say next; wrong guesses cost time alone."""
+
+    def count(self, sequence: Sequence, most: int) -> int:
+        """Return how many guesses there will be for a sequence, up to ``most`` (at least 1)."""
+        ...
+
+    def guess(self, asked: list[tuple[Sequence, int]], tables: np.ndarray) -> list[list[int]]:
+        """Return as many guesses as asked for; ``tables`` has the blocks of the tokens and of the guesses."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
 
 
 class Lookup:
@@ -20,8 +41,7 @@ class Lookup:
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
         self._seen = 0
-        self.trust = 1 << 30
-        """Guesses that seem worth while: one more than the last ones that were right."""
+        self.found: list[int] = []
 
     def guess(self, tokens: list[int], count: int) -> list[int]:
         """Return up to ``count`` tokens that may follow."""
@@ -39,10 +59,19 @@ class Lookup:
         return []
 
 
-def propose(sequence: Sequence, most: int, rows: int) -> list[int]:
-    """Return guesses for a decoding sequence in a step that has ``rows`` rows so far."""
-    if sequence.lookup is None:
-        sequence.lookup = Lookup()
-    room = sequence.limit - len(sequence.tokens) - 1
-    count = min(most, sequence.lookup.trust, room, _ROWS - rows)
-    return sequence.lookup.guess(sequence.tokens, count) if count > 0 else []
+class Lookups:
+    """Guesses by each sequence's own :class:`Lookup`."""
+
+    def count(self, sequence: Sequence, most: int) -> int:
+        """Look up, and keep what was found until it is asked for."""
+        if sequence.lookup is None:
+            sequence.lookup = Lookup()
+        sequence.lookup.found = sequence.lookup.guess(sequence.tokens, most)
+        return len(sequence.lookup.found)
+
+    def guess(self, asked: list[tuple[Sequence, int]], tables: np.ndarray) -> list[list[int]]:
+        """Return what was found."""
+        return [sequence.lookup.found[:count] for sequence, count in asked]
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from thalweg.infer.describe import MLP, Decoder, Layer, Linear
+from thalweg.infer.describe import MLP, Decoder, Encoder, Layer, Linear
 from thalweg.ops import native
 from thalweg.store.paged import PagedMemory
 
@@ -58,9 +58,31 @@ class Weights(Protocol):
 
 def linears(layer: Layer) -> list[Linear]:
     """Return a layer's linear layers in the order in which a runner lays them down."""
-    a, m = layer.attention, layer.mlp
+    a, m, cross = layer.attention, layer.mlp, layer.cross
     assert isinstance(m, MLP), "mixtures have runners of their own"
-    return [a.qkv, m.up, a.out, m.down] if layer.parallel else [a.qkv, a.out, m.up, m.down]
+    if layer.parallel:
+        return [a.qkv, m.up, a.out, m.down]
+    return [a.qkv, a.out, *(() if cross is None else (cross.q, cross.out)), m.up, m.down]
+
+
+def every(stack: Decoder | Encoder, form: str, mixtures: bool = False) -> list[tuple[Linear, str]]:
+    """Return all linear layers of a model whose weights are in a form, each with its own form.
+
+    ``mixtures``: of layers with a mixture, those of the attention.
+    """
+    found = []
+    for layer in stack.layers:
+        alone = mixtures and not isinstance(layer.mlp, MLP)
+        found += [
+            (x, form) for x in ((layer.attention.qkv, layer.attention.out) if alone else linears(layer))
+        ]
+    if isinstance(stack, Encoder):
+        return found
+    found.append((stack.head, head_form(form)))
+    if stack.encoder is not None:
+        found += every(stack.encoder, form)
+        found += [(layer.cross.kv, form) for layer in stack.layers if layer.cross is not None]
+    return found
 
 
 def head_form(form: str) -> str:
@@ -81,9 +103,8 @@ def packed_bytes(outputs: int, inputs: int, form: str) -> int:
 class Resident:
     """All weights in one piece of memory, on huge pages where the system has them."""
 
-    def __init__(self, decoder: Decoder, form: str) -> None:
-        total = sum(packed_bytes(x.outputs, x.inputs, form) for y in decoder.layers for x in linears(y))
-        total += packed_bytes(decoder.head.outputs, decoder.head.inputs, head_form(form))
+    def __init__(self, stack: Decoder | Encoder, form: str) -> None:
+        total = sum(packed_bytes(x.outputs, x.inputs, kind) for x, kind in every(stack, form))
         self._memory = PagedMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._at = 0

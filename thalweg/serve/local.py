@@ -15,15 +15,36 @@ from thalweg.serve.schema import MiiRequest, parse
 from thalweg.serve.spawn import LOADER
 
 
-def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Pipeline:
+def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Pipeline | EmbeddingPipeline:
     """Load a model (a Hugging Face directory, or a live one) and return a callable that continues prompts.
+
+    For an encoder it embeds them.
 
     ``fields`` are fields of :class:`thalweg.infer.EngineOptions` (``quantize="int8"``, ``max_length=2048``).
     """
     if options is not None and fields:
         raise ValueError(f"give options or {', '.join(fields)}, not both")
     module, _, name = LOADER.partition(":")
-    return Pipeline(getattr(importlib.import_module(module), name)(model, options or EngineOptions(**fields)))
+    engine = getattr(importlib.import_module(module), name)(model, options or EngineOptions(**fields))
+    return EmbeddingPipeline(engine) if engine.facts.kind == "encoder" else Pipeline(engine)
+
+
+class EmbeddingPipeline:
+    """``pipe(["text"]) -> [[0.1, ...]]``: a vector for each text."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+
+    def __call__(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """Return the vectors; ValueError for a text that is empty or too long."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give load_engine one")
+        wanted = [texts] if isinstance(texts, str) else list(texts)
+        return self.engine.embed([self.engine.tokenizer.encode(text) for text in wanted]).tolist()
+
+    def destroy(self) -> None:
+        """Free the engine."""
+        self.engine.close()
 
 
 class Pipeline:

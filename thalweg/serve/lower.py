@@ -163,9 +163,12 @@ async def chat_prompt(ask: ChatRequest, text: Text, facts: ModelFacts) -> list[i
 
 def mii_params(ask: MiiRequest, num_prompt_tokens: int, facts: ModelFacts) -> SamplingParams:
     """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
-    room = min(ask.max_length or facts.max_length, facts.max_length) - num_prompt_tokens
+    before = (
+        1 if facts.kind == "seq2seq" else num_prompt_tokens
+    )  # of a model that listens, what it begins with
+    room = min(ask.max_length or facts.max_length, facts.max_length) - before
     max_tokens = ask.max_new_tokens if ask.max_new_tokens is not None else room
-    if room < 1 or max_tokens > facts.max_length - num_prompt_tokens:
+    if room < 1 or max_tokens > facts.max_length - before:
         raise bad_request(
             f"{num_prompt_tokens} prompt tokens leave no room: max_length is {ask.max_length}, the model's "
             f"{facts.max_length}",

@@ -26,8 +26,10 @@ ROTATE = (
 ``head_stride``: bytes of one head's blocks."""
 ATTEND = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "out", "scratch", "scratch_stride",
-    "slopes", "table_of", "head_stride",
+    "slopes", "table_of", "head_stride", "lasts",
 )  # fmt: skip
+"""``positions``: where each token is, ``lasts``: the last position it sees.  ``slopes``: ALiBi's, or a table
+of relative biases, (heads, 2 * reach + 16) floats with that of key j before query i at reach + j - i."""
 
 
 def _arguments(code: Code, names: tuple[str, ...]) -> dict[str, Any]:
@@ -102,21 +104,25 @@ def attend(module: Any, h: Heads) -> str:
         position = code.load(I64, code.add(a["positions"], code.mul(token, 8)))
         table = code.add(a["tables"], code.load(I64, code.add(a["table_of"], code.mul(token, 8))))
         out = code.add(a["out"], code.mul(code.add(code.mul(token, h.heads), head), 4 * h.dim))
+        last_seen = code.load(I64, code.add(a["lasts"], code.mul(token, 8)))
         slope = code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if h.alibi else code.f(0.0)
+        bias = code.add(a["slopes"], code.mul(head, 4 * (2 * h.reach + BLOCK))) if h.reach else code.i(0)
         kv = code.mul(code.div(head, h.heads // h.kv_heads), a["head_stride"])
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
-        code.b.call(one, [query, position, table, keys, values, out, scratch, slope])
+        code.b.call(one, [query, position, last_seen, table, keys, values, out, scratch, bias, slope])
     code.ret()
     return name
 
 
 def _one_head(module: Any, h: Heads) -> Any:
-    code = Code(module, h.name("head"), ir.FunctionType(VOID, [I64] * 7 + [F32]))
+    code = Code(module, h.name("head"), ir.FunctionType(VOID, [I64] * 9 + [F32]))
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
-    query, position, table, keys, values, out, scratch, slope = code.function.args
+    query, position, last, table, keys, values, out, scratch, bias, slope = code.function.args
     start = code.max(code.sub(code.add(position, 1), h.window), 0) if h.window else code.i(0)
-    block0, blocks = code.div(start, BLOCK), code.add(code.div(position, BLOCK), 1)
+    block0, blocks = code.div(start, BLOCK), code.add(code.div(last, BLOCK), 1)
+    if h.reach:
+        bias = code.add(bias, code.mul(code.sub(h.reach, position), 4))
     lane = code.b.sitofp(code.lanes(range(16)), vec(16))
     low = code.f(-3.0e38, 16)
     top = code.var(low)
@@ -136,7 +142,10 @@ def _one_head(module: Any, h: Heads) -> Any:
         here = code.splat(code.b.sitofp(position, F32), 16)
         if h.alibi:
             score = code.fma(code.splat(slope, 16), code.b.fsub(where, here), score)
-        score = code.b.select(code.b.fcmp_ordered("<=", where, here), score, low)
+        if h.reach:
+            score = code.b.fadd(score, code.load(vec(16), code.add(bias, code.mul(base, 4))))
+        seen = code.splat(code.b.sitofp(last, F32), 16)
+        score = code.b.select(code.b.fcmp_ordered("<=", where, seen), score, low)
         if h.window:
             first = code.splat(code.b.sitofp(start, F32), 16)
             score = code.b.select(code.b.fcmp_ordered(">=", where, first), score, low)
@@ -151,7 +160,7 @@ def _one_head(module: Any, h: Heads) -> Any:
         weight = exp(code, code.b.fsub(code.load(vec(16), at), peak))
         block = block_of(values, number)
         total.value = code.b.fadd(total.value, kept.weights(weight, block, at))
-        inside = code.min(code.sub(code.add(position, 1), code.mul(number, BLOCK)), BLOCK)
+        inside = code.min(code.sub(code.add(last, 1), code.mul(number, BLOCK)), BLOCK)
         kept.add(acc, at, block, inside)
     inverse = code.splat(code.b.fdiv(code.f(1.0), code.total(total.value)), 16)
     for c in range(parts):

@@ -52,6 +52,8 @@ class Heads:
     """Positions that a token sees, itself included; 0 for all."""
     softcap: float = 0.0
     alibi: bool = False
+    reach: int = 0
+    """Positions that a table of relative biases covers to either side; 0 for no such table."""
 
     @property
     def quantised(self) -> bool:
@@ -75,8 +77,10 @@ class Heads:
 
     def name(self, what: str) -> str:
         """Return a name that tells this shape from others."""
-        fields = (self.heads, self.kv_heads, self.dim, self.scale, self.cache, self.paired, self.rotary,
-                  self.interleaved, self.qk_norm, self.window, self.softcap, self.alibi)  # fmt: skip
+        fields = (
+            self.heads, self.kv_heads, self.dim, self.scale, self.cache, self.paired, self.rotary,
+            self.interleaved, self.qk_norm, self.window, self.softcap, self.alibi, self.reach,
+        )  # fmt: skip
         return f"{what}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in fields)
 
 

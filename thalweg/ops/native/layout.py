@@ -11,7 +11,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from thalweg.ops.native import attend, gemm, meeting, panels, pointwise
+from thalweg.ops.native import attend, gemm, lora, meeting, panels, pointwise
 from thalweg.ops.native.ir import Library
 from thalweg.ops.native.kept import Heads
 from thalweg.ops.native.tape import Tape, pointer
@@ -117,6 +117,14 @@ class Kernels:
     def join(self) -> str:
         """Add up the ranks' rows."""
         return self._kernel(meeting.join)
+
+    def shrink(self) -> str:
+        """Multiply rows with their adapters' first matrices."""
+        return self._kernel(lora.shrink)
+
+    def expand(self) -> str:
+        """Add the product with their adapters' second matrices."""
+        return self._kernel(lora.expand)
 
     def compile(self) -> Compiled:
         """Turn everything into machine code; what another engine has needed is at hand."""

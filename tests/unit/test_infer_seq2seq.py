@@ -1,0 +1,204 @@
+"""Models that listen and speak: token for token Hugging Face's, in any company, under preemption."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thalweg
+from tests.unit.infer_models import LISTENING, built
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer.engine import Engine
+from thalweg.ops import native
+
+RUNNER = "eager" if native.missing("fp32") else "native"
+OPTIONS = EngineOptions(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
+SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
+T5 = sorted(set(LISTENING) - {"bart"})
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]]:
+    rows = [model.generate(torch.tensor([s]), max_new_tokens=count, do_sample=False)[0] for s in sources]
+    return [row[1:].tolist() for row in rows]
+
+
+def greedy(engine: Any, sources: list[list[int]], count: int) -> list[list[int]]:
+    for number, source in enumerate(sources):
+        engine.add(Request(str(number), source, SamplingParams(temperature=0, max_tokens=count)))
+    got: dict[str, list[int]] = {str(n): [] for n in range(len(sources))}
+    while engine.has_work():
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+            assert output.num_prompt_tokens == len(sources[int(output.request_id)])
+    assert engine.stats().kv_blocks_used == 0
+    return list(got.values())
+
+
+@pytest.mark.parametrize("runner", sorted({RUNNER, "eager"}))
+@pytest.mark.parametrize("name", T5)
+def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
+    model = built(name)
+    engine = load_engine(model, OPTIONS, runner=runner)
+    assert engine.facts.kind == "seq2seq"
+    want = expected(model, SOURCES, 20)
+    assert greedy(engine, SOURCES, 20) == want
+    assert len({tuple(row) for row in want}) == len(SOURCES)
+    assert greedy(engine, SOURCES, 20) == want  # sources found again
+    assert engine.stats().cached_tokens > 0
+
+
+def test_another_family_runs_through_its_own_code() -> None:
+    model = built("bart")
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert greedy(engine, SOURCES, 10) == expected(model, SOURCES, 10)
+
+
+def test_the_comparison_would_notice_other_biases() -> None:
+    """Negative control: the positions' biases of one head."""
+    model = built("t5")
+    want = expected(model, SOURCES, 20)
+    with torch.no_grad():
+        model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[:, 0] *= -1
+    assert greedy(load_engine(model, OPTIONS), SOURCES, 20) != want
+
+
+@cache
+def engine_of(blocks: int) -> Engine:
+    per_block = 3 * 2 * 3 * 16 * 4 * 16
+    options = EngineOptions(
+        dtype="fp32", max_batch=5, max_length=96, max_step_tokens=160, kv_memory=blocks * per_block
+    )
+    engine = load_engine(built("flan_t5"), options, runner=RUNNER)
+    assert isinstance(engine, Engine) and engine.runner.num_blocks == blocks
+    return engine
+
+
+def fresh(blocks: int, step_tokens: int, prefix_cache: bool) -> Engine:
+    """An engine of its own around the runner that all examples share."""
+    shared = engine_of(blocks)
+    return Engine(
+        shared.runner, shared.facts, max_batch=5, max_step_tokens=step_tokens, prefix_cache=prefix_cache,
+        start=shared.start,
+    )  # fmt: skip
+
+
+@cache
+def alone(length: int, heat: float, count: int) -> dict[int, list[int]]:
+    engine = fresh(40, 160, False)
+    return work(engine, [(length, heat, count, 0, None)])["0"]
+
+
+def work(engine: Engine, wanted: list[Any]) -> dict[str, dict[int, list[int]]]:
+    got: dict[str, dict[int, list[int]]] = {}
+    step, waiting = 0, list(enumerate(wanted))
+    while waiting or engine.has_work():
+        for number, (length, heat, count, _, _) in [w for w in waiting if w[1][3] <= step]:
+            params = SamplingParams(temperature=heat, seed=3, n=2 if heat else 1, max_tokens=count)
+            engine.add(Request(str(number), SOURCES[length], params))
+            waiting = [w for w in waiting if w[0] != number]
+        for number, (_, _, _, arrival, cancel) in enumerate(wanted):
+            if cancel is not None and arrival + cancel == step:
+                engine.abort(str(number))
+        for output in engine.step():
+            got.setdefault(output.request_id, {}).setdefault(output.index, []).extend(output.token_ids)
+        step += 1
+        assert step < 2000, "no progress"
+    assert engine.stats().kv_blocks_used == 0 and engine.stats().running == 0
+    return got
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, len(SOURCES) - 1), st.sampled_from([0.0, 0.8]), st.integers(1, 30), st.integers(0, 9),
+        st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    ),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None)
+@given(requests, st.sampled_from([6, 12]), st.integers(1, 40), st.booleans())
+def test_any_company_gives_the_same_tokens(
+    wanted: list[Any], blocks: int, step_tokens: int, prefix_cache: bool
+) -> None:
+    got = work(fresh(blocks, step_tokens, prefix_cache), wanted)
+    for number, (length, heat, count, _, cancel) in enumerate(wanted):
+        for index, tokens in alone(length, heat, count).items():
+            mine = got.get(str(number), {}).get(index, [])
+            assert mine == (tokens if cancel is None else tokens[: len(mine)]), number
+
+
+def test_the_cases_do_preempt() -> None:
+    engine = fresh(6, 40, True)
+    work(engine, [(3, 0.0, 40, 0, None)] * 4)
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.cached_tokens > 0 and stats.finished == {"length": 4}
+
+
+def test_what_can_never_run_is_refused() -> None:
+    engine = fresh(6, 40, True)
+    with pytest.raises(ValueError, match="give kv_memory more"):
+        engine.add(Request("r", [1] * 96))
+    with pytest.raises(ValueError, match="this model takes 96"):
+        engine.add(Request("r", [1] * 97))
+    with pytest.raises(ValueError, match="does not score it"):
+        engine.add(Request("r", [1], SamplingParams(prompt_logprobs=0)))
+    with pytest.raises(ValueError, match="only the weights of causal models"):
+        load_engine(built("t5"), EngineOptions(stream="cpu"))
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_fewer_bits_give_nearly_the_same_logits(form: str) -> None:
+    model = built("flan_t5")
+    quantize = form if form.startswith("int") else None
+    options = EngineOptions(
+        dtype="fp32" if quantize is None and form == "fp32" else "bf16",
+        quantize=quantize,
+        max_batch=2,
+        max_length=96,
+    )
+    engine = load_engine(model, options)
+    engine.add(Request("r", SOURCES[4], SamplingParams(temperature=0, max_tokens=1, logprobs=130)))
+    (output,) = engine.step()
+    assert output.logprobs is not None
+    ids = torch.tensor([SOURCES[4]])
+    with torch.no_grad():
+        want = model(input_ids=ids, decoder_input_ids=torch.tensor([[0]])).logits[0, -1].log_softmax(0)
+    got = torch.tensor([value for _, value in sorted(output.logprobs[0].top)])
+    kept = [token for token, _ in sorted(output.logprobs[0].top)]
+    off = ((got - want[kept]).abs().mean() / want.std()).item()
+    assert off < {"bf16": 0.05, "int8": 0.05, "int4": 0.4}[form]
+
+
+def test_generate_takes_hugging_faces_arguments() -> None:
+    model = built("t5")
+    engine = thalweg.init_inference(model, max_batch=4, max_length=96)
+    assert engine.core is not None
+    ids = torch.zeros(2, 17, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate((17, 15)):
+        ids[row, :length] = torch.tensor(SOURCES[3][:length]).clamp(min=1)
+        mask[row, :length] = 1
+    for fields in (
+        {"max_new_tokens": 9},
+        {"max_length": 7},
+        {"max_new_tokens": 9, "repetition_penalty": 1.3},
+    ):
+        want = model.generate(ids, attention_mask=mask, do_sample=False, **fields)
+        assert torch.equal(engine.generate(ids, attention_mask=mask, do_sample=False, **fields), want)
+    beams = engine.generate(ids, attention_mask=mask, num_beams=2, do_sample=False, max_new_tokens=5)
+    assert beams.shape[0] == 2

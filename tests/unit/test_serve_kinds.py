@@ -1,0 +1,118 @@
+"""The endpoints over models other than plain causal ones: those that listen, encoders, adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thalweg
+from tests.serve_support import serving_with
+from tests.unit.infer_models import built, tiny
+from thalweg.infer import EngineOptions, load_engine
+from thalweg.serve.text import Text, load_tokenizer
+
+TEXTS = ["w5 w77 w8", "w9", "w100 w3 w3 w3 w64 w90 w2"]
+
+
+def saved(folder: Path, model: Any) -> str:
+    """Save a model with a tokenizer that knows a word for each of its 131 tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w130"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w130").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def ids_of(text: str) -> torch.Tensor:
+    return torch.tensor([[int(word[1:]) for word in text.split()]])
+
+
+def options(**fields: Any) -> EngineOptions:
+    return EngineOptions(dtype="fp32", max_batch=4, max_length=96, kv_memory=2**21, **fields)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_model_that_listens(tmp_path: Path) -> None:
+    model = built("flan_t5")
+    folder = saved(tmp_path / "t5", model)
+    with serving_with(lambda: load_engine(folder, options()), lambda: Text(load_tokenizer(folder))) as server:
+        for text in TEXTS:
+            want = model.generate(ids_of(text), max_new_tokens=9, do_sample=False)[0, 1:].tolist()
+            said = " ".join(f"w{token}" for token in want)
+            answer = server.complete(text, max_tokens=9, temperature=0)
+            assert answer["choices"][0]["text"].split() == said.split()
+            assert answer["usage"]["prompt_tokens"] == len(text.split())
+            events = server.stream("/v1/completions", prompt=text, max_tokens=9, temperature=0)
+            assert "".join(e["choices"][0]["text"] for e in events[:-1]).split() == said.split()
+        status, answer = server.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "w5"}], max_tokens=3
+        )
+        assert status == 200 and answer["choices"][0]["message"]["content"]
+        assert server.post("/v1/completions", prompt=[1] * 97)[0] == 400
+    pipe: Any = thalweg.pipeline(folder, dtype="fp32", max_length=96, max_batch=2)
+    assert pipe(TEXTS[0], max_new_tokens=4, do_sample=False)[0].generated_length == 4
+    pipe.destroy()
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    model = built("bert")
+    folder = saved(tmp_path / "bert", model)
+    with torch.no_grad():
+        want = [model(ids_of(text)).last_hidden_state[0].mean(0).tolist() for text in TEXTS]
+    with serving_with(lambda: load_engine(folder, options()), lambda: Text(load_tokenizer(folder))) as server:
+        status, answer = server.post("/v1/embeddings", input=TEXTS)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == 11
+        for row, data in zip(want, answer["data"], strict=True):
+            assert data["embedding"] == pytest.approx(row, abs=1e-4)
+        assert want[0] != pytest.approx(want[1], abs=1e-2)
+        assert server.post("/v1/embeddings", input=[1] * 97)[0] == 400
+        status, answer = server.post("/v1/completions", prompt="w5")
+        assert status == 400 and "use /v1/embeddings" in answer["error"]["message"]
+    pipe: Any = thalweg.pipeline(folder, dtype="fp32", pooling="cls", normalize=True)
+    (row,) = pipe(TEXTS[0])
+    assert sum(x * x for x in row) == pytest.approx(1, abs=1e-4)
+    pipe.destroy()
+
+
+def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny("llama")
+    folder = saved(tmp_path / "llama", model)
+    made = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    made.save_pretrained(tmp_path / "poet")
+
+    def load() -> Any:
+        return load_engine(folder, options(adapters={"poet": str(tmp_path / "poet")}))
+
+    with serving_with(load, lambda: Text(load_tokenizer(folder))) as server:
+        said = []
+        for name, live in ((None, model), ("poet", made.eval())):
+            tokens = live.generate(
+                input_ids=ids_of(TEXTS[0]), max_new_tokens=9, do_sample=False, pad_token_id=0
+            )
+            said.append(" ".join(f"w{token}" for token in tokens[0, 3:].tolist()))
+            asked = {} if name is None else {"model": name}
+            answer = server.complete(TEXTS[0], max_tokens=9, temperature=0, ignore_eos=True, **asked)
+            assert answer["choices"][0]["text"].split() == said[-1].split()
+        assert said[0] != said[1]
+        _, answer = server.request("GET", "/v1/models")
+        assert [entry["id"] for entry in answer["data"]][1:] == ["poet"]
+        status, answer = server.post("/v1/completions", prompt="w5", model="painter")
+        assert status == 404 and "poet" in answer["error"]["message"]

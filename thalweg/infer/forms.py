@@ -1,0 +1,44 @@
+"""What the options ask weights and activations to be, and the check that a description is right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.api import EngineOptions
+from thalweg.infer.describe import Unsupported
+from thalweg.ops import native
+
+PROBE = 13  # tokens of the check at load
+_TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def form_of(options: EngineOptions) -> str:
+    """Return what weights become: fp32, bf16, fp16, int8 or int4."""
+    if options.quantize:
+        return options.quantize
+    if options.dtype != "auto":
+        return options.dtype
+    if options.device != "cpu":
+        return "bf16"
+    return "fp32" if native.missing("bf16") else "bf16"
+
+
+def dtype_of(form: str, options: EngineOptions) -> str:
+    """Return what activations are in beside weights in a form."""
+    return "fp32" if form == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
+
+
+def eager_dtype(form: str, on_cpu: bool) -> torch.dtype:
+    """Return what plain operators compute in, for weights in a form."""
+    if form in ("int8", "int4") and on_cpu:
+        return torch.float32
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
+
+
+def agree(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Raise Unsupported unless what a description gives is what the model in ``dtype`` gave."""
+    # Of each token's numbers the mean error: the largest of a deep model's many in bf16 says little.
+    error = ((got - want).square().mean(1).sqrt().max() / want.std().clamp(min=1e-6)).item()
+    if not error < _TOLERANCE.get(dtype, 5e-2):
+        raise Unsupported(f"our description's logits are off by {error:.2g} standard deviations")

@@ -1,0 +1,76 @@
+"""Low-rank corrections of a product, another one for each row: out += B (A y), in fp32.
+
+A layer's table has three words for each adapter: the addresses of A (rank, k) and of B transposed (rank,
+columns), and the rank.  A row names its adapter, or none by -1.  Two kernels with a barrier between them, so
+that all threads share the work even where there is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from thalweg.ops.native.ir import F32, I64, Code, vec
+
+WORDS = 3
+SHRINK = ("y", "y_stride", "rows", "k", "adapter_of", "table", "low", "low_stride", "rank")
+"""``y``: fp32 rows of ``k`` columns, a multiple of 16; ``low``: A y, with room for ``rank``, the largest."""
+EXPAND = ("out", "out_stride", "rows", "columns", "adapter_of", "table", "low", "low_stride")
+"""``columns``: a multiple of 16."""
+
+
+@contextmanager
+def _adapted(code: Code, a: dict[str, Any], row: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Give A, B and the rank of a row's adapter; the block is skipped where it has none."""
+    adapter = code.load(I64, code.add(a["adapter_of"], code.mul(row, 8)), 8)
+    with code.when(code.b.icmp_signed(">=", adapter, code.i(0))):
+        entry = code.add(a["table"], code.mul(adapter, 8 * WORDS))
+        down, up, rank = (code.load(I64, code.add(entry, 8 * i), 8) for i in range(WORDS))
+        yield down, up, rank
+
+
+def shrink(module: Any) -> str:
+    """Add the kernel that computes A y; arguments: :data:`SHRINK`."""
+    code = Code(module, "lora_shrink")
+    a = {name: code.arg(index) for index, name in enumerate(SHRINK)}
+    first, last = code.share(code.mul(code.load(I64, a["rows"], 8), a["rank"]))
+    with code.range(first, last) as item:
+        row, number = code.div(item, a["rank"]), code.rem(item, a["rank"])
+        with (
+            _adapted(code, a, row) as (down, _, rank),
+            code.when(code.b.icmp_signed("<", number, rank)),
+        ):
+            weight = code.add(down, code.mul(number, code.mul(a["k"], 4)))
+            y = code.add(a["y"], code.mul(row, a["y_stride"]))
+            total = code.var(code.f(0.0, 16))
+            with code.range(0, a["k"], 16) as i:
+                at = code.mul(i, 4)
+                total.value = code.fma(
+                    code.load(vec(16), code.add(weight, at)), code.load(vec(16), code.add(y, at)), total.value
+                )
+            to = code.add(a["low"], code.mul(row, a["low_stride"]), code.mul(number, 4))
+            code.store(code.total(total.value), to)
+    code.ret()
+    return "lora_shrink"
+
+
+def expand(module: Any) -> str:
+    """Add the kernel that adds B (A y) to the product; arguments: :data:`EXPAND`."""
+    code = Code(module, "lora_expand")
+    a = {name: code.arg(index) for index, name in enumerate(EXPAND)}
+    parts = code.div(a["columns"], 16)
+    first, last = code.share(code.mul(code.load(I64, a["rows"], 8), parts))
+    with code.range(first, last) as item:
+        row, part = code.div(item, parts), code.mul(code.rem(item, parts), 64)
+        with _adapted(code, a, row) as (_, up, rank):
+            at = code.add(a["out"], code.mul(row, a["out_stride"]), part)
+            low = code.add(a["low"], code.mul(row, a["low_stride"]))
+            total = code.var(code.f(0.0, 16))
+            with code.range(0, rank) as r:
+                weight = code.load(vec(16), code.add(up, code.mul(r, code.mul(a["columns"], 4)), part))
+                scale = code.splat(code.load(F32, code.add(low, code.mul(r, 4))), 16)
+                total.value = code.fma(weight, scale, total.value)
+            code.store(code.b.fadd(code.load(vec(16), at), total.value), at)
+    code.ret()
+    return "lora_expand"
