@@ -168,10 +168,10 @@ class NativeRunner:
                 positions[at : at + length] = np.arange(start, start + length)
                 table_of[at : at + length] = slot * stride
             at += length
-        slots = table_of[:count] // stride if self._adapted or self._encoder is not None else None
         if self._adapted:
-            self._adapters[:count] = self.adapter_of[slots]
+            self._adapters[:count] = self.adapter_of[table_of[:count] // stride]
         if self._encoder is not None:
+            slots = table_of[:count] // stride
             table_of_source, ends = self._np_sources
             table_of_source[:count] = slots * self.sources.strides[0]
             ends[:count] = self._source_ends[slots]
