@@ -49,6 +49,8 @@ class Runner(Protocol):
     sources: Any
     """The same for sources, whose blocks come from the same cache; no rows where the model has no encoder."""
 
+    source_lengths: Any
+    """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' sources."""
     adapter_of: Any
     """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
 

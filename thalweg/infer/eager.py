@@ -55,7 +55,7 @@ class EagerRunner(Operators):
         self.tables = empty if team is None else team.tables
         listens = decoder.encoder is not None
         self.sources = np.zeros_like(self.tables) if listens else np.zeros((0, 0), dtype=np.int32)
-        self._source_lengths = [0] * num_slots
+        self.source_lengths = np.zeros(num_slots, dtype=np.int64)
         self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         slots = num_blocks * block_size
         self._keys, self._values = (
@@ -127,7 +127,6 @@ class EagerRunner(Operators):
             )
             states = self.encoded(d.encoder, source.tokens)
             place = self._place(self.sources, source.slot, len(source.tokens))
-            self._source_lengths[source.slot] = len(source.tokens)
             for index, layer in enumerate(d.layers):
                 if layer.cross is not None:
                     a = layer.attention
@@ -142,7 +141,7 @@ class EagerRunner(Operators):
         for span in batch.spans:
             part = slice(at, at + span.count)
             at += span.count
-            place = self._place(self.sources, span.slot, self._source_lengths[span.slot])
+            place = self._place(self.sources, span.slot, int(self.source_lengths[span.slot]))
             keys, values = self._keys[index].get(place), self._values[index].get(place)
             out[part] = self._attend(plain, q[part], keys, values, span.start, causal=False)
         return self._norm(cross.after, x + self._linear(cross.out, out.flatten(1)))

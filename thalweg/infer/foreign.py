@@ -27,6 +27,7 @@ class ForeignRunner:
         self.num_blocks = num_slots * per_slot  # a count for the scheduler: no memory stands behind them
         self.tables = np.zeros((num_slots, per_slot), dtype=np.int32)
         self.sources = np.zeros((num_slots, per_slot), dtype=np.int32)
+        self.source_lengths = np.zeros(num_slots, dtype=np.int64)
         self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         self._model: Any = model.eval()
         self._caches: dict[int, Any] = {}

@@ -21,7 +21,7 @@ class OneByOne:
         self.inner = runner
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.tables, self.sources = runner.tables, runner.sources
-        self.adapter_of = runner.adapter_of
+        self.adapter_of, self.source_lengths = runner.adapter_of, runner.source_lengths
 
     def encode(self, sources: Sequence[Source]) -> None:
         """Compute sources, one after the other."""

@@ -417,7 +417,7 @@ def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
         device=parameter.device, keep=keep,
     )  # fmt: skip
     if decoder.encoder is not None:
-        plain.sources[0, 0] = 1
+        plain.sources[0, 0], plain.source_lengths[0] = 1, PROBE
         plain.encode([Source(0, tokens)])
         tokens = tokens[::-1]
     agree(plain.run(Batch(tokens, [Span(0, 0, PROBE)], range(PROBE))), want, parameter.dtype)

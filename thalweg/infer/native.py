@@ -89,7 +89,7 @@ class NativeRunner:
         self.team, self.threads = team, threads
         self.tables = np.zeros(shape, dtype=np.int32) if team is None else team.tables
         self.sources = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
-        self._source_ends = np.zeros(num_slots, dtype=np.int64)
+        self.source_lengths = np.zeros(num_slots, dtype=np.int64)
         self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         self._adapted = adapters is not None
         self._max_tokens = max_tokens
@@ -122,8 +122,6 @@ class NativeRunner:
         """Compute sources and store what the layers' cross attention reads."""
         assert self._encoder is not None, "only a model with an encoder has sources"
         self._encoder.run(sources)
-        for source in sources:
-            self._source_ends[source.slot] = len(source.tokens) - 1
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -174,7 +172,7 @@ class NativeRunner:
             slots = table_of[:count] // stride
             table_of_source, ends = self._np_sources
             table_of_source[:count] = slots * self.sources.strides[0]
-            ends[:count] = self._source_ends[slots]
+            ends[:count] = self.source_lengths[slots] - 1
         num_rows = len(batch.rows)
         rows[:num_rows] = batch.rows
         counts[0], counts[1] = count, num_rows

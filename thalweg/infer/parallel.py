@@ -59,7 +59,8 @@ class Lead:
     def __init__(self, inner: Runner, team: Team, peers: Peers) -> None:
         self.inner, self.team, self.peers = inner, team, peers
         self.num_blocks, self.block_size, self.tables = inner.num_blocks, inner.block_size, inner.tables
-        self.sources, self.adapter_of = inner.sources, inner.adapter_of
+        self.sources, self.source_lengths = inner.sources, inner.source_lengths
+        self.adapter_of = inner.adapter_of
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         fds = [line.sock.fileno() for line in peers.lines]
         self._end = weakref.finalize(self, _end_lead, team, peers)

@@ -169,6 +169,7 @@ class Scheduler:
             self._assign(sequence, found)
             self._assign(sequence, (self.pool.take() for _ in range(fresh)))
             sequence.source_blocks = heard or [self.pool.take() for _ in range(unheard)]
+            self._runner.source_lengths[sequence.slot] = len(sequence.source)
             if sequence.source:
                 self._runner.sources[sequence.slot, : len(sequence.source_blocks)] = sequence.source_blocks
             if unheard:
