@@ -23,7 +23,7 @@ TARGETS = {
     "bloom": ["query_key_value", "dense"],
     "falcon40": ["query_key_value"],
     "phi3": ["qkv_proj", "gate_up_proj", "lm_head"],
-    "gemma2": ["k_proj", "o_proj", "gate_proj"],
+    "qwen3": ["k_proj", "o_proj", "gate_proj"],
     "qwen3_moe": ["q_proj", "o_proj"],
 }
 RUNNERS = ["eager"] if native.missing("fp32") else ["native", "eager"]
@@ -77,7 +77,7 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
     )  # fmt: skip
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "a", "b")]
     want = [expected(models[adapter], prompt) for prompt, adapter in asked]
-    assert want[0] != want[1] != want[2]
+    assert want[0::3] != want[1::3] != want[2::3] != want[0::3]
     for runner in ["eager"] if "moe" in name else RUNNERS:
         options = EngineOptions(
             dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64,

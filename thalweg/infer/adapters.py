@@ -38,7 +38,7 @@ class Adapters:
         self.names = tuple(folders)
         self._pairs: dict[int, list[Pair | None]] = {}
         modules = dict(model.named_modules())
-        loaded = [_load(name, Path(folder), modules) for name, folder in folders.items()]
+        loaded = [_load(name, Path(folder), model) for name, folder in folders.items()]
         taken: list[set[nn.Module]] = [set() for _ in loaded]
         for layer, _ in every(stack, "fp32", mixtures=True):
             pairs = [_stacked(layer, found) for found in loaded]
@@ -57,10 +57,11 @@ class Adapters:
         return self._pairs.get(id(layer))
 
 
-def _load(name: str, folder: Path, modules: dict[str, nn.Module]) -> dict[nn.Module, Pair]:
+def _load(name: str, folder: Path, model: nn.Module) -> dict[nn.Module, Pair]:
     """Return an adapter's pairs by module."""
     from safetensors.torch import load_file
 
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     config_path, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for path in (config_path, file):
         if not path.is_file():
@@ -75,6 +76,9 @@ def _load(name: str, folder: Path, modules: dict[str, nn.Module]) -> dict[nn.Mod
             )
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(file).items():
+        own = parameters.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        if own is not None and own.shape == tensor.shape and torch.equal(own.float(), tensor.float()):
+            continue  # a copy of the model's own weight, which peft adds beside an adapted head
         label, _, half = key.removesuffix(".weight").removeprefix(_PREFIX).rpartition(".")
         if half not in ("lora_A", "lora_B"):
             raise ValueError(f"adapter {name}: {key} is no matrix of a linear layer, which is not supported")
