@@ -12,8 +12,8 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.meter import Meter
 from thalweg.ops.attention import widen_attention
 from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
+from thalweg.optim.averaging import Averaging, averaging_of, scale_plain_backwards
 from thalweg.optim.delayed import DelayPolicy
 from thalweg.optim.groups import parameter_names, rebind
 from thalweg.optim.managed import ManagedOptimizer
@@ -43,9 +44,9 @@ from thalweg.parallel.expert import ExpertLayer, ExpertTeam, spread_experts
 from thalweg.parallel.hosts import note_groups_across_hosts
 from thalweg.parallel.pipeline.build import Pipeline
 from thalweg.parallel.pipeline.driver import Around
-from thalweg.parallel.pipeline.module import PipelineModule
+from thalweg.parallel.pipeline.module import NOTHING, PipelineModule
 from thalweg.parallel.pipeline.names import Naming
-from thalweg.parallel.sequence import SequenceTeams, sequence_parallel
+from thalweg.parallel.sequence import Attention, SequenceTeams, sequence_parallel
 from thalweg.parallel.team import Team
 from thalweg.parallel.tensor import parallelise, synchronise_generators
 from thalweg.plan.batch import batch_of, default_length
@@ -54,7 +55,6 @@ from thalweg.plan.sizes import parse_bytes
 from thalweg.remat.wanted import recompute
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
-from thalweg.utils.trees import tensors_of
 from thalweg.zero.agree import agree_on_gradients
 from thalweg.zero.options import model_facts, shard_options
 from thalweg.zero.shard import Sharded, shard
@@ -105,6 +105,7 @@ class Parts:
     meter: Meter
     phases: PhaseTimer
     forward_context: ForwardContext
+    averaging: Averaging
     axes: Axes
     device: torch.device
     runner: Runner | None = None
@@ -185,12 +186,13 @@ def assemble(
     preflight = Preflight(model, mesh, config, device)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config, device)
+    attention = _split_sequence(model, axes, pipeline, list(find_units(model, options.units).values()))
+    teams += attention.teams.all if attention is not None else []
     if pipeline is not None:
         pipeline.cut()
     expert_teams = _spread_experts(model, axes, config, states)
     teams += [one.team for one in expert_teams]
     units = find_units(model, options.units)
-    teams += _split_sequence(model, axes, list(units.values()))
     release = recompute(model, list(units.values()), axes, config, device)
     _pick_kernels(model, axes, config, device)
     loss_tiling = tile_model(model, config.tiling)
@@ -206,7 +208,12 @@ def assemble(
         one.spread = sharded.spread
     sharded.on_close(release)
     preflight.watch(model)
-    _scale_plain_backwards(model, config, window := Window(config.gradient_accumulation_steps), sharded)
+    window = Window(config.gradient_accumulation_steps)
+    averaging = averaging_of(config, window, axes, device)
+    if attention is not None:
+        attention.tell = averaging.hears
+    if config.fp16.enabled or config.token_weighted_loss:
+        scale_plain_backwards(model, window, sharded, averaging)
     scaler = LossScaler.from_config(config.fp16)
     local = None if pipeline is None else pipeline.local_name
     managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler, local)
@@ -225,10 +232,12 @@ def assemble(
         synchronise_generators(teams[0])
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
-    context = _forward_context(config, device)
+    context = _forward_context(config, device, averaging)
     runner = None
     if pipeline is not None:
-        around = Around(context, lambda: scaler.scale)
+        around = Around(averaging, context, lambda: scaler.scale)
+        if attention is not None:
+            around = replace(around, keep=attention.keep, resume=attention.resume)
         runner = pipeline.drive(sharded, device, around, sharded.ledger)
     return Parts(
         module=model,
@@ -240,6 +249,7 @@ def assemble(
         meter=_meter(config, axes, facts),
         phases=PhaseTimer(enabled=config.wall_clock_breakdown),
         forward_context=context,
+        averaging=averaging,
         axes=axes,
         device=device,
         runner=runner,
@@ -294,17 +304,19 @@ def _spread_experts(model: nn.Module, axes: Axes, config: Config, states: States
     return spread_experts(layers, axes, section.autoep_size, states)
 
 
-def _split_sequence(model: nn.Module, axes: Axes, blocks: list[nn.Module]) -> list[Team]:
+def _split_sequence(
+    model: nn.Module, axes: Axes, pipeline: Pipeline | None, blocks: list[nn.Module]
+) -> Attention | None:
     """Let the model work on parts of sequences, if there are ranks for it."""
     if axes.sequence is None:
-        return []
+        return None
     teams = SequenceTeams(
         Team(axes.sequence.get_group(), "sequence"),
         None if axes.heads is None else Team(axes.heads.get_group(), "sequence"),
         None if axes.ring is None else Team(axes.ring.get_group(), "context"),
     )
-    sequence_parallel(model, teams, blocks)
-    return teams.all
+    layers = None if pipeline is None else pipeline.share_sequences(teams)
+    return layers or sequence_parallel(model, teams, blocks)
 
 
 def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> None:
@@ -340,31 +352,17 @@ def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
         unit.compile(**options)
 
 
-def _forward_context(config: Config, device: torch.device) -> ForwardContext:
+def _forward_context(config: Config, device: torch.device, averaging: Averaging) -> ForwardContext:
     section = config.torch_autocast
     if not section.enabled:
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=parse_dtype(section.dtype))
+        return averaging.forward
 
+    @contextmanager
+    def both() -> Iterator[None]:
+        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), averaging.forward():
+            yield
 
-def _scale_plain_backwards(model: nn.Module, config: Config, window: Window, sharded: Sharded) -> None:
-    """In fp16, scale the gradients of ``loss.backward()`` where they enter the model.
-
-    ``engine.backward`` scales the loss itself; a plain loop does not know of a scale, and
-    the reduction divides by one in any case.
-    """
-    if not config.fp16.enabled:
-        return
-
-    def scale(grad: Tensor) -> Tensor:
-        return grad if window.in_backward else grad * sharded.loss_scale
-
-    def mark(module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_of(output):
-            if tensor.requires_grad and tensor.is_floating_point():
-                tensor.register_hook(scale)
-
-    model.register_forward_hook(mark)
+    return both
 
 
 def _optimizer(
@@ -386,6 +384,8 @@ def _optimizer(
         {**group, "params": [p for p in params if p is not None]}
         for group, params in zip(wanted, chosen, strict=True)
     ]
+    if groups and NOTHING in new and not any(group["params"] for group in groups):
+        groups[0]["params"] = [new[NOTHING]]
     if not groups:
         groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     replicate_group = mesh.get_group() if mesh.size() > 1 else None

@@ -96,9 +96,8 @@ def initialize(
 class Engine(nn.Module):
     """Drives one model; several engines may live in one process.
 
-    Attributes: ``module`` the model, ``optimizer``, ``lr_scheduler``, ``config`` (resolved,
-    immutable), ``device``, ``global_steps`` (windows closed, skipped ones included),
-    ``skipped_steps``, ``micro_steps``, ``ledger`` (what was communicated).
+    Attributes: ``module`` the model, ``optimizer``, ``lr_scheduler``, ``config`` (resolved, immutable),
+    ``device``, ``global_steps`` (windows closed, skipped ones too), ``ledger`` (what was communicated).
     """
 
     def __init__(self, parts: Parts, config: Config, loader: Any = None) -> None:
@@ -131,21 +130,26 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        num_items: int | None = None,
+        **_: Any,
     ) -> Tensor:
         """Run the backward pass of ``loss`` (a 0-dim tensor), divided by the accumulation steps.
 
-        Returns the loss as it was differentiated.  A plain ``loss.backward()`` does the
-        same, but for that division.
+        Returns what was differentiated.  A plain ``loss.backward()`` does the same, but for that division.
+        ``num_items``: targets of the loss, where that counts and the model did not compute it.
         """
         self._refuse_parts()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"backward() needs a scalar loss, got {kind}: pass output.loss or loss.mean()")
-        window, size = self._window, self._window.size
+        window = self._window
         self._parts.meter.saw_loss(loss)
         self._parts.sharded.prepare_backward(window.is_last, self._sync)
-        scaled = loss / size if scale_wrt_gas and size > 1 else loss
+        scaled = self._parts.averaging.share(loss, scale_wrt_gas, num_items)
         scale = self._parts.scaler.scale
         with (
             self._parts.phases.span("backward"),
@@ -186,10 +190,8 @@ class Engine(nn.Module):
 
     def _need_optimizer(self) -> ManagedOptimizer:
         if self.optimizer is None:
-            raise ValueError(
-                "step() needs an optimizer: give initialize() one, or name it in the config, as in "
-                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
-            )
+            example = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+            raise ValueError(f"step() needs an optimizer: give initialize() one, or name it: {example}")
         return self.optimizer
 
     def _refuse_parts(self) -> None:
@@ -242,35 +244,35 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin a new window."""
         self._window.close()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        else:
+        if self.optimizer is None:
             self._parts.sharded.drop_gradients()
             self.module.zero_grad(set_to_none=True)
+        else:
+            self.optimizer.zero_grad()
 
     # Whole batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on one window of micro-batches; returns their mean loss over all ranks (0-dim).
 
-        A batch may be a mapping (keyword arguments), a tuple (positional) or a tensor; the model returns the
-        loss, or an object with a ``loss``.  An iterator that ends within a window makes it shorter.
+        A batch: a mapping (keyword arguments), a tuple (positional) or a tensor; the model returns the loss,
+        or an object with a ``loss``.  An iterator that ends within a window makes it shorter.
         """
         self.train()
         if self._parts.runner is not None:
             return self._mean(self._train_window(self._parts.runner, data_iter))
-        losses = []
+        losses, noted = [], self._parts.averaging.noted
         for batch in self._feed.take(data_iter, self._window.size):
             loss = loss_of(call_with(self, batch))
+            losses.append(noted(loss))
             self.backward(loss)
-            losses.append(loss.detach())
             if len(losses) < self._window.size:
                 self.step()
         if 0 < len(losses) < self._window.size:
             self._update()  # step() has counted the short window's micro-batches
         elif losses:
             self.step()
-        return self._mean(_mean_of(losses))
+        return self._mean(_mean_of(self._parts, losses))
 
     def _train_window(self, runner: Runner, data_iter: Iterator[Any] | None) -> Tensor:
         """One window at once; its mean loss over this rank's data."""
@@ -294,8 +296,8 @@ class Engine(nn.Module):
             loss = runner.evaluate(self._whole_window(runner, data_iter))
         else:
             with torch.no_grad():
-                batches = self._feed.take(data_iter, self._window.size)
-                loss = _mean_of([loss_of(call_with(self, batch)).detach() for batch in batches])
+                batches, noted = self._feed.take(data_iter, self._window.size), self._parts.averaging.noted
+                loss = _mean_of(self._parts, [noted(loss_of(call_with(self, batch))) for batch in batches])
         self.train(was_training)
         return self._mean(loss)
 
@@ -404,8 +406,8 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of any stage and world size; returns ``(path, client_state)``; collective.
 
-        Without a tag, the newest good one.  ``(None, None)`` only where the directory holds
-        none and the config's ``checkpoint.resume`` allows a fresh start.
+        Without a tag, the newest good one.  ``(None, None)`` only where the directory holds none and the
+        config's ``checkpoint.resume`` allows a fresh start.
         """
         self.zero_grad()
         self._feed.rewind()
@@ -441,7 +443,7 @@ class Engine(nn.Module):
     destroy = close
 
 
-def _mean_of(losses: list[Tensor]) -> Tensor:
-    if not losses:
+def _mean_of(parts: Parts, noted: list[Tensor]) -> Tensor:
+    if not noted:
         raise StopIteration("the data iterator is empty")
-    return torch.stack([loss.float() for loss in losses]).mean()
+    return parts.averaging.mean(torch.stack(noted).sum(0))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thalweg.device import pick_device
@@ -50,7 +51,8 @@ class Axes:
     that split a sequence, or each layer, with this one; None for a degree of 1.  ``ring`` and
     ``heads``: 1-D, the two ways in which those of ``sequence`` share attention.  ``states``: 2-D
     over ("tp", "dp"), where parameters lie, if there is a tensor axis.  ``pipeline``: 1-D, the ranks
-    that have the other layers; all other axes then lie within one of its stages.
+    that have the other layers; all other axes then lie within one of its stages.  ``back``: a second
+    group of the same ranks, for messages to earlier stages, where the device's need one.
     """
 
     data: DeviceMesh
@@ -61,6 +63,7 @@ class Axes:
     ring: DeviceMesh | None = None
     heads: DeviceMesh | None = None
     pipeline: DeviceMesh | None = None
+    back: dist.ProcessGroup | None = None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -202,7 +205,18 @@ def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: De
         groups = [tensor.get_group(), data.get_group()]
         states = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     pipeline = grid["pp"] if degrees.pipeline > 1 else None
-    return Axes(data, batch, sequence, tensor, states, ring, heads, pipeline)
+    back = _second_group(grid) if pipeline is not None and device.type == "cuda" else None
+    return Axes(data, batch, sequence, tensor, states, ring, heads, pipeline, back)
+
+
+def _second_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
+    """Another group of each pipeline's ranks; collective over the job.  Returns this rank's."""
+    own = None
+    for line in grid.mesh.flatten(1).T.tolist():
+        made = dist.new_group(line)
+        own = made if dist.get_rank() in line else own
+    assert own is None or isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _line(device: torch.device) -> DeviceMesh:
@@ -230,15 +244,34 @@ def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
         raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of these ranks (of the job); only they take part in making it."""
+def group_of(ranks: Sequence[int], around: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A process group of these ranks (of the job); only those of ``around`` take part in making it, all at
+    once, each for its own part of them; it may be left out for a rank alone.
+
+    torch names such a group by its ranks and by how many groups this process has, and ranks that have
+    unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
+    """
+    assert around is not None or len(ranks) == 1
+    if around is not None:
+        device = "cuda" if dist.get_backend(around) == "nccl" else "cpu"
+        count = torch.tensor([_num_groups()], device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=around)
+        for _ in range(int(count) - _num_groups()):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
-def grid_of(ranks: Tensor, names: tuple[str, ...], device_type: str) -> DeviceMesh:
-    """A mesh over ``ranks``, this one among them, that no other rank takes part in making.
+def _num_groups() -> int:
+    """Groups that this process is in; torch tells nobody else."""
+    return len(distributed_c10d._world.pg_names)
+
+
+def grid_of(
+    ranks: Tensor, names: tuple[str, ...], device_type: str, around: dist.ProcessGroup | None = None
+) -> DeviceMesh:
+    """A mesh over ``ranks``, this one among them, that only those of ``around`` take part in making.
 
     A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
     """
@@ -246,7 +279,7 @@ def grid_of(ranks: Tensor, names: tuple[str, ...], device_type: str) -> DeviceMe
     groups = []
     for axis in range(ranks.ndim):
         line = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(here))]
-        groups.append(group_of(line.tolist()))
+        groups.append(group_of(line.tolist(), around))
     if ranks.ndim == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
@@ -266,4 +299,4 @@ def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:
             f"use one of {fitting}, or -1 to shard over all of them"
         )
     grid = mesh.mesh.flatten().view(-1, size)
-    return grid_of(grid, ("dp_outer", DATA_AXIS), mesh.device_type)
+    return grid_of(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from tests.dist.models import VOCABULARY, batch, tiny_gpt
 from tests.dist.parity import full
+from tests.dist.sequence_parity import batch_of
 from tests.dist.tensor_models import build
 from thalweg.moe import MoE
+from thalweg.nn.transformer import Block, GPTConfig
 from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, Stage, TiedLayerSpec
 from thalweg.utils.trees import call_with, loss_of
 
@@ -97,9 +99,68 @@ def whole(model: PipelineModule) -> nn.Module:
     return Stage(model.specs, model.build_layers(range(len(model.specs))))
 
 
+class InPlace(nn.Module):
+    """A block that begins by writing to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.bias
+        return self.linear(F.relu(x, inplace=True)) * 0.5
+
+
+def in_place_layers() -> PipelineModule:
+    """Blocks that write to their inputs, the first of a stage too."""
+    layers = [
+        TiedLayerSpec("embed", Embed),
+        *(LayerSpec(InPlace) for _ in range(5)),
+        lambda x: (x, 0),
+        TiedLayerSpec("embed", Embed, forward_fn=logits),
+    ]
+    return PipelineModule(layers, loss_fn=token_loss, partition_method="type:InPlace|Embed")
+
+
+def half_frozen() -> nn.Module:
+    """A Llama of which the first stage of two trains nothing."""
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "norm" in name or "head" in name)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+class EmbedAt(Embed):
+    """Token embedding with learned positions, which the inputs name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(32, WIDTH) * 0.5)
+
+    def forward(self, inputs: Any) -> Tensor:
+        return F.embedding(inputs["input_ids"], self.weight) + self.places[inputs["position_ids"]]
+
+
+def attention_layers(**kwargs: Any) -> PipelineModule:
+    """Layers of causal attention between a tied embedding and head."""
+    shape = GPTConfig(n_head=4, n_embd=WIDTH)
+    layers = [
+        TiedLayerSpec("embed", EmbedAt),
+        *(LayerSpec(Block, shape) for _ in range(4)),
+        lambda x: (x, 0),
+        TiedLayerSpec("embed", Embed, forward_fn=logits),
+    ]
+    return PipelineModule(layers, loss_fn=token_loss, **kwargs)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One pipeline run: ``kind`` of model, its axes and config, ``sizes`` of the micro-batches in turn."""
+    """One pipeline run: ``kind`` of model, its axes and config, ``sizes`` of the micro-batches in turn.
+
+    ``lengths``: of the sequences, in turn, of the kinds ``textures`` (sequence_parity.batch_of).
+    """
 
     kind: str
     pp: int
@@ -109,10 +170,14 @@ class Case:
     micros: int = 4
     sizes: tuple[int, ...] = (4,)
     extra: dict[str, Any] = field(default_factory=dict)
+    sp: int = 1
+    cp: int = 1
+    lengths: tuple[int, ...] = ()
+    textures: tuple[str, ...] = ("plain",)
 
     def config(self, world: int) -> dict[str, Any]:
         """The ds_config on so many ranks."""
-        ranks = world // (self.pp * self.tp)
+        ranks = world // (self.pp * self.tp * self.sp * self.cp)
         return {
             "train_micro_batch_size_per_gpu": max(1, self.sizes[0] // ranks),
             "gradient_accumulation_steps": self.micros,
@@ -122,6 +187,8 @@ class Case:
             "zero_optimization": {"stage": self.stage},
             "pipeline": {"stages": self.pp, "schedule": self.schedule},
             "tensor_parallel": {"autotp_size": self.tp},
+            "sequence_parallel_size": self.sp,
+            "context_parallel_size": self.cp,
             "log_level": "warning",
             **self.extra,
         }
@@ -130,17 +197,45 @@ class Case:
         """As a user makes it; a :class:`PipelineModule` or any other model."""
         if self.kind == "layers of experts":
             return expert_layers()
+        if self.kind == "layers in place":
+            return in_place_layers()
+        if self.kind == "half frozen":
+            return half_frozen()
+        if self.kind == "layers with attention":
+            return attention_layers()
         if self.kind.startswith("layers"):
             return tied_layers(int(self.kind.removeprefix("layers") or 4))
         return tiny_gpt() if self.kind == "gpt" else build(self.kind)
 
     def data(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """The micro-batches of one data-parallel rank, without end."""
+        for step in count() if self.lengths else ():
+            rows, length = self.sizes[step % len(self.sizes)], self.lengths[step % len(self.lengths)]
+            texture = self.textures[step % len(self.textures)]
+            item = {k: v[rank::ranks] for k, v in batch_of(texture, step, rows, length).items()}
+            if self.kind == "gpt" or self.kind.startswith("layers"):
+                item |= {key: item[key].clamp(max=VOCABULARY - 1) for key in ("input_ids", "labels")}
+            if self.kind.startswith("layers"):
+                places = item.get("position_ids", torch.arange(length)[None].expand(len(item["labels"]), -1))
+                labels = F.pad(item["labels"][:, 1:], (0, 1), value=-100)
+                yield {"input_ids": item["input_ids"], "position_ids": places}, labels
+            elif self.kind == "gpt":
+                yield item["input_ids"], F.pad(item["labels"][:, 1:], (0, 1), value=-100)
+            else:
+                yield {**item, "use_cache": False}  # with a cache documents are not looked for
         for step in count():
             tokens, labels = batch(step, self.sizes[step % len(self.sizes)])
             tokens, labels = tokens[rank::ranks], labels[rank::ranks]
             hugging_face = self.kind not in ("gpt",) and not self.kind.startswith("layers")
             yield {"input_ids": tokens, "labels": tokens} if hugging_face else (tokens, labels)
+
+    def weights(self, window: list[Any]) -> list[float]:
+        """What each micro-batch counts: all the same, or by its targets."""
+        if not self.extra.get("token_weighted_loss"):
+            return [1 / len(window)] * len(window)
+        labels = [i["labels"][:, 1:] if isinstance(i, dict) else i[1] for i in window]
+        counts = [int((one != -100).sum()) for one in labels]
+        return [one / sum(counts) for one in counts]
 
     def loss(self, model: nn.Module, item: Any) -> Tensor:
         """What the engine trains on, in plain PyTorch."""
@@ -161,7 +256,7 @@ class Run:
         """The largest relative differences from ``other``, which has all parameters."""
 
         def worst(found: list[float], wanted: list[float]) -> float:
-            return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+            return max((abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)), default=0.0)
 
         parameters = 0.0
         for name, value in self.parameters.items():
@@ -184,14 +279,16 @@ def run_plain(case: Case, steps: int, lr: float = LR) -> Run:
     losses, norms, data = [], [], case.data()
     for _ in range(steps):
         total = 0.0
-        for _ in range(case.micros):
-            loss = case.loss(model, next(data))
-            (loss / case.micros).backward()
-            total += loss.item()
+        window = [next(data) for _ in range(case.micros)]
+        for item, weight in zip(window, case.weights(window), strict=True):
+            loss = case.loss(model, item)
+            if weight:
+                (loss * weight).backward()
+                total += loss.item() * weight
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total / case.micros)
+        losses.append(total)
     named = model.named_parameters(remove_duplicate=False)
     return Run(losses, norms, {name: p.detach().tolist() for name, p in named})
 

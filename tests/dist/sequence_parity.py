@@ -23,6 +23,9 @@ def batch_of(kind: str, step: int, rows: int, length: int) -> dict[str, torch.Te
     if kind == "masked":  # the later shards have no target at all, and one row fewer than the other
         labels[:, length // 3 :] = -100
         labels[0, : length // 4] = -100
+    if kind == "ragged":  # rows with very different numbers of targets, the first of them with none
+        for row in range(rows):
+            labels[row, 1 + min(row, 1) + (row * (5 + step)) % length :] = -100
     if kind == "padded":
         mask = torch.ones_like(tokens)
         mask[0, length - 3 :] = 0

@@ -42,6 +42,17 @@ def _gpt2(**changes: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _gemma3() -> nn.Module:
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=46, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, head_dim=8, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)
+
+
 def _opt(**changes: Any) -> nn.Module:
     import transformers
 
@@ -126,13 +137,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: _llama("Qwen3", head_dim=8),
     "gemma": lambda: _llama("Gemma", head_dim=8),
     "gemma2": lambda: _llama("Gemma2", head_dim=8),
+    "gemma3": lambda: _gemma3(),
     "phi": lambda: _llama("Phi", num_key_value_heads=4),
+    "phi3, 6 heads on 2": lambda: _llama("Phi3", hidden_size=48, num_attention_heads=6),
     "opt": _opt,
     "bloom": _bloom,
     "gpt_neox": _neox,
     "falcon, multi-query": lambda: _falcon(multi_query=True),
     "falcon, 5 heads": lambda: _falcon(multi_query=True, num_attention_heads=5, hidden_size=40),
     "falcon, new": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon, new, 6 heads on 2": lambda: _falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_attention_heads=6, hidden_size=48
+    ),
     "falcon, alibi": lambda: _falcon(multi_query=False, alibi=True),
     "t5": _t5,
     "flan-t5": lambda: _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),

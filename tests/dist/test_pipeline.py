@@ -75,7 +75,8 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
         return F.mse_loss(value, batch[1]) if stage + 1 == schedule.num_stages else value
 
     calls = StageCalls(run, lambda s: list(mine[s].parameters()), lambda loss: loss / num_micro)
-    runner = Runner(schedule, rank, Wire(dist.group.WORLD, torch.device("cpu")), calls)
+    back = dist.new_group(list(range(world)))  # as on CUDA
+    runner = Runner(schedule, rank, Wire(dist.group.WORLD, torch.device("cpu"), back=back), calls)
     losses = [loss.item() for loss in runner.train(micro_batches(num_micro))]
     seen = [loss.item() for loss in runner.evaluate(micro_batches(num_micro))]
     assert seen == losses

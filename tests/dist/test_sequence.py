@@ -29,8 +29,8 @@ def test_row39_odd_lengths_masks_heads_and_documents():
 
 def _without(rank: int, world: int) -> dict[str, float]:
     """What is lost without the token-weighted loss, or without the documents' mask."""
+    import thalweg.parallel.losses as rooms
     import thalweg.parallel.parts as parts
-    import thalweg.parallel.sequence as rooms
 
     torch.set_num_threads(1)
     found, token_mean, documents_of = {}, rooms.token_mean, parts.documents_of
@@ -38,7 +38,7 @@ def _without(rank: int, world: int) -> dict[str, float]:
         case = Case("llama", kind, 9, 0, 2)
         wanted = plain(case, 2, world)
         rooms.token_mean = (
-            (lambda total, count, team: total / count.clamp(min=1)) if kind == "masked" else token_mean
+            (lambda total, count, whole, team: total / count.clamp(min=1)) if kind == "masked" else token_mean
         )
         parts.documents_of = documents_of if kind == "masked" else (lambda position_ids: None)
         found[kind] = engine(case, 2, rank, world).differences(wanted)["gradient"]

@@ -129,3 +129,10 @@ def test_what_cannot_be_cut_says_so():
         dissect(Outside(), {"x": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"order \[2, 1, 0\]"):
         dissect(Backwards(), {"x": torch.ones(1, 2)})
+
+
+def test_a_loss_over_all_routers_is_refused():
+    model = build("Mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits to false"):
+        dissect(model, batch_of())

@@ -14,8 +14,10 @@ from thalweg.parallel.pipeline._torch import finish_weights, halve_backward
 from thalweg.parallel.pipeline.actions import Action, Schedule, check
 from thalweg.parallel.pipeline.cut import partition
 from thalweg.parallel.pipeline.draw import as_svg, as_text
+from thalweg.parallel.pipeline.runtime import Runner, StageCalls
 from thalweg.parallel.pipeline.schedules import NAMES, build, stages_per_rank
 from thalweg.parallel.pipeline.simulate import Costs, simulate
+from thalweg.parallel.pipeline.wire import Wire
 
 COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16)]
 
@@ -112,3 +114,69 @@ def test_halves_add_up_where_one_gradient_is_a_view_of_another():
         sent.append(grads[0])
     assert weight.grad.tolist() == [3.0] * 4
     assert [grad.tolist() for grad in sent] == [[1.0] * 4] * 3
+
+
+class _Noted(Wire):
+    """Notes what a rank computes, sends and receives, in order."""
+
+    def __init__(self) -> None:
+        self._expected, self._arrived = {}, {}
+        self.program: list[tuple[str, int]] = []
+
+    def send(self, destination, kind, value, name="messages"):
+        self.program.append(("send", destination))
+
+    def _take(self, source, kind):
+        self.program.append(("receive", source))
+        return torch.zeros(1, requires_grad=True) if kind[0] == "value" else [torch.ones(1)]
+
+    def drain(self):
+        return
+
+
+def _programs(schedule: Schedule) -> list[list[tuple[str, int]]]:
+    found = []
+    for rank in range(len(schedule.orders)):
+        wire = _Noted()
+
+        def run(stage, value, batch, wire=wire):
+            wire.program.append(("compute", stage))
+            return (torch.zeros(1, requires_grad=True) if value is None else value * 2.0).sum()[None]
+
+        calls = StageCalls(run, lambda stage: [], lambda loss: loss)
+        Runner(schedule, rank, wire, calls).train([None] * schedule.num_micro_batches)
+        found.append(wire.program)
+    return found
+
+
+def _ends(programs: list[list[tuple[str, int]]], two_groups: bool) -> bool:
+    """Whether all ranks come to an end where a message needs both its ranks at once, and those of a pair of
+    ranks in one group go in order (NCCL): computing waits for receives, a send only for what is before it."""
+    at = [0] * len(programs)  # what has been computed or received
+    lines: list[dict[tuple[bool, int], list[tuple[str, int]]]] = [{} for _ in programs]
+    for rank, program in enumerate(programs):
+        for index, (kind, other) in enumerate(program):
+            if kind != "compute":
+                up = (rank < other) == (kind == "send")
+                lines[rank].setdefault((up or not two_groups, other), []).append((kind, index))
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and program[at[rank]][0] != "receive":
+                at[rank], moved = at[rank] + 1, True
+            for (up, other), line in lines[rank].items():
+                if not line or line[0][0] != "send" or at[rank] <= line[0][1]:
+                    continue
+                theirs = lines[other][up, rank]
+                if theirs and theirs[0] == ("receive", at[other]):
+                    line.pop(0), theirs.pop(0)
+                    at[other], moved = at[other] + 1, True
+    return all(at[rank] == len(program) for rank, program in enumerate(programs))
+
+
+def test_messages_of_two_groups_never_block_each_other_as_those_of_one_would():
+    for name in NAMES:
+        for ranks, micro in ((2, 4), (3, 7), (4, 8), (5, 10)):
+            assert _ends(_programs(build(name, ranks, micro)), two_groups=True), (name, ranks, micro)
+    assert not _ends(_programs(build("1f1b", 2, 4)), two_groups=False)

@@ -30,6 +30,7 @@ from thalweg.comm.reducer import MeshOfOneReducer, Reducer
 from thalweg.comm.ring import Ring
 from thalweg.comm.route import Route
 from thalweg.comm.sums import sum_rows
+from thalweg.mesh import group_of
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,8 @@ class Hosts:
 
 
 def subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of ``ranks`` (those of ``group``); only they take part in making it."""
-    everyone = [dist.get_global_rank(group, rank) for rank in ranks]
-    made = dist.new_group(everyone, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    """A process group of ``ranks`` (those of ``group``, which all make theirs at once)."""
+    return group_of([dist.get_global_rank(group, rank) for rank in ranks], group)
 
 
 class HierarchicalReduceScatter(Reducer):

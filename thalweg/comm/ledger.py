@@ -2,7 +2,7 @@
 
 ``sent`` is what leaves this rank in the textbook's ring form of the collective
 (all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that, all-to-all
-``(n-1)/n`` of what this rank sends, a send all of it), whatever carries it, so that a
+``(n-1)/n`` of what this rank sends, a message and its header all of it), whatever carries it, so that a
 configuration's traffic can be compared with theory.
 ``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
 host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
@@ -27,6 +27,7 @@ RING_FACTOR = {
     "all_to_all": 1,
     "barrier": 0,
 }
+_MESSAGES = ("send", "header")
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Ledger:
             entry = self._entries[key] = Entry(kind, module, carrier)
         entry.num_calls += 1
         entry.full_bytes += full_bytes
-        if kind == "send":
+        if kind in _MESSAGES:
             entry.sent_bytes += full_bytes
         else:
             entry.sent_bytes += RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size

@@ -37,8 +37,6 @@ _SPLIT = (
 )
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
 _NO_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("sequence_parallel_size", above_1, "1"),
-    ("context_parallel_size", above_1, "1"),
     ("zero_optimization.zero_hpz_partition_size", above_1, "1"),
     ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
     ("tiling.loss", bool, "false"),
@@ -91,6 +89,11 @@ CONFLICTS = (
         ("prescale_gradients", "gradient_allreduce_op"),
         lambda prescale, op: prescale and op == "sum",
         'false, because gradient_allreduce_op is "sum", which divides by nothing',
+    ),
+    Conflict(
+        ("token_weighted_loss", "gradient_allreduce_op"),
+        lambda on, op: on and op == "sum",
+        'false, because gradient_allreduce_op is "sum", which is a mean over nothing',
     ),
     Conflict(
         ("scheduler.params.cycle_max_lr", "scheduler.params.cycle_min_lr"),

@@ -63,6 +63,7 @@ class Config(Section):
     prescale_gradients: bool = False
     gradient_predivide_factor: Above0 = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    token_weighted_loss: bool = False
     communication_data_type: Dtype | None = None
     seq_parallel_communication_data_type: Dtype | None = "fp32"
     seed: Count | None = None

@@ -38,7 +38,11 @@ class Disguised:
 
 
 def subclass_of(plain: type, *mixins: type, **namespace: Any) -> type:
-    """Make a subclass of ``plain`` that looks the same, with ``mixins`` (Disguised among them) before it."""
+    """Make a subclass of ``plain`` that looks the same, with ``mixins`` (Disguised among them) before it.
+
+    One that ``plain`` has already stands before it again, as a subclass of itself: Python orders bases so.
+    """
+    mixins = tuple(type(one.__name__, (one,), {}) if issubclass(plain, one) else one for one in mixins)
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     body = namespace | names
     return types.new_class(plain.__name__, (*mixins, plain), exec_body=lambda scope: scope.update(body))

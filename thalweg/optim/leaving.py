@@ -187,7 +187,7 @@ class Leaving:
 
     def _may_update(self) -> bool:
         window, optimizer = self.window, self.optimizer
-        full = window.in_backward and window.is_last and not window.retained and window.mean_factor == 1.0
+        full = window.in_backward and window.is_last and not window.retained and window.is_even
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         possible = self._tentative is not None or (self._early and self._sound)
         return possible and full and not hooked

@@ -159,7 +159,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._hooks.finish_window()
-        factor = self.window.mean_factor
+        factor = self.window.final_factor()
         norm = self._norm() * factor
         self.overflow = not math.isfinite(norm)
         self.grad_norm = math.nan if self.overflow else norm

@@ -34,6 +34,9 @@ class Window:
         self.loss: Tensor | None = None
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[], None]] = []
+        # What the gradient of a window that ends must be multiplied by, where only its end tells; collective.
+        self.factor_at_end: Callable[[], float] | None = None
 
     @property
     def is_last(self) -> bool:
@@ -49,6 +52,15 @@ class Window:
         """
         seen = self._num_seen
         return self.size / seen if self._scaled and 0 < seen != self.size else 1.0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the gradient will be the window's mean as soon as its last backward pass has run."""
+        return self.mean_factor == 1.0 and (self.factor_at_end is None or self.size == 1)
+
+    def final_factor(self) -> float:
+        """:attr:`mean_factor`, of a window that ends now; collective."""
+        return self.mean_factor if self.factor_at_end is None else self.factor_at_end()
 
     @property
     def _num_seen(self) -> int:
@@ -95,3 +107,5 @@ class Window:
         self._seen = 0
         self._open = self._scaled = False
         self._forced = None
+        for call in self.at_close:
+            call()

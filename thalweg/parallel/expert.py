@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from thalweg.mesh import Axes
+from thalweg.mesh import Axes, group_of
 from thalweg.ops.grouped import Groups, put_back, sort_choices
 from thalweg.ops.subclass import Disguised, subclass_of
 from thalweg.parallel.cuts import Cut, even
@@ -221,12 +221,9 @@ class _Place:
         data = axes.data
         ranks, own = data.mesh.flatten().tolist(), data.get_local_rank()
         first = own // size * size
-        # Only the members take part, so that other data axes of the job need not do the same.
-        groups: list[dist.ProcessGroup] = []
-        for members in (ranks[first : first + size], ranks[own % size :: size]):
-            group = dist.new_group(members, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            groups.append(group)
+        # Only this data axis takes part, so that others of the job need not do the same.
+        parts = (ranks[first : first + size], ranks[own % size :: size])
+        groups = [group_of(members, data.get_group()) for members in parts]
         team, names = groups[0], ("ep", "copies")
         grid = torch.tensor(ranks).view(-1, size).T
         if states is not None:

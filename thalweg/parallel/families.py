@@ -13,7 +13,8 @@ A rule maps the end of a module's name to its role; the first that fits counts. 
     whole                    left alone
 
 ``attributes`` are numbers that a model's attention keeps and that must become this rank's:
-``query`` and ``key_value`` heads, or ``width`` (query heads times head width).
+``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.NAME`` the
+module gets a config of its own.
 """
 
 from __future__ import annotations
@@ -74,6 +75,20 @@ _PHI = Family(
     },
     attention=("self_attn",),
     attributes={"num_key_value_groups": "repeat"},
+)
+_PHI3 = Family(
+    {
+        "self_attn.qkv_proj": "sections",
+        "self_attn.o_proj": "out",
+        "mlp.gate_up_proj": "column2",
+        "mlp.down_proj": "row",
+    },
+    attention=("self_attn",),
+    attributes={
+        "num_key_value_groups": "repeat",
+        "num_key_value_heads": "key_value",
+        "config.num_attention_heads": "query",
+    },
 )
 _OPT = Family(
     {
@@ -176,6 +191,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": _LLAMA,
     "gemma2": _LLAMA,
     "phi": _PHI,
+    "phi3": _PHI3,
     "opt": _OPT,
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,

@@ -45,8 +45,11 @@ class Deal:
         return self.query[rank][1] - self.query[rank][0]
 
 
-def deal(heads: Heads, world: int) -> Deal:
+def deal(heads: Heads, world: int, in_groups: bool = False) -> Deal:
     """Deal the heads out to ``world`` ranks.
+
+    With fewer key-value heads than ranks, no rank's query heads are of two groups where that costs nobody a
+    head more, or ``in_groups`` asks for it.
 
     Raises:
         ValueError: there are fewer query heads than ranks.
@@ -67,6 +70,9 @@ def deal(heads: Heads, world: int) -> Deal:
             owned=True,
         )
     query = tuple(even(heads.num_query, world))
+    whole = _within_groups(heads, world)
+    if in_groups or max(stop - start for start, stop in whole) <= query[0][1]:
+        query = whole
     used, repeat = [], []
     for start, stop in query:
         each = [head // group for head in range(start, stop)]
@@ -75,6 +81,15 @@ def deal(heads: Heads, world: int) -> Deal:
         used.append(tuple(distinct) if len(counts) == 1 else tuple(each))
         repeat.append(counts.pop() if len(counts) == 1 else 1)
     return Deal(heads, query, tuple(used), tuple(repeat), owned=False)
+
+
+def _within_groups(heads: Heads, world: int) -> tuple[Span, ...]:
+    """Query heads by rank, each of one group: every group has ranks of its own, as evenly as they go."""
+    found: list[Span] = []
+    for index, (first, last) in enumerate(even(world, heads.num_key_value)):
+        start = index * heads.group
+        found += [(start + low, start + high) for low, high in even(heads.group, last - first)]
+    return tuple(found)
 
 
 Fused = tuple[Cut, Callable[[int], Shared | None]]

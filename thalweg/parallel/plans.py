@@ -54,7 +54,7 @@ def plan_of(model: nn.Module, world: int, rank: int) -> Plan | None:
     family, own = family_of(model), _own_rules(model)
     if family is None and not own:
         return None
-    dealt = _deal_of(model, world)
+    dealt = _deal_of(model, world, family is not None and "groups" in family.rules.values())
     if family is not None and dealt is not None:
         plan = Plan(f"the {_kind(model)} family", deal=dealt)
         for name, module in model.named_modules():
@@ -79,9 +79,9 @@ def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _deal_of(model: nn.Module, world: int) -> Deal | None:
+def _deal_of(model: nn.Module, world: int, in_groups: bool) -> Deal | None:
     heads = heads_of(getattr(model, "config", None))
-    return None if heads is None else deal(heads, world)
+    return None if heads is None else deal(heads, world, in_groups)
 
 
 def heads_of(config: Any) -> Heads | None:
@@ -182,11 +182,16 @@ def _local_attributes(plan: Plan, model: nn.Module, family: Family, rank: int) -
     }
     for name, module in model.named_modules():
         if any(_ends(name, end) for end in family.attention):
-            found = {key: values[which] for key, which in family.attributes.items() if hasattr(module, key)}
+            found = {k: values[which] for k, which in family.attributes.items() if _has(module, k)}
             if found:
                 plan.attributes[name] = found
             if family.by_head_arguments:
                 plan.by_head[name] = family.by_head_arguments
+
+
+def _has(module: nn.Module, key: str) -> bool:
+    owner, _, name = key.rpartition(".")
+    return hasattr(getattr(module, owner, None) if owner else module, name)
 
 
 # The model's own plan

@@ -27,10 +27,9 @@ this model's blocks run.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +44,7 @@ from thalweg.parallel.context import Layout, Ring, Seen
 from thalweg.parallel.cuts import even
 from thalweg.parallel.heads import Heads, deal
 from thalweg.parallel.layers import give_forward
+from thalweg.parallel.losses import TeamLosses, with_mean_loss
 from thalweg.parallel.parts import Signature, Splitter, Whole, splitter_of, tokens_of, whole_of
 from thalweg.parallel.shares import Shares
 from thalweg.parallel.team import Team
@@ -83,11 +83,22 @@ class Attention:
         self.teams, self.shares = teams, teams.shares
         self.ring = Ring(teams.ring)
         self.whole = Whole()
+        self.busy = False  # while the parts of attention are computed, which are not to be taken for it
+        # Hears of the number of targets of each loss, if anybody wants to know.
+        self.tell: Callable[[Tensor], None] | None = None
         self._checks = 2  # whole batches still to be compared
 
     def trust_rows(self) -> None:
         """Compare no batches: there is nobody to compare them with."""
         self._checks = 0
+
+    def keep(self) -> Whole:
+        """What is known of the sequence at hand, for a backward pass that recomputes."""
+        return self.whole
+
+    def resume(self, whole: Whole) -> None:
+        """Be again at the sequence that :meth:`keep` was asked at."""
+        self.whole = whole
 
     def check_rows(self, tokens: Tensor) -> None:
         """See that all ranks of the team were given the same first batches; collective.
@@ -123,6 +134,22 @@ class Attention:
 
         ``mask`` is a function of positions in the whole sequence.
         """
+        before, self.busy = self.busy, True
+        try:
+            return self._attend(query, key, value, mask, dropout, causal, scale)
+        finally:
+            self.busy = before
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Seen | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         if self.teams.heads is None:
             return self._over_ring(
@@ -185,58 +212,6 @@ class Attention:
         return seen
 
 
-# The loss
-
-
-class _Averaged(torch.autograd.Function):
-    """The team's mean of a loss, for everybody to see; the gradient is that of the own part."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, team: Team) -> Tensor:  # type: ignore[override]
-        return team.all_reduce(loss.detach().clone(), "loss") / team.size
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
-
-
-def token_mean(total: Tensor, count: Tensor, team: Team) -> Tensor:
-    """A loss whose mean over the team's ranks is the mean over the team's tokens.
-
-    ``total``: the sum of this rank's token losses (0-dim); ``count``: its number of targets.
-    """
-    whole = team.all_reduce(count.detach().clone().to(torch.float64), "loss")
-    return total * (team.size / whole).to(total.dtype)
-
-
-class _Losses(TorchFunctionMode):
-    """While the model runs: ``F.cross_entropy`` weighs tokens alike across shards."""
-
-    def __init__(self, team: Team) -> None:
-        super().__init__()
-        self._team = team
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.cross_entropy:
-            return func(*args, **kwargs)
-        given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
-        given.apply_defaults()
-        named = given.arguments
-        reduction, target, weight = named["reduction"], named["target"], named["weight"]
-        if reduction == "none":
-            return func(*args, **kwargs)
-        total = func(*given.args[:2], **{**dict(list(named.items())[2:]), "reduction": "sum"})
-        if reduction == "sum":
-            return total * self._team.size
-        if target.is_floating_point():
-            count = torch.tensor(float(target.numel() // target.shape[1]), device=target.device)
-        else:
-            kept = target != named["ignore_index"]
-            count = kept.sum() if weight is None else weight[target[kept]].sum()
-        return token_mean(total, count, self._team)
-
-
 class _Attentions(TorchFunctionMode):
     """While a block runs: ``F.scaled_dot_product_attention`` is over the whole sequence."""
 
@@ -246,7 +221,7 @@ class _Attentions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func is not F.scaled_dot_product_attention or self._attention.busy:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -291,12 +266,19 @@ def sequence_parallel(model: nn.Module, teams: SequenceTeams, blocks: Iterable[n
         )
     attention = Attention(teams)
     if signature.hugging_face:
-        _use_interface(model, attention)
+        _use_interface([model], attention)
     else:
-        for block in list(blocks) or [model]:
-            give_forward(block, _within(type(block).forward, lambda: _Attentions(attention)))
+        attend_together(list(blocks) or [model], attention)
     give_forward(model, _root_forward(model, attention, splitter_of(model, attention.shares), signature))
     return attention
+
+
+def attend_together(blocks: Sequence[nn.Module], attention: Attention) -> None:
+    """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
+    if any(hasattr(getattr(m, "config", None), "_attn_implementation") for b in blocks for m in b.modules()):
+        _use_interface(blocks, attention)
+    for block in blocks:
+        give_forward(block, _within(type(block).forward, lambda: _Attentions(attention)))
 
 
 def _within(inner: Callable[..., Any], mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
@@ -322,28 +304,17 @@ def _root_forward(
             part = splitter.part(batch, attention.whole.length)
         else:
             attention.whole, part = given.to(tokens.device), batch
-        with _Losses(team):
+        with TeamLosses(team, attention.tell):
             output = inner(self, **part)
-        return _with_mean_loss(output, team)
+        return with_mean_loss(output, team)
 
     return forward
-
-
-def _with_mean_loss(output: Any, team: Team) -> Any:
-    if isinstance(output, Tensor):
-        return _Averaged.apply(output, team) if output.dim() == 0 else output
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:
-        return (_Averaged.apply(output[0], team), *output[1:])
-    result: Any = output
-    if isinstance(getattr(result, "loss", None), Tensor):
-        result.loss = _Averaged.apply(result.loss, team)
-    return result
 
 
 # Hugging Face's attention interface
 
 
-def _use_interface(model: nn.Module, attention: Attention) -> None:
+def _use_interface(models: Sequence[nn.Module], attention: Attention) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import (
         and_masks,
@@ -360,6 +331,8 @@ def _use_interface(model: nn.Module, attention: Attention) -> None:
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
                 raise ValueError(f"{_KEYS} does not work with attention's {option!r}")
+        if isinstance(attention_mask, Tensor):
+            raise ValueError(f"{_KEYS} needs masks that the model makes for the whole sequence by itself")
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
@@ -376,8 +349,8 @@ def _use_interface(model: nn.Module, attention: Attention) -> None:
         if kwargs.get("use_vmap"):  # functions of its own, which take one position at a time
             if attention.ring.size > 1:
                 raise ValueError(
-                    f"context_parallel_size above 1 does not work with the mask that {type(model).__name__} "
-                    "makes of functions of its own; set it to 1"
+                    "context_parallel_size above 1 does not work with the mask that "
+                    f"{type(models[0]).__name__} makes of functions of its own; set it to 1"
                 )
             kwargs["attention_mask"] = whole.padding
             made = sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
@@ -397,7 +370,8 @@ def _use_interface(model: nn.Module, attention: Attention) -> None:
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    modules = [module for model in models for module in model.modules()]
+    configs: dict[int, Any] = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     for config in configs.values():
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name

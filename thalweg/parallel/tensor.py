@@ -21,6 +21,7 @@ is whole on all ranks and gets the same gradient there.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,7 +157,10 @@ def _replace_forwards(model: nn.Module, plan: Plan, team: Team, kernels: str) ->
     for name, values in plan.attributes.items():
         module = model.get_submodule(name)
         for key, value in values.items():
-            setattr(module, key, value)
+            owner, _, last = key.rpartition(".")
+            if owner:  # shared with the whole model, so that this module gets one of its own
+                setattr(module, owner, copy.copy(getattr(module, owner)))
+            setattr(getattr(module, owner) if owner else module, last, value)
     for name, arguments in plan.by_head.items():
         module = model.get_submodule(name)
         assert plan.deal is not None

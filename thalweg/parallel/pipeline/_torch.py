@@ -64,6 +64,8 @@ def halve_backward(
     """The gradients of ``inputs``; the second result is what :func:`finish_weights` goes on from."""
     from torch.distributed.pipelining import _backward
 
+    # torch detaches them in place, which a view refuses.
+    outputs = [tensor + 0 if tensor._is_view() else tensor for tensor in outputs]
     return _backward.stage_backward_input(outputs, output_grads, inputs, iter(weights))
 
 

@@ -55,6 +55,11 @@ def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
         ValueError: the model has no list of blocks, runs them out of order or more than once,
             or uses a module both before and after them that is not a shared embedding.
     """
+    if wants_routers(model, batch):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss over the routers of all blocks (output_router_logits), of "
+            "which a stage has its own only: set output_router_logits to false in the model's config"
+        )
     name, blocks = _longest_list(model)
     prefix = f"{name}." if name else ""
     order: list[str] = []
@@ -88,6 +93,12 @@ def dissect(model: nn.Module, batch: Mapping[str, Any]) -> Anatomy:
     costs = tuple(float(sum(p.numel() for p in block.parameters())) for block in blocks)
     extra = len(returned[0]) - 1 if isinstance(returned[0], tuple) else None
     return Anatomy(name, len(blocks), tuple(entry), tuple(leaving), extra, costs)
+
+
+def wants_routers(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face model is to look at the choices of experts of all blocks at its end."""
+    by_config = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return bool(batch.get("output_router_logits", by_config))
 
 
 def _refuse_what_lies_between(

@@ -29,9 +29,11 @@ from thalweg.parallel.pipeline.choose import candidates, choose
 from thalweg.parallel.pipeline.cut import partition
 from thalweg.parallel.pipeline.driver import Around, Driver, Reduction, Staged
 from thalweg.parallel.pipeline.measure import PartCost, measure_blocks, stage_costs
-from thalweg.parallel.pipeline.module import NOTHING, PipelineModule, StagedLayers
+from thalweg.parallel.pipeline.module import NOTHING, PipelineModule, StagedLayers, hold_something
 from thalweg.parallel.pipeline.names import Naming, SharedWeights, shared_names, ties_of
 from thalweg.parallel.pipeline.schedules import Name, build, placement_of
+from thalweg.parallel.pipeline.sequences import LayerSequences
+from thalweg.parallel.sequence import Attention, SequenceTeams
 from thalweg.parallel.tensor import agree_on_values
 from thalweg.zero.init import has_pending
 
@@ -181,6 +183,7 @@ class Pipeline:
             agree_on_values(model, self._axes.everyone)
         cuts = self._cuts(model, anatomy)
         self._staged = StagedModel(model, anatomy, cuts, self._mine)
+        hold_something(model)
         last = len(cuts) - 1
         places = {f"{anatomy.blocks}.{i}": self._placement[s] for s, cut in enumerate(cuts) for i in cut}
         places |= dict.fromkeys(anatomy.entry, self._placement[0])
@@ -188,6 +191,13 @@ class Pipeline:
         shared = [name for names in self._shared for name in names]
         found = {name: place for name in shared if (place := _place_of(name, places)) is not None}
         self._join(found)
+
+    def share_sequences(self, teams: SequenceTeams) -> Attention | None:
+        """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
+        if not isinstance(self._staged, StagedLayers):
+            return None
+        self._staged.sequences = LayerSequences.of(self._staged.module.layers.values(), teams)
+        return self._staged.sequences.attention
 
     def _join(self, places: dict[str, int]) -> None:
         ties = ties_of(self._shared, places)
@@ -228,8 +238,10 @@ class Pipeline:
     def drive(self, reduction: Reduction, device: torch.device, around: Around, ledger: Ledger) -> Driver:
         """What runs whole windows; after sharding.  ``ledger`` counts what stages send each other."""
         assert self._staged is not None
-        place, group = self.layout.place, self.layout.group
-        return Driver(self._staged, self._schedule, place, group, device, reduction, around, ledger)
+        place, group, back = self.layout.place, self.layout.group, self._axes.back
+        if self._weights is not None:
+            self._weights.ledger = ledger
+        return Driver(self._staged, self._schedule, place, group, device, reduction, around, ledger, back)
 
 
 def _place_of(name: str, places: Mapping[str, int]) -> int | None:

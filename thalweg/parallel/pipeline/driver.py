@@ -31,7 +31,11 @@ class Staged(Protocol):
     """This rank's stages; ``needs_batch``: whether it reads the data."""
 
     module: Any
-    needs_batch: bool
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether this rank reads the data."""
+        ...
 
     def run(self, stage: int, value: Any, batch: Any) -> Any:
         """A stage's forward; the last one returns the loss."""
@@ -60,12 +64,34 @@ class Reduction(Protocol):
         ...
 
 
+class Averaging(Protocol):
+    """What of :class:`thalweg.optim.averaging.Averaging` a pipeline needs."""
+
+    def part(self, loss: Tensor, count: int) -> Tensor:
+        """The loss at hand as it is to be differentiated, one of ``count``."""
+        ...
+
+    def noted(self, loss: Tensor) -> Tensor:
+        """The loss at hand and its weight, (2,)."""
+        ...
+
+    def mean(self, noted: Tensor) -> Tensor:
+        """Of a sum of those, the window's loss (0-dim)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Around:
-    """What an engine wants around each forward, and by what each loss is multiplied."""
+    """What an engine wants around each forward, and by what each loss is multiplied.
 
+    ``keep``, ``resume``: what a model knows of the micro-batch at hand beside its graph.
+    """
+
+    averaging: Averaging
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     scale: Callable[[], float] = lambda: 1.0
+    keep: Callable[[], Any] = lambda: None
+    resume: Callable[[Any], None] = lambda kept: None
 
 
 class Driver:
@@ -86,12 +112,17 @@ class Driver:
         reduction: Reduction,
         around: Around,
         ledger: Ledger,
+        back: dist.ProcessGroup | None = None,
     ) -> None:
         self._stages, self._schedule_of, self._place = stages, schedule_of, place
         self._group, self._device = group, device
         self._reduction, self._around = reduction, around
         self._schedules: dict[int, Schedule] = {}
-        self._wire = Wire(group, device, ledger)
+        self._ledger = ledger
+        self._noted: list[Tensor] = []
+        self._copied: set[int] = set()
+        self._last_stage = 0
+        self._wire = Wire(group, device, ledger, back)
 
     @property
     def needs_batch(self) -> bool:
@@ -108,7 +139,7 @@ class Driver:
         problem = next(filter(None, map(self._stages.problem, batches or ())), None)
         count = torch.tensor([-1 if problem else 2**31 if batches is None else len(batches)])
         if self._group is not None:
-            dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self._group)
+            self._all_reduce(count, dist.ReduceOp.MIN)
         agreed = int(count)
         if agreed < 0:
             raise ValueError(problem or "another stage of this pipeline was given data that it cannot take")
@@ -128,26 +159,38 @@ class Driver:
         calls = StageCalls(
             self._run,
             self._stages.weights,
-            lambda loss: (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale / count,
+            lambda loss: self._part(loss, count) * scale,
             before=lambda action, last: self._before(schedule, last),
             after=self._after,
+            keep=self._around.keep,
+            resume=self._around.resume,
         )
-        return self._mean(Runner(schedule, self._place, self._wire, calls).train(batches), count)
+        Runner(schedule, self._place, self._wire, calls, self._copied).train(batches)
+        return self._mean()
 
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
         """The mean loss (0-dim) on every rank of the pipeline, without gradients."""
         calls = StageCalls(self._run, self._stages.weights, lambda loss: loss)
-        runner = Runner(self._schedule(len(batches)), self._place, self._wire, calls)
-        return self._mean(runner.evaluate(batches), len(batches))
+        Runner(self._schedule(len(batches)), self._place, self._wire, calls).evaluate(batches)
+        return self._mean()
 
     def _schedule(self, count: int) -> Schedule:
         if count not in self._schedules:
             self._schedules[count] = self._schedule_of(count)
-        return self._schedules[count]
+        schedule = self._schedules[count]
+        self._last_stage = schedule.num_stages - 1
+        self._noted.clear()  # of a window that an exception ended
+        return schedule
 
     def _run(self, stage: int, value: Any, batch: Any) -> Any:
         with self._around.context():
-            return self._stages.run(stage, value, batch)
+            result = self._stages.run(stage, value, batch)
+        if stage == self._last_stage:
+            self._noted.append(self._around.averaging.noted(result))
+        return result
+
+    def _part(self, loss: Tensor, count: int) -> Tensor:
+        return self._around.averaging.part(loss.float() if loss.dtype in HALF_DTYPES else loss, count)
 
     def _before(self, schedule: Schedule, last: bool) -> None:
         if not schedule.halved:
@@ -158,10 +201,18 @@ class Driver:
             for group in self._reduction.groups:
                 group.widen_grads()
 
-    def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        total = torch.zeros((), device=self._device)
-        for loss in losses:
-            total += loss.detach().float()
+    def _mean(self) -> Tensor:
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for noted in self._noted:
+            total += noted
+        self._noted.clear()
         if self._group is not None:
-            dist.all_reduce(total, group=self._group)  # all but the last stage add nothing
-        return total / count
+            self._all_reduce(total)  # all but the last stage add nothing
+        return self._around.averaging.mean(total)
+
+    def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        size = dist.get_world_size(self._group)
+        with self._ledger.timed(
+            "all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size
+        ):
+            dist.all_reduce(tensor, op=op, group=self._group)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thalweg.parallel.pipeline.cut import partition
+from thalweg.parallel.pipeline.sequences import LayerSequences
 
 Layer = Any  # LayerSpec | nn.Module | Callable
 NOTHING = "_nothing"
@@ -238,32 +239,54 @@ class StagedLayers:
         self._last = len(cuts) - 1
         indices = [index for stage in mine for index in cuts[stage]]
         self.module = Stage(whole.specs, whole.build_layers(indices), checkpoint_every)
-        if not any(True for _ in self.module.parameters()):
-            # Something for ZeRO and the optimizer to hold; it gets no gradient, and is in no checkpoint.
-            self.module.register_parameter(NOTHING, nn.Parameter(torch.zeros(1)))
-        # Labels are for the last stage, inputs for the first.
-        self.needs_batch = 0 in mine or self._last in mine
+        hold_something(self.module)
+        self._mine = tuple(mine)
+        # Set where ranks share sequences.
+        self.sequences: LayerSequences | None = None
+
+    @property
+    def needs_batch(self) -> bool:
+        """Labels are for the last stage, inputs for the first; sequences in parts are for all."""
+        return self.sequences is not None or 0 in self._mine or self._last in self._mine
 
     def run(self, stage: int, value: Any, batch: Any) -> Any:
         """The stage's forward on ``value``, or on the batch's inputs; the last one gives the loss (0-dim)."""
-        result = self.module(batch[0] if stage == 0 else value, self._cuts[stage])
+        sequences = self.sequences
+        if sequences is not None:
+            batch = sequences.part(batch)
+        inputs = batch[0] if stage == 0 else value
         if stage != self._last:
-            return result
-        loss = result if self._loss_fn is None else self._loss_fn(result, batch[1])
+            return self.module(inputs, self._cuts[stage])
+        with nullcontext() if sequences is None else sequences.losses():
+            loss = self._with_loss(inputs, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("the last layer of a PipelineModule, or its loss_fn, must return a scalar loss")
-        return loss.reshape(())
+        loss = loss.reshape(())
+        return loss if sequences is None else sequences.averaged(loss)
+
+    def _with_loss(self, inputs: Any, batch: Any) -> Any:
+        result = self.module(inputs, self._cuts[self._last])
+        return result if self._loss_fn is None else self._loss_fn(result, batch[1])
 
     def problem(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""
-        if not self.needs_batch or (isinstance(batch, tuple | list) and len(batch) == 2):
+        if not self.needs_batch:
             return None
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return None if self.sequences is None else self.sequences.problem(batch)
         kind = type(batch).__name__
         return f"a PipelineModule's batch is (inputs, labels), got {kind}: let the data iterator yield them"
 
     def weights(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""
         return self.module.weights(self._cuts[stage])
+
+
+def hold_something(module: nn.Module) -> None:
+    """Give a stage that trains nothing a parameter for ZeRO and the optimizer to hold; it gets no gradient,
+    and is in no checkpoint."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        module.register_parameter(NOTHING, nn.Parameter(torch.zeros(1)))
 
 
 def _class_name(spec: Layer) -> str:

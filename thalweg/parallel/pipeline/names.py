@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thalweg.comm import Ledger
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -72,6 +74,7 @@ class SharedWeights:
         self._group, self._here = group, here
         self._ties = [tie for tie in ties if here in tie.places]
         self._copies: list[tuple[nn.Parameter, Tie]] = []
+        self.ledger = Ledger()
 
     @torch.no_grad()
     def agree(self, model: nn.Module) -> None:
@@ -84,12 +87,15 @@ class SharedWeights:
         """The values at all places of the tie, in their order."""
         others = [place for place in tie.places if place != self._here]
         found = {place: torch.empty_like(value) for place in others} | {self._here: value}
-        sends = [dist.isend(value, group=self._group, group_dst=place) for place in others]
-        for place in others:
-            dist.recv(found[place], group=self._group, group_src=place)
-        for send in sends:
-            assert send is not None
-            send.wait()
+        # In one batch: on CUDA a send in front of a receive would wait for the peer's, which does likewise.
+        messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in others]
+        messages += [
+            dist.P2POp(dist.irecv, found[place], group=self._group, group_peer=place) for place in others
+        ]
+        nbytes = len(others) * value.nbytes
+        self.ledger.record("send", "shared weights", "pipeline", full_bytes=nbytes, world_size=2)
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
         return [found[place] for place in tie.places]
 
     def settle(self, model: nn.Module) -> None:

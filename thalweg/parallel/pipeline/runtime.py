@@ -25,6 +25,8 @@ from thalweg.parallel.pipeline.actions import Action, Schedule
 from thalweg.parallel.pipeline.wire import Wire
 from thalweg.utils.trees import tensors_of
 
+_NAMES = {"value": "activations", "grads": "gradients"}  # in the ledger
+
 
 @dataclass(frozen=True)
 class StageCalls:
@@ -32,9 +34,10 @@ class StageCalls:
 
     ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
     first); the last one returns the loss (0-dim).  ``weights(stage)``: its parameters as its
-    graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.
-    ``before(action, last)`` is told of each backward action, and whether it is this rank's last;
-    ``after(action)`` when it is done.
+    graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.  ``keep()`` is asked
+    after each forward for what its backward may need besides its graph, where it is recomputed;
+    ``resume(kept)`` gives it back first.  ``before(action, last)`` is told of each backward action, and
+    whether it is this rank's last; ``after(action)`` when it is done.
     """
 
     run: Callable[[int, Any, Any], Any]
@@ -42,6 +45,8 @@ class StageCalls:
     scale: Callable[[Tensor], Tensor]
     before: Callable[[Action, bool], None] = lambda action, last: None
     after: Callable[[Action], None] = lambda action: None
+    keep: Callable[[], Any] = lambda: None
+    resume: Callable[[Any], None] = lambda kept: None
 
 
 @dataclass
@@ -51,13 +56,20 @@ class _Cell:
     weights: list[nn.Parameter] = field(default_factory=list)
     rest: Any = None
     grads: list[Tensor | None] | None = None
+    kept: Any = None
 
 
 class Runner:
-    """Runs one rank's part of ``schedule``."""
+    """Runs one rank's part of ``schedule``.
 
-    def __init__(self, schedule: Schedule, rank: int, wire: Wire, calls: StageCalls) -> None:
+    ``copied``: stages that write to their inputs and so get copies; runs add to it what they find.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, wire: Wire, calls: StageCalls, copied: set[int] | None = None
+    ) -> None:
         self.schedule, self.rank = schedule, rank
+        self._copied = set() if copied is None else copied
         self._wire, self._calls = wire, calls
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._here: dict[tuple[str, int, int], Any] = {}
@@ -120,7 +132,8 @@ class Runner:
         if where == self.rank:
             self._here[_carries(action), target, action.micro] = value
         else:
-            self._wire.send(where, (_carries(action), target), value)
+            carries = _carries(action)
+            self._wire.send(where, (carries, target), value, _NAMES[carries])
 
     def _obtain(self, carries: str, stage: int, micro: int) -> Any:
         """What the neighbour of ``stage`` has made for it."""
@@ -132,7 +145,7 @@ class Runner:
     def _forward(self, action: Action, batch: Any, losses: dict[int, Tensor], backward: bool) -> None:
         _, stage, micro = action
         value = None if stage == 0 else _as_leaves(self._obtain("value", stage, micro))
-        result = self._calls.run(stage, value, batch)
+        result = self._run(stage, value, batch)
         if stage + 1 == self.schedule.num_stages:
             losses[micro] = result.detach()
             result = self._calls.scale(result) if backward else result
@@ -142,11 +155,22 @@ class Runner:
             inputs = [t for t in tensors_of(value) if t.requires_grad]
             outputs = [t for t in tensors_of(result) if t.requires_grad]
             weights = self._calls.weights(stage) if (stage, micro) in self.schedule.halved else []
-            self._cells[stage, micro] = _Cell(inputs, outputs, weights)
+            self._cells[stage, micro] = _Cell(inputs, outputs, weights, kept=self._calls.keep())
+
+    def _run(self, stage: int, value: Any, batch: Any) -> Any:
+        given = _trees(value, torch.clone) if stage in self._copied else value
+        try:
+            return self._calls.run(stage, given, batch)
+        except RuntimeError as error:  # a layer that works in place must not write to a leaf
+            if stage in self._copied or "leaf Variable that requires grad" not in str(error):
+                raise
+        self._copied.add(stage)
+        return self._run(stage, value, batch)
 
     def _backward(self, action: Action) -> None:
         kind, stage, micro = action
         cell = self._cells[stage, micro]
+        self._calls.resume(cell.kept)
         if kind == "W":
             _finish(cell)
             del self._cells[stage, micro]
@@ -195,10 +219,15 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 def _as_leaves(value: Any) -> Any:
     """The same tree with tensors that begin a graph of their own."""
+    return _trees(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _trees(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _as_leaves(child) for key, child in value.items()}
+        return {key: _trees(child, change) for key, child in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_as_leaves(child) for child in value)
+        children = [_trees(child, change) for child in value]
+        return children if isinstance(value, list) else tuple(children)
     return value

@@ -7,6 +7,10 @@ a steady pipeline pays eight bytes for it and an unsteady one is still right.
 No tags: the receiver knows from the schedule in which order a peer sends, takes the messages in
 that order, and keeps those that come before it needs them.  Sends do not wait, so two ranks
 that send to each other cannot block; nothing here is a pickle.
+
+On CUDA the messages of two ranks in a group run on one stream, in order: a send would wait for a
+receive that stands behind the peer's own send.  So those to later ranks and those to earlier ones go
+by a group each there; within one of the two their order is that of the schedule.
 """
 
 from __future__ import annotations
@@ -28,14 +32,20 @@ _PLAIN = (bool, int, float, str, type(None))
 class Wire:
     """This rank's connection with the others of ``group`` (ranks of the group throughout).
 
-    ``ledger`` counts the tensors that are sent.
+    ``back``: a group of the same ranks for messages to earlier ones, if they need one of their own.
+    ``ledger`` counts what is sent: tensors as ``send``, what describes them as ``header``.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        ledger: Ledger | None = None,
+        back: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._device = group, device
-        self._ledger = ledger or Ledger()
+        self._device, self.ledger = device, ledger or Ledger()
+        self._up, self._down = group, back or group
+        self._rank = dist.get_rank(group)
         self._going: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
         self._seen_headers: dict[tuple[int, Hashable], bytes] = {}
@@ -46,8 +56,14 @@ class Wire:
         """Say in which order ``source`` will send: its (kind, name) pairs from now on."""
         self._expected.setdefault(source, deque()).extend(messages)
 
-    def send(self, destination: int, kind: Hashable, value: Any) -> None:
-        """Send a tree without waiting; its tensors must not be written to before :meth:`drain`."""
+    def _towards(self, source: int, destination: int) -> dist.ProcessGroup | None:
+        return self._up if source < destination else self._down
+
+    def send(self, destination: int, kind: Hashable, value: Any, name: str = "messages") -> None:
+        """Send a tree without waiting; its tensors must not be written to before :meth:`drain`.
+
+        ``name``: what the ledger calls it.
+        """
         tensors: list[Tensor] = []
         header = json.dumps(_encode(value, tensors), separators=(",", ":")).encode()
         known = self._sent_headers.get((destination, kind)) == header
@@ -58,13 +74,16 @@ class Wire:
         for tensor in tensors:
             if tensor.numel():
                 self._post(tensor.detach().contiguous(), destination)
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        self._ledger.record("send", "stages", "pipeline", full_bytes=num_bytes, world_size=2)
+        self._count("header", name, 8 if known else 8 + len(header))
+        self._count("send", name, sum(tensor.nbytes for tensor in tensors))
         while self._going and self._going[0][0].is_completed():
             self._going.popleft()
 
+    def _count(self, kind: str, name: str, num_bytes: int) -> None:
+        self.ledger.record(kind, name, "pipeline", full_bytes=num_bytes, world_size=2)
+
     def _post(self, tensor: Tensor, destination: int) -> None:
-        work = dist.isend(tensor, group_dst=destination, group=self._group)
+        work = dist.isend(tensor, group_dst=destination, group=self._towards(self._rank, destination))
         assert work is not None
         self._going.append((work, tensor))
 
@@ -79,10 +98,10 @@ class Wire:
 
     def _take(self, source: int, kind: Hashable) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group_src=source, group=self._group)
+        dist.recv(length, group_src=source, group=self._towards(source, self._rank))
         if length.item():
             raw = torch.empty(int(length.item()), dtype=torch.uint8)
-            dist.recv(raw, group_src=source, group=self._group)
+            dist.recv(raw, group_src=source, group=self._towards(source, self._rank))
             self._seen_headers[source, kind] = raw.numpy().tobytes()
         return self._decode(json.loads(self._seen_headers[source, kind]), source)
 
@@ -92,7 +111,7 @@ class Wire:
             dtype, shape, trains = body
             tensor = torch.empty(shape, dtype=_dtype(dtype), device=self._device)
             if tensor.numel():
-                dist.recv(tensor, group_src=source, group=self._group)
+                dist.recv(tensor, group_src=source, group=self._towards(source, self._rank))
             return tensor.requires_grad_(trains)
         if tag == "plain":
             return body

@@ -1,0 +1,73 @@
+"""Losses that are means over targets, taken apart into a sum and a number of targets.
+
+What a function mode needs to average them over more than one call: ranks that share a sequence, or
+micro-batches that hold different numbers of targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SIGNATURES = {func: inspect.signature(func) for func in (F.cross_entropy, F.nll_loss)}
+_LEGACY = ("size_average", "reduce")
+
+
+class MeanLoss:
+    """One call of ``F.cross_entropy`` or ``F.nll_loss``; ``reduction`` is what it was asked for."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = _SIGNATURES[func].bind(*args, **kwargs)
+        given.apply_defaults()
+        self._func, self._named = func, dict(given.arguments)
+        if any(self._named[name] is not None for name in _LEGACY):
+            mean = "sum" if self._named["size_average"] is False else "mean"
+            self._named["reduction"] = "none" if self._named["reduce"] is False else mean
+            self._named.update(dict.fromkeys(_LEGACY))
+        self.reduction = self._named["reduction"]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> MeanLoss | None:
+        """The call, or None if it is of another function."""
+        return cls(func, args, kwargs) if func in _SIGNATURES else None
+
+    def total(self) -> Tensor:
+        """The sum over targets (0-dim)."""
+        named = {**self._named, "reduction": "sum"}
+        return self._func(named.pop("input"), named.pop("target"), **named)
+
+    def count(self) -> Tensor:
+        """By what the mean divides (0-dim, fp64): targets not ignored, weighted where classes are."""
+        target, weight = self._named["target"], self._named["weight"]
+        if target.is_floating_point():  # probabilities of classes, in dim 1, or 0 without a batch
+            classes = target.shape[1 if target.dim() > 1 else 0]
+            return torch.tensor(float(target.numel() // classes), dtype=torch.float64, device=target.device)
+        kept = target != self._named["ignore_index"]
+        return (kept if weight is None else weight[target[kept]]).sum(dtype=torch.float64)
+
+
+class Counting(TorchFunctionMode):
+    """While it is on, ``tell`` hears of the number of targets of each loss that is a mean (0-dim, fp64).
+
+    Such a loss without any target is 0 then, not NaN, so that a micro-batch without targets counts nothing.
+    """
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        loss = MeanLoss.of(func, args, kwargs)
+        if loss is None or loss.reduction != "mean":
+            return func(*args, **kwargs)
+        count = loss.count()
+        self._tell(count)
+        total = loss.total()
+        return total / count.clamp(min=torch.finfo(torch.float32).tiny).to(total.dtype)
