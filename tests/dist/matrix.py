@@ -117,6 +117,8 @@ s0 sp2 pp2
 s1 sp2 pp2 remat
 s2 cp2 pp2
 s3 cp2 pp2
+s0 dp2 pp2 ep2
+s3 dp2 pp2 ep2 remat
 s3 dp2 pp2 bf16 remat
 s1 dp2 pp2 host
 s2 dp2 pp2 nvme
@@ -160,6 +162,7 @@ s3 dp2 tp2 pp2
 s3 dp2 sp2 pp2
 s2 sp2 cp2 pp2
 s1 tp2 sp2 pp2
+s3 dp2 tp2 pp2 ep2
 """
 
 # Triples that people use, beside the pairs: (features, a name for it).
@@ -176,6 +179,7 @@ TRIPLES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("s2", "tp", "pp"), "Megatron's three axes"),
     (("s3", "sp", "pp"), "long sequences through a pipeline"),
     (("s3", "ep", "bf16"), "a mixture of experts"),
+    (("s3", "pp", "ep"), "a mixture of experts in sharded stages"),
     (("s3", "ep", "sp"), "a mixture of experts on long sequences"),
 )
 
@@ -201,13 +205,7 @@ REFUSED: Mapping[tuple[str, str], Refusal] = {
 }
 
 # Pairs that nothing shows and nothing refuses: what is known about them.
-OPEN: Mapping[tuple[str, str], str] = {
-    (
-        "pp",
-        "ep",
-    ): "a `PipelineModule` with experts works: `tests/dist/test_pipeline_axes.py`; a model that is cut "
-    "between its blocks has no test here yet",
-}
+OPEN: Mapping[tuple[str, str], str] = {}
 LATER = {"lora": "arrives with the adapters, a later issue"}
 
 

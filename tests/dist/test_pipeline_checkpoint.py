@@ -90,6 +90,8 @@ TABLE: dict[int, list[Case]] = {
         ("llama", Layout(2, 1, 2, "zb_h1")),
         ("llama", Layout(1, 2, 2, sp=2)),
         ("llama", Layout(1, 1, 3, sp=2, cp=2)),
+        ("llama", Layout(2, 1, 2, sp=2)),
+        ("llama", Layout(2, 1, 3, cp=2)),
         ("mixtral", Layout(1, 1, 0, ep=4)),
         ("mixtral", Layout(1, 2, 3, ep=2)),
         ("mixtral", Layout(1, 1, 1, sp=2, ep=4)),
@@ -99,6 +101,7 @@ TABLE: dict[int, list[Case]] = {
     8: [
         ("llama", Layout(2, 2, 3)),
         ("llama", Layout(4, 2, 1)),
+        ("llama", Layout(2, 2, 1, sp=2)),
         ("mixtral", Layout(2, 2, 3, ep=2)),
     ],
 }

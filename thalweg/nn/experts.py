@@ -50,7 +50,7 @@ class Experts(nn.Module):
         """``rows`` (M, D) sorted by own expert -> (M, D); ``own_of`` says what stands for a parameter."""
         own = {name: own_of(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
         self._single[0].train(self.training)
-        if self._grouped is None and len(rows):
+        if self._grouped is None and len(rows) and not rows.is_meta:
             self._grouped = self._compare(rows, groups, own)
         return self._at_once(rows, groups, own) if self._grouped else self._one_by_one(rows, groups, own)
 

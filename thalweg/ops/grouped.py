@@ -39,7 +39,7 @@ class Groups:
     @cached_property
     def sizes(self) -> list[int]:
         """``counts`` as numbers; waits for a GPU.  Without values (a rehearsal) all groups are alike."""
-        if is_fake(self.counts):
+        if is_fake(self.counts) or self.counts.is_meta:
             base, rest = divmod(len(self.index), len(self.counts))
             return [base + (group < rest) for group in range(len(self.counts))]
         return self.counts.tolist()
