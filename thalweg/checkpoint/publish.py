@@ -322,7 +322,7 @@ def _alone(io: FileSystem, directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        io.close(handle)
+        os.close(handle)  # not one of a save's operations: a disk that fails must not keep the lock
 
 
 def clean(io: FileSystem, directory: Path) -> None:
