@@ -311,11 +311,7 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
         "scheduler.params.cycle_max_lr",
     ),
     ({"autotuning": {"start_profile_step": 9}}, "autotuning.end_profile_step"),
-    (
-        {"pipeline": {"stages": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2},
-        "sequence_parallel_size",
-    ),
-    ({"pipeline": {"stages": 2}, "tensor_parallel": {}, "context_parallel_size": 2}, "context_parallel_size"),
+    ({"token_weighted_loss": True, "gradient_allreduce_op": "sum"}, "token_weighted_loss"),
     (
         {
             "pipeline": {"stages": 2, "micro_batches": 2},
