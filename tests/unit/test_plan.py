@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +97,32 @@ def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
     assert fake.flops == tape.flops
     short = rehearse(on_meta(shape), batch_of(real, 2, 32), one_rank)
     assert live_peak(short.window) < 0.7 * live_peak(fake.window)  # negative control
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_experts_of_hugging_face_are_planned_in_fp32(family):
+    """torch's grouped product has no form without values but in bf16."""
+    more = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4}
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2,
+        vocab_size=512, use_cache=False, **more,
+    )  # fmt: skip
+    real = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(0, 512, (2, 64))
+    tape = Tape()
+    tape.know([*real.parameters(), tokens])
+    with tape:
+        real(input_ids=tokens, labels=tokens).loss.backward()
+        for parameter in real.parameters():
+            parameter.grad = None
+    one_rank = Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None)
+    with torch.device("meta"):
+        planned = transformers.AutoModelForCausalLM.from_config(config)
+    fake = rehearse(planned, batch_of_call((), {"input_ids": tokens, "labels": tokens}), one_rank)
+    buffers = {number for number, _, label in fake.window if label == "buffers"}
+    own = [event for event in fake.window if abs(event[0]) not in buffers]
+    assert live_peak(own) == pytest.approx(live_peak(tape.events), rel=0.1)
 
 
 WIDE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=32, block_size=64)

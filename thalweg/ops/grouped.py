@@ -29,6 +29,22 @@ from torch.autograd.function import once_differentiable
 from thalweg.ops._private import is_fake
 
 
+def answers_without_values(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    """What the operator ``name`` gives, uninitialised, where torch refuses on fakes what it does on a CPU.
+
+    Grouped products: their form without values takes bf16 alone.  (M, K) by (E, K, N) is (M, N); in the
+    backward pass (K, M) by (M, N), cut along M where ``offs`` (E,) says, is (E, K, N).
+    """
+    if name != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
+        return None
+    first, second = args[:2]
+    if not (first.is_meta or is_fake(first)):
+        return None
+    if first.ndim == second.ndim == 2:
+        return first.new_empty(len(args[2]), first.shape[0], second.shape[1])
+    return first.new_empty(*first.shape[:-1], second.shape[-1])
+
+
 @dataclass(frozen=True)
 class Groups:
     """Rows, those of a group together: ``counts`` (E,) of each group, ``index`` (M,) of each row."""
