@@ -55,7 +55,7 @@ AXES = {
     ),
     "pp": Axis(
         {"pipeline": {"stages": 4}, "gradient_accumulation_steps": ROWS},
-        lambda entry: entry.carrier == "pipeline",
+        lambda entry: entry.carrier == "pipeline" and entry.kind == "send",  # without headers
         lambda n, *_: (n - 1) * 2 * ACTIVATION,
     ),
 }
