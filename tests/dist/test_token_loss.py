@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.dist.parity import full
 from tests.dist.pipe_parity import Case, Run, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
@@ -19,6 +21,7 @@ RAGGED: dict[str, Any] = {
     "sizes": (4, 4, 8),
     "extra": {"token_weighted_loss": True},
 }
+DISK = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 AT_4 = [
     Case("llama", 1, stage=0, micros=1, **RAGGED),
     Case("llama", 1, stage=3, micros=3, **RAGGED),
@@ -31,10 +34,44 @@ AT_4 = [
     Case("llama", 2, sp=2, stage=2, micros=3, **RAGGED),
     Case("layers with attention", 2, cp=2, stage=3, schedule="gpipe", **RAGGED),
 ]
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "token_weighted_loss": True}
 
 
-def _run(rank: int, world: int, cases: list[Case]) -> list[Run]:
-    return [run_engine(case, world, STEPS) for case in cases]
+def _loop(case: Case, world: int, how: str) -> Run:
+    """A user's own loop over the engine, in one of three ways."""
+    import thalweg
+
+    engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
+    mesh = engine._parts.axes.batch
+    data = case.data(mesh.get_local_rank(), mesh.size())
+    norms = []
+    for _ in range(STEPS):
+        for item in (next(data) for _ in range(case.micros)):
+            if how == "own loss":
+                logits, labels = engine(item[0]).float().flatten(0, 1), item[1].flatten()
+                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+                count = int((labels != -100).sum())
+                engine.backward(loss / max(1, count), num_items=count)
+                engine.step()
+                continue
+            loss = engine(*item)
+            if how == "plain":
+                (loss / case.micros).backward()
+            else:
+                engine.backward(loss)
+                engine.step()
+        if how == "plain":
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        norms.append(engine.get_global_grad_norm())
+    found = {name: full(p).tolist() for name, p in engine.module.named_parameters()}
+    engine.close()
+    return Run([], norms, found)
+
+
+def _run(rank: int, world: int, cases: list[Case], loops: list[Case]) -> tuple[list[Run], list[list[Run]]]:
+    whole = [run_engine(case, world, STEPS) for case in cases]
+    return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss")] for case in loops]
 
 
 def _worst(results: list[Run], plain: Run, keys: tuple[str, ...] = tuple(TOLERANCE)) -> dict[str, float]:
@@ -43,17 +80,28 @@ def _worst(results: list[Run], plain: Run, keys: tuple[str, ...] = tuple(TOLERAN
 
 
 def test_all_ranks_and_micro_batches_together_equal_one_process():
+    loops = [replace(AT_4[0], kind="gpt", micros=micros, extra={**RAGGED["extra"], **more}) for micros, more in (
+        (1, DISK), (3, {}),
+    )]  # fmt: skip
     mean_of_means = replace(AT_4[1], extra={})
-    results = run_ranks(_run, 4, [*AT_4, mean_of_means], timeout=240.0)
+    half = replace(AT_4[2], extra=FP16)
+    results = run_ranks(_run, 4, [*AT_4, mean_of_means, half], loops, timeout=240.0)
     plains = {}
     for number, case in enumerate(AT_4):
         key = (case.kind, case.micros)
         plain = plains.setdefault(key, run_plain(case, STEPS))
-        found = _worst([whole[number] for whole in results], plain)
+        found = _worst([whole[number] for whole, _ in results], plain)
         assert all(found[key] <= limit for key, limit in TOLERANCE.items()), (case, found)
     plain = plains[AT_4[1].kind, AT_4[1].micros]
-    control = _worst([whole[len(AT_4)] for whole in results], plain)
+    control = _worst([whole[len(AT_4)] for whole, _ in results], plain)
     assert not any(value <= 1e-3 for value in control.values()), control  # NaN where a rank has no target
+    found = _worst([whole[len(AT_4) + 1] for whole, _ in results], plains["gpt", 2])
+    assert found["loss"] < 5e-3 and found["parameter"] < 2e-2, found
+    for number, case in enumerate(loops):
+        plain = replace(run_plain(case, STEPS), losses=[])
+        for how in range(3):
+            found = _worst([of[number][how] for _, of in results], plain, ("norm", "parameter"))
+            assert all(value <= TOLERANCE[key] for key, value in found.items()), (case, how, found)
 
 
 def _refusals(rank: int, world: int) -> list[str]:
