@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from thalweg.infer import Request, SamplingParams
+from thalweg.infer.engine import Engine
+
 _WIDE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256}
 _LLAMA = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -145,3 +148,16 @@ def built(name: str, seed: int = 0, **changes: Any) -> Any:
         model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
         model.config.eos_token_id = None
     return model
+
+
+def greedy(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """``count`` tokens after each prompt or source, all in flight at once; no block is held after that."""
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=count)))
+    got: dict[str, list[int]] = {str(n): [] for n in range(len(prompts))}
+    while engine.has_work():
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+            assert output.num_prompt_tokens == len(prompts[int(output.request_id)])
+    assert engine.stats().kv_blocks_used == 0
+    return list(got.values())

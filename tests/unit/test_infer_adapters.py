@@ -14,6 +14,8 @@ from tests.unit.infer_models import built, tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.ops import native
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 peft = pytest.importorskip("peft")
 PROMPTS = [[(7 * i * i + 3 * n) % 128 + 2 for i in range(n)] for n in (5, 17, 40, 16)]
 TARGETS = {
@@ -27,14 +29,6 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "o_proj"],
 }
 RUNNERS = ["eager"] if native.missing("fp32") else ["native", "eager"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adapted(model: Any, folder: Path, seed: int, **fields: Any) -> Any:

@@ -15,17 +15,11 @@ from thalweg.infer import EngineOptions, Request, load_engine
 from thalweg.infer.embed import Embedder
 from thalweg.ops import native
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = EngineOptions(dtype="fp32", max_length=96, max_step_tokens=100)
 RUNNER = "EagerEncoder" if native.missing("fp32") else "NativeEncoder"
 PROMPTS = [[(13 * i * i + 3 * n + 5) % 128 + 2 for i in range(n)] for n in (1, 2, 16, 17, 33, 90, 5)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def expected(model: Any, style: str = "mean") -> torch.Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.infer_models import TINY, tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.engine import Engine
+from tests.unit.infer_models import TINY, greedy, tiny
+from thalweg.infer import EngineOptions, load_engine
 from thalweg.ops import native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 17, 40)
 OPTIONS = EngineOptions(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
@@ -20,27 +21,8 @@ FOREIGN = {"gptj", "falcon_alibi", "stablelm"}
 NATIVE = pytest.mark.skipif(bool(native.missing("fp32")), reason=native.missing("fp32"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def prompts(vocab: int = 131) -> list[list[int]]:
     return [torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
-
-
-def greedy(engine: Engine, texts: list[list[int]], count: int) -> list[list[int]]:
-    for number, text in enumerate(texts):
-        engine.add(Request(str(number), text, SamplingParams(temperature=0, max_tokens=count)))
-    got: dict[str, list[int]] = {str(n): [] for n in range(len(texts))}
-    while engine.has_work():
-        for output in engine.step():
-            got[output.request_id] += output.token_ids
-    assert engine.stats().kv_blocks_used == 0
-    return list(got.values())
 
 
 def expected(model: Any, count: int = 10) -> list[list[int]]:

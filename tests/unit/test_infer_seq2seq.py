@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
-from tests.unit.infer_models import LISTENING, built
+from tests.unit.infer_models import LISTENING, built, greedy
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.engine import Engine
 from thalweg.ops import native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUNNER = "eager" if native.missing("fp32") else "native"
 OPTIONS = EngineOptions(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
@@ -22,29 +24,9 @@ SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 1
 T5 = sorted(set(LISTENING) - {"bart"})
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]]:
     rows = [model.generate(torch.tensor([s]), max_new_tokens=count, do_sample=False)[0] for s in sources]
     return [row[1:].tolist() for row in rows]
-
-
-def greedy(engine: Any, sources: list[list[int]], count: int) -> list[list[int]]:
-    for number, source in enumerate(sources):
-        engine.add(Request(str(number), source, SamplingParams(temperature=0, max_tokens=count)))
-    got: dict[str, list[int]] = {str(n): [] for n in range(len(sources))}
-    while engine.has_work():
-        for output in engine.step():
-            got[output.request_id] += output.token_ids
-            assert output.num_prompt_tokens == len(sources[int(output.request_id)])
-    assert engine.stats().kv_blocks_used == 0
-    return list(got.values())
 
 
 @pytest.mark.parametrize("runner", sorted({RUNNER, "eager"}))

@@ -14,6 +14,8 @@ from tests.unit.infer_models import built, tiny
 from thalweg.infer import EngineOptions, load_engine
 from thalweg.serve.text import Text, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXTS = ["w5 w77 w8", "w9", "w100 w3 w3 w3 w64 w90 w2"]
 
 
@@ -35,14 +37,6 @@ def ids_of(text: str) -> torch.Tensor:
 
 def options(**fields: Any) -> EngineOptions:
     return EngineOptions(dtype="fp32", max_batch=4, max_length=96, kv_memory=2**21, **fields)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_model_that_listens(tmp_path: Path) -> None:
