@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections import Counter
 from typing import Any
@@ -125,6 +126,54 @@ class Bytes:
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
+
+
+class Pieces:
+    """Decodes tokens that are bytes; ``one_each`` puts a U+FFFD for each bad byte, as byte fallback does."""
+
+    def __init__(self, one_each: bool) -> None:
+        self.errors = "each" if one_each else "replace"
+        self.longest = 0
+
+    def decode(self, tokens: list[bytes], skip_special_tokens: bool) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return b"".join(tokens).decode("utf-8", self.errors)
+
+
+codecs.register_error("each", lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("one_each", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.binary(min_size=1, max_size=3), st.sampled_from(["é", "€", "𝄞", "ab"]).map(str.encode)),
+        max_size=90,
+    )
+)
+def test_bytes_that_never_become_a_character_hold_back_no_more_than_three(
+    one_each: bool, tokens: list[bytes]
+) -> None:
+    """A model may say one byte for ever: its text streams all the same, and is not decoded from the start."""
+    decoder = Pieces(one_each)
+    stream = TextStream(decoder, (), include_stop=False, skip_special=True)
+    got = ""
+    for number, token in enumerate(tokens, 1):
+        got += stream.push(token)[0]  # type: ignore[arg-type]
+        so_far = decoder.decode(tokens[:number], True)
+        assert len(so_far) - len(got) <= 3
+        decoder.longest = 0
+    whole = decoder.decode(tokens, True)
+    decoder.longest = 0
+    assert got + stream.finish() == whole
+    assert decoder.longest <= 70
+
+
+def test_a_byte_said_for_ever_is_not_decoded_from_the_start() -> None:
+    decoder = Pieces(False)
+    stream = TextStream(decoder, (), include_stop=False, skip_special=True)
+    assert "".join(stream.push(b"\xc3")[0] for _ in range(500)) + stream.finish() == "\ufffd" * 500  # type: ignore[arg-type]
+    assert decoder.longest <= 40
 
 
 @settings(max_examples=100, deadline=None)

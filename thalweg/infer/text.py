@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_UNKNOWN = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
+_INCOMPLETE = 3  # bytes that a character may lack its last one of; tokens that they can lie in
+_WINDOW = 32  # tokens that are decoded again for each new one, at most
+
 
 class TextStream:
     """The text of one sequence's output; give it the tokens one by one.
 
     Text is held back while its last character is incomplete and while its end may be the beginning of a stop
-    string.  Once a stop string is found nothing follows it.
+    string.  Once a stop string is found nothing follows it.  An incomplete character has at most three bytes,
+    and decoders put one U+FFFD in the place of each or of all: those before the last three stand for bytes
+    that never become a character, and go out.
     """
 
     def __init__(
@@ -19,7 +25,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._include, self._skip = include_stop, skip_special
         self._tokens: list[int] = []
-        self._start = self._read = 0
+        self._start = self._read = self._sent = 0  # ``_sent``: characters that went out after ``_read``
         self._held = ""
 
     def push(self, token: int, look: bool = True) -> tuple[str, str | None]:
@@ -52,13 +58,33 @@ class TextStream:
 
     def _decoded(self, final: bool = False) -> str:
         """Decode the tokens since the last whole character, next to a few before them."""
-        before = self._decode(self._tokens[self._start : self._read])
+        before = len(self._decode(self._tokens[self._start : self._read])) + self._sent
         now = self._decode(self._tokens[self._start :])
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
+        if now.endswith(_UNKNOWN) and not final:
+            trailing = len(now) - len(now.rstrip(_UNKNOWN))
+            settled = now[: len(now) - min(trailing, _INCOMPLETE)]
+            text = settled[before:]
+            self._sent += len(text)
+            if len(self._tokens) - self._read > _WINDOW:
+                text += self._move(now)
+            return text
+        if len(now) <= before:
             return ""
         # The next call decodes from what is new now: leading spaces depend on what comes before.
-        self._start, self._read = self._read, len(self._tokens)
-        return now[len(before) :]
+        self._start, self._read, self._sent = self._read, len(self._tokens), 0
+        return now[before:]
+
+    def _move(self, now: str) -> str:
+        """Let the window begin later, at a token that no character reaches into; return what that settles."""
+        end = len(self._tokens) - _INCOMPLETE
+        for cut in range(end, end - _INCOMPLETE, -1):
+            part = self._decode(self._tokens[self._start : cut])
+            if not now.startswith(part):  # ``cut`` is within a character
+                continue
+            went = len(self._decode(self._tokens[self._start : self._read])) + self._sent
+            self._start, self._read, self._sent = cut - 1, cut, max(0, went - len(part))
+            return part[went:]
+        return ""
 
 
 def _overlap(text: str, stop: str) -> int:
