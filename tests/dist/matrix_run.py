@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -42,16 +42,28 @@ class Routed(nn.Module):
         return self.moe(x_BTD)[0]
 
 
-def build(combination: Combination, seed: int = 0) -> nn.Module:
-    """The model of a combination: the reference GPT, untied on several axes, or one with experts."""
-    torch.manual_seed(seed)
+def kind_of(combination: Combination) -> tuple[bool, int]:
+    """What its model depends on: whether the head is tied, and over how many ranks experts are spread (0: none).
+
+    Tied by the parity of the name's length, so that both kinds occur with everything; a tied head has two
+    names over stages.
+    """
     degrees = combination.degrees
-    tied = len(combination.name) % 2 == 0 and "pp" not in degrees  # a tied head has two names over stages
+    return len(combination.name) % 2 == 0 and "pp" not in degrees, degrees.get("ep", 0)
+
+
+def build(combination: Combination) -> nn.Module:
+    """The model of a combination: the reference GPT, or one with experts."""
+    return _build(*kind_of(combination))
+
+
+def _build(tied: bool, ep: int) -> nn.Module:
+    torch.manual_seed(0)
     model = GPT(
         GPTConfig(vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=16, block_size=LENGTH, tied=tied)
     )
-    if "ep" in degrees:
-        model.blocks[1].mlp = Routed(16, degrees["ep"])
+    if ep:
+        model.blocks[1].mlp = Routed(16, ep)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -96,7 +108,7 @@ def choices_of_fp32(combination: Combination, rank: int) -> Iterator[None]:
 
     try:
         moe.route = note
-        run_plain(combination)
+        train_plain(build(combination))
         moe.route = repeat
         yield
     finally:
@@ -104,9 +116,19 @@ def choices_of_fp32(combination: Combination, rank: int) -> Iterator[None]:
     assert not chosen
 
 
-def run_plain(combination: Combination, steps: int = STEPS) -> Run:
-    """One process, fp32, plain PyTorch."""
-    model = build(combination)
+def run_plain(combination: Combination) -> Run:
+    """One process, fp32, plain PyTorch; combinations with the same model share it."""
+    tied, ep = kind_of(combination)
+    return _run_plain(tied, ep > 0)
+
+
+@cache
+def _run_plain(tied: bool, experts: bool) -> Run:
+    return train_plain(_build(tied, int(experts)))
+
+
+def train_plain(model: nn.Module, steps: int = STEPS) -> Run:
+    """Twenty steps of plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):

@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.dist.models import batch, tiny_gpt
 from tests.dist.parity import equal_bits, full
-from tests.harness import run_ranks
 
 
 class _Fuse(torch.autograd.Function):
@@ -84,6 +83,6 @@ def _resumes(rank, world, stage, burns):
 
 @pytest.mark.parametrize("burns", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_next_step_equals_a_run_that_never_failed(stage, burns):
-    for equal in run_ranks(_resumes, 2, stage, burns):
+def test_the_next_step_equals_a_run_that_never_failed(together, stage, burns):
+    for equal in together(_resumes, 2):
         assert equal == [True, True]

@@ -86,8 +86,8 @@ def _branches(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_row08_a_random_branch_every_step(stage):
-    assert max(run_ranks(_branches, 2, stage)) < 1e-4
+def test_row08_a_random_branch_every_step(together, stage):
+    assert max(together(_branches, 2)) < 1e-4
 
 
 # Row 14: several engines in one process
@@ -165,8 +165,8 @@ def _two_losses(rank, world, stage, how):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["sum", "two", "again"])
-def test_row15_two_losses_shared_modules_retained_graphs(stage, how):
-    assert max(run_ranks(_two_losses, 2, stage, how)) < 1e-6
+def test_row15_two_losses_shared_modules_retained_graphs(together, stage, how):
+    assert max(together(_two_losses, 2)) < 1e-6
 
 
 # Row 16: the plain loop
@@ -199,8 +199,8 @@ def _plain_loop(rank, world, stage, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_row16_the_unmodified_loop_gives_the_same(stage, dtype):
-    for worst_grad, worst_parameter in run_ranks(_plain_loop, 2, stage, dtype):
+def test_row16_the_unmodified_loop_gives_the_same(together, stage, dtype):
+    for worst_grad, worst_parameter in together(_plain_loop, 2):
         limit = 1e-7 if dtype != "fp16" else 2e-3
         assert worst_grad <= limit
         assert worst_parameter <= limit * 100
@@ -209,7 +209,7 @@ def test_row16_the_unmodified_loop_gives_the_same(stage, dtype):
 # Row 17: which dtype holds what
 
 
-def _dtypes(rank, world, stage, section, expected):
+def _dtypes(rank, world, stage, section, **expected):
     engine = start(tiny_gpt(), stage, **section)
     tokens, labels = mine(0, rank, world)
     seen = []
@@ -239,8 +239,8 @@ def _dtypes(rank, world, stage, section, expected):
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_row17_live_tensors_have_the_dtypes_of_the_config(stage, section, compute, master):
-    for (weight, activation), masters, grads, states in run_ranks(_dtypes, 2, stage, section, None):
+def test_row17_live_tensors_have_the_dtypes_of_the_config(together, stage, section, compute, master):
+    for (weight, activation), masters, grads, states in together(_dtypes, 2):
         assert (weight, activation) == (compute, compute)
         assert masters == {master}
         assert grads == {master}
@@ -324,8 +324,8 @@ def _overflow(rank, world, stage, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(stage, dtype):
-    for outcome in run_ranks(_overflow, 2, stage, dtype):
+def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(together, stage, dtype):
+    for outcome in together(_overflow, 2):
         assert outcome == (True, True, True, 1, 3)
 
 
@@ -360,8 +360,8 @@ def _modes(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_sync_evaluation_and_frozen_parts(stage):
-    for worst, gap, sharded, frozen in run_ranks(_modes, 2, stage):
+def test_no_sync_evaluation_and_frozen_parts(together, stage):
+    for worst, gap, sharded, frozen in together(_modes, 2):
         assert worst < 1e-4
         assert gap < 1e-5
         assert sharded
@@ -385,8 +385,8 @@ def _submodule(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_unit_called_by_itself_sees_the_latest_update(stage):
-    assert max(run_ranks(_submodule, 2, stage)) == 0.0
+def test_a_unit_called_by_itself_sees_the_latest_update(together, stage):
+    assert max(together(_submodule, 2)) == 0.0
 
 
 # Several hosts: the wire forms of the collectives
@@ -406,17 +406,17 @@ def _wire(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_wire_and_shared_memory_give_the_same_bits(stage, world):
-    for worst, equal in run_ranks(_wire, world, stage):
+def test_wire_and_shared_memory_give_the_same_bits(together, stage, world):
+    for worst, equal in together(_wire, world):
         assert worst < 2e-6
         assert equal
 
 
-def _hosts(rank, world, stage, accumulation):
+def _hosts(rank, world, stage):
     import os
 
     os.environ["THALWEG_HOST"] = f"host {rank // 2}"
-    case = Case(stage, windows=(accumulation,) * 5, accumulation=accumulation, clip=0.05)
+    case = Case(stage, windows=(2,) * 5, accumulation=2, clip=0.05)
     plain = run_plain(Odd(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
     outcome = run_engine(Odd(), case, rank, world)
     engine = start(Odd(), stage)
@@ -427,8 +427,8 @@ def _hosts(rank, world, stage, accumulation):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_hosts_of_two_ranks_use_both_levels(stage):
-    for worst, carriers in run_ranks(_hosts, 4, stage, 2):
+def test_two_hosts_of_two_ranks_use_both_levels(together, stage):
+    for worst, carriers in together(_hosts, 4):
         assert worst < 2e-6
         assert carriers == {"both"}
 
@@ -499,8 +499,8 @@ def _init_and_gather(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_init_inside_the_context_and_gathered_writes(stage):
-    assert run_ranks(_init_and_gather, 2, stage) == [(True, (24,), True, 2.0)] * 2
+def test_init_inside_the_context_and_gathered_writes(together, stage):
+    assert together(_init_and_gather, 2) == [(True, (24,), True, 2.0)] * 2
 
 
 # Samples are counted as they were seen, short windows included

@@ -239,8 +239,8 @@ def _hosts(rank: int, world: int, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4", "wrapper"])
-def test_row45_over_two_hosts(kind):
-    losses = torch.tensor(run_ranks(_hosts, RANKS, kind)).mean(0)
+def test_row45_over_two_hosts(together, kind):
+    losses = torch.tensor(together(_hosts, RANKS)).mean(0)
     torch.testing.assert_close(losses, torch.tensor(plain(kind)[0]), rtol=2e-2, atol=2e-3)
 
 

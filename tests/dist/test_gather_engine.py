@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import thalweg
-from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero.gather import track
 
@@ -71,12 +72,24 @@ def _train(
     return losses
 
 
+def _alone(rank: int, world: int, low: bool, accumulation: int) -> list[float]:
+    return _train(rank, world, 0, "plain", accumulation, low, True)
+
+
+BUILDS = ((0, "init"), (1, "plain"), (2, "meta"), (3, "init"))
+
+
+def _builds(rank: int, world: int, low: bool, accumulation: int) -> list[list[float]]:
+    """Losses of each stage and build, and of one whose parameters nobody changes."""
+    found = [_train(rank, world, stage, build, accumulation, low, True) for stage, build in BUILDS]
+    return [*found, _train(rank, world, 3, "init", accumulation, low, False)]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-def test_all_stages_and_builds_agree(low: bool, accumulation: int) -> None:
-    expected = run_ranks(_train, 1, 0, "plain", accumulation, low, True)[0]
-    for stage, build in ((0, "init"), (1, "plain"), (2, "meta"), (3, "init")):
-        for losses in run_ranks(_train, 2, stage, build, accumulation, low, True):
-            assert losses == pytest.approx(expected, rel=1e-2 if low else 2e-6), (stage, build)
-    unchanged = run_ranks(_train, 2, 3, "init", accumulation, low, False)[0]
-    assert unchanged != pytest.approx(expected, rel=1e-2)  # negative control
+def test_all_stages_and_builds_agree(together: Any, low: bool, accumulation: int) -> None:
+    expected = together(_alone, 1)[0]
+    for *found, unchanged in together(_builds, 2):
+        for losses, how in zip(found, BUILDS, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-2 if low else 2e-6), how
+        assert unchanged != pytest.approx(expected, rel=1e-2)  # negative control

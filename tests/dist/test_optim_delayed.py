@@ -21,8 +21,9 @@ from thalweg.optim.delayed import DelayPolicy
 SHAPES = [(13, 40), (40, 16), (5, 6, 7), (60,)]
 
 
-def _sharded(rank: int, world: int, policy: DelayPolicy) -> float:
+def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
     """The largest difference of shards stepped to whole parameters stepped."""
+    policy = DelayPolicy(topk_ratio=0.2, select_interval=5, update_interval=update, overlap=overlap)
     mesh = init_device_mesh("cpu", (world,))
     g = torch.Generator().manual_seed(0)
     whole = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
@@ -40,9 +41,10 @@ def _sharded(rank: int, world: int, policy: DelayPolicy) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("update", [3, None])
-def test_shards_are_stepped_as_the_whole(world: int, overlap: bool, update: int | None) -> None:
-    policy = DelayPolicy(topk_ratio=0.2, select_interval=5, update_interval=update, overlap=overlap)
-    assert max(run_ranks(_sharded, world, policy)) < 1e-6
+def test_shards_are_stepped_as_the_whole(
+    together: Any, world: int, overlap: bool, update: int | None
+) -> None:
+    assert max(together(_sharded, world)) < 1e-6
 
 
 ZENFLOW = {"topk_ratio": 0.25, "select_interval": 5, "update_interval": 3, "overlap_step": True}

@@ -46,8 +46,8 @@ def _sharded(rank: int, world: int, name: str, kind: str) -> bool:
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_shards_have_the_bits_of_the_whole(world: int, kind: str, name: str) -> None:
-    assert all(run_ranks(_sharded, world, name, kind))
+def test_shards_have_the_bits_of_the_whole(together: Any, world: int, kind: str, name: str) -> None:
+    assert all(together(_sharded, world))
 
 
 def _config(stage: int, kind: str, extra: dict[str, Any]) -> dict[str, Any]:

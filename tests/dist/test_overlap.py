@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -9,14 +10,18 @@ import pytest
 
 from tests.dist.models import batch, tiny_gpt
 from tests.dist.parity import full
-from tests.harness import run_ranks
 
 STEPS = 3
 
 
-def _train(rank, world, stage, accumulation, shared, delay):
-    import os
+def _both(rank, world, stage, accumulation):
+    """A run over shared memory, and one over the wire with delays."""
+    return _train(rank, world, stage, accumulation, True, 0.0), _train(
+        rank, world, stage, accumulation, False, 0.01
+    )
 
+
+def _train(rank, world, stage, accumulation, shared, delay):
     import thalweg
     from thalweg.comm.background import Background
 
@@ -35,7 +40,6 @@ def _train(rank, world, stage, accumulation, shared, delay):
 
         submit(self, late)
 
-    Background.submit = slow  # in this rank's process alone
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -44,6 +48,8 @@ def _train(rank, world, stage, accumulation, shared, delay):
         "gradient_clipping": 0.5,
         "cpu_kernels": "torch",
     }
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Background, "submit", slow)
     engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
     grads = None
     for step in range(STEPS * accumulation):
@@ -56,14 +62,15 @@ def _train(rank, world, stage, accumulation, shared, delay):
         engine.step()
     weights = [full(p).flatten().tolist() for p in engine.module.parameters()]
     engine.close()
+    patch.undo()
     return count, grads, weights
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_delays_change_no_bit(stage, accumulation):
-    known = run_ranks(_train, 2, stage, accumulation, True, 0.0)[0]
-    found = run_ranks(_train, 2, stage, accumulation, False, 0.01)
+def test_delays_change_no_bit(together, stage, accumulation):
+    ranks = together(_both, 2)
+    known, found = ranks[0][0], [late for _, late in ranks]
     assert known[0] == 0
     assert found[0][0] > 0, "nothing was reduced in the background"
     assert found[0][1:] == found[1][1:]

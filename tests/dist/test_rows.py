@@ -92,8 +92,8 @@ def _epoch(rank, world, stage, how):
 
 @pytest.mark.parametrize("how", ["loop", "train_batch"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_row03_a_ragged_epoch_equals_big_batches(stage, how):
-    for windows, worst in run_ranks(_epoch, 2, stage, how):
+def test_row03_a_ragged_epoch_equals_big_batches(together, stage, how):
+    for windows, worst in together(_epoch, 2):
         assert windows == [2, 2, 1]
         assert worst < 1e-4
 
@@ -133,8 +133,8 @@ def _delays(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_row05_random_delays_change_no_bit(stage):
-    assert run_ranks(_delays, 3, stage) == [True] * 3
+def test_row05_random_delays_change_no_bit(together, stage):
+    assert together(_delays, 3) == [True] * 3
 
 
 # Row 12: activation checkpointing
@@ -161,16 +161,16 @@ def _recompute(rank, world, stage, section):
     "section", [{"policy": "full"}, {"policy": "selective", "every": 2}, {"policy": "selective"}]
 )
 @pytest.mark.parametrize("stage", [0, 3])
-def test_row12_recomputation_with_dropout_changes_no_bit(stage, section):
-    assert run_ranks(_recompute, 2, stage, section) == [True, True]
+def test_row12_recomputation_with_dropout_changes_no_bit(together, stage, section):
+    assert together(_recompute, 2) == [True, True]
 
 
 # Row 40: torch.compile
 
 
-def _compiled(rank, world, stage, backend):
+def _compiled(rank, world, stage):
     plain, _ = start(tiny_gpt(), stage)
-    compiled, _ = start(tiny_gpt(), stage, compile={"enabled": True, "backend": backend})
+    compiled, _ = start(tiny_gpt(), stage, compile={"enabled": True, "backend": "aot_eager"})
     worst = 0.0
     for step in range(4):
         tokens, labels = batch(step, 2 * world)
@@ -186,8 +186,8 @@ def _compiled(rank, world, stage, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_row40_compiled_equals_eager(stage):
-    assert max(run_ranks(_compiled, 2, stage, "aot_eager", timeout=300)) < 2e-6
+def test_row40_compiled_equals_eager(together, stage):
+    assert max(together(_compiled, 2)) < 2e-6
 
 
 # Row 44: any optimiser
@@ -256,11 +256,17 @@ def _train(rank, world, stage, folder, steps, resume, save):
     return losses, ids
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Losses and ids of four steps, those of two on other ranks, and the checkpoint of these."""
+    folder = tmp_path_factory.mktemp("run")
+    straight = run_ranks(_train, 2, 3, str(folder / "unused"), 4, False, False)[0]
+    return straight, run_ranks(_train, 4, 3, str(folder), 2, False, True)[0], str(folder)
+
+
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (3, 3), (2, 0)])
-def test_rows_01_02_37_another_world_and_stage_goes_on(tmp_path, world, stage):
-    straight, ids = run_ranks(_train, 2, 3, str(tmp_path / "unused"), 4, False, False)[0]
-    folder = str(tmp_path / "run")
-    first, first_ids = run_ranks(_train, 4, 3, folder, 2, False, True)[0]
+def test_rows_01_02_37_another_world_and_stage_goes_on(stopped, world, stage):
+    (straight, ids), (first, first_ids), folder = stopped
     second, second_ids = run_ranks(_train, world, stage, folder, 2, True, False)[0]
     assert first_ids + second_ids == ids
     assert [*first, *second] == pytest.approx(straight, abs=3e-6)

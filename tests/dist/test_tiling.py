@@ -95,8 +95,8 @@ def _logits(rank: int, world: int, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3)])
-def test_logits_come_out_where_they_are_asked_for(world: int, stage: int) -> None:
-    for found in run_ranks(_logits, world, stage):
+def test_logits_come_out_where_they_are_asked_for(together: Any, world: int, stage: int) -> None:
+    for found in together(_logits, world):
         for mode in ("train", "eval"):
             assert found[mode] == (True, "DeferredLogits", True)
         assert "before step()" in found["late"] and found["moved"]

@@ -109,8 +109,8 @@ def _half(rank, world, dtype, stage):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_mixes_in_half_precision_with_ragged_windows_and_clipping(dtype, stage):
-    for failures in run_ranks(_half, 4, dtype, stage):
+def test_mixes_in_half_precision_with_ragged_windows_and_clipping(together, dtype, stage):
+    for failures in together(_half, 4):
         assert failures == []
 
 
@@ -131,8 +131,8 @@ def _links(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_links_at_both_levels(stage):
-    for worst, kinds in run_ranks(_links, 4, stage):
+def test_links_at_both_levels(together, stage):
+    for worst, kinds in together(_links, 4):
         assert worst["hpZ"] <= TOLERANCE["exact"]
         assert worst["MiCS"] <= TOLERANCE["exact"]
         assert worst["wide MiCS"] <= TOLERANCE["gradients"]
