@@ -107,3 +107,19 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, run
         assert scores(model, runner, True, company) == alone
     # Negative control: without the option torch's sums depend on the shapes.
     assert any(scores(model, runner, False, company) != alone for company in (3, 9))
+
+
+@pytest.mark.parametrize("prompt", [16, 17, 28])
+def test_a_cache_for_a_whole_batch_lets_the_whole_batch_run(prompt: int) -> None:
+    """Sequences that need no more blocks must not keep one waiting (seen with blocks for just the batch)."""
+    options = EngineOptions(dtype="fp32", max_batch=4, max_length=32, prefix_cache=False)
+    engine = load_engine(tiny("llama"), options)
+    assert engine.stats().kv_blocks == 8
+    for number in range(4):
+        params = SamplingParams(temperature=0, max_tokens=32 - prompt, ignore_eos=True)
+        engine.add(Request(str(number), [1 + number] * prompt, params))
+    engine.step()
+    assert engine.stats().running == 4
+    while engine.has_work():
+        engine.step()
+    assert engine.stats().kv_blocks_used == 0

@@ -157,8 +157,9 @@ class Scheduler:
                 return budget
             fresh = -(-len(sequence.tokens) // self.pool.size) - len(found)
             wanted = fresh + unheard + idle + idle_too
-            # One block for each that decodes already, lest it be put back a moment later.
-            if wanted + len(self.running) > self.pool.available and self.running:
+            # One block for each that will still grow, lest it be put back a moment later.
+            growing = sum(len(s.blocks) * self.pool.size < s.limit - 1 for s in self.running)
+            if wanted + growing > self.pool.available and self.running:
                 return budget
             assert wanted <= self.pool.available, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
