@@ -162,7 +162,8 @@ class Engine(nn.Module):
     @contextmanager
     def _or_rest(self, backward: bool = False) -> Iterator[None]:
         """Bring the model back to rest if the pass within raises, so that a caller who catches can go on.
-        A backward pass may have reduced some gradients and not others: its window begins anew."""
+        A backward pass may have reduced some gradients and not others, a step may have used some up: the
+        window begins anew."""
         try:
             yield
         except BaseException:
@@ -182,7 +183,7 @@ class Engine(nn.Module):
     def _update(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
         optimizer = self._need_optimizer()
-        with self._parts.phases.span("step"):
+        with self._parts.phases.span("step"), self._or_rest(backward=True):
             optimizer.step()
         if self.lr_scheduler is not None and not optimizer.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))

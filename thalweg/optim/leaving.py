@@ -145,9 +145,13 @@ class Leaving:
 
     def settle(self) -> None:
         """Wait for the updates under way; raises what one of them has raised."""
+        if (error := self._wait()) is not None:
+            raise error
+
+    def _wait(self) -> BaseException | None:
+        """Return when no update is under way, with the first error of one."""
         pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        return next((error for error in [future.exception() for future in pending] if error), None)
 
     def close_step(self) -> None:
         """The step that these gradients belong to is over."""
@@ -160,8 +164,9 @@ class Leaving:
         self._forget()
 
     def drop(self) -> None:
-        """The user forgets this step's gradients."""
-        self.settle()
+        """The user forgets this step's gradients, and with them what became of their updates."""
+        if (error := self._wait()) is not None:
+            _log.warning("an update that is dropped had failed: %s", error)
         if self.measured and self._early:
             _log.warning(
                 "zero_grad() after a backward pass that has updated %d parameters already: "
@@ -195,7 +200,7 @@ class Leaving:
     def _begin(self) -> None:
         """Before a backward pass."""
         if self.measured:
-            self.settle()
+            self._wait()
             self._forget()
             raise ValueError(
                 "a second backward pass in one step: offload_optimizer has used the gradients of the first "

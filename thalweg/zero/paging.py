@@ -100,7 +100,12 @@ class PagedUnit:
         """Return when the bytes are in their homes."""
         self.begin()
         if self.phase == "coming":
-            self._ticket.wait()
+            try:
+                self._ticket.wait()
+            except BaseException:  # the next use reads again
+                self.phase = "out"
+                self.clear()
+                raise
             landings = [(part.landing, part.image) for part in self.parts if part.landing is not None]
             with torch.no_grad():
                 for landing, image in landings:
@@ -112,7 +117,7 @@ class PagedUnit:
     def retire(self) -> bool:
         """Its bytes are not wanted any more; whether it leaves pages behind."""
         if self.phase == "coming":
-            self._ticket.wait()
+            self._ticket.settle()
         leaves = self.phase != "out" and self._drop_landings is None
         if self.phase != "out":
             if self._drop_landings is not None:
@@ -170,8 +175,12 @@ class Pager:
         unit = self.units[name]
         unit.in_use = True
         self._make_room(self.limit - 1)
-        self._begin(unit)
-        unit.finish()
+        try:
+            self._begin(unit)
+            unit.finish()
+        except BaseException:
+            unit.in_use = False
+            raise
         self._used(unit)
         if self._meet is not None:
             self._meet(name)

@@ -162,6 +162,7 @@ class Sharded:
         self._watches_rest()
         if self.paging is not None:
             self.paging.pager.end_pass()
+            self.paging.pager.forget()  # an update may have got half-way
 
     def on_reduced(self, before: Reducing, after: Reduced) -> None:
         """Tell ``before(parameters)`` and ``after(unit, parameters, complete)`` of each unit that a backward
