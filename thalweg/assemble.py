@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg import ops
 from thalweg.config import Config, ModelFacts
 from thalweg.config.schema_base import AUTO, with_values
+from thalweg.device import ThreadCache
 from thalweg.mesh import Axes, Degrees
 from thalweg.nn.moe import MoE
 from thalweg.nn.tiling import tile_model
@@ -209,6 +210,8 @@ def assemble(
     sharded.on_close(release)
     preflight.watch(model)
     window = Window(config.gradient_accumulation_steps)
+    if device.type == "cpu":
+        window.between_passes(ThreadCache().exchange)
     averaging = averaging_of(config, window, axes, device)
     if attention is not None:
         attention.tell = averaging.hears

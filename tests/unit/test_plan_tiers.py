@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thalweg
 from thalweg.config import load
+from thalweg.ops.table import KernelTable
 from thalweg.plan.auto import open_paths
 from thalweg.plan.cluster import DEVICES, Cluster
 from thalweg.plan.setting import unmodelled
+from thalweg.plan.tape import Tape
 
 SHAPE = {"vocab_size": 512, "n_layer": 8, "n_head": 4, "n_embd": 128, "block_size": 128}
 GPUS = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 40, flops=DEVICES["h100"].flops)
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
+LONG = {"sequence_length": 128}
 
 
 def config_of(stage=0, zero=(), **more):
@@ -28,6 +32,38 @@ def config_of(stage=0, zero=(), **more):
 def planned(config, cluster=None, **more):
     where = cluster or Cluster(device="cpu", devices_per_node=1)
     return thalweg.plan(SHAPE, config, cluster=where, process_bytes=0, suggest=False, **more)
+
+
+def test_gradients_wait_for_a_disk_that_is_slower_than_the_backward_pass():
+    config = config_of(3, {"offload_param": {**NVME, "max_in_cpu": 0}, "offload_optimizer": NVME})
+    config["gradient_clipping"] = 0.0
+    rates = [1e6, 1e15]
+    slow, fast = (
+        planned(config, Cluster(device="cpu", disk_read_bandwidth=rate, disk_write_bandwidth=rate), **LONG)
+        for rate in rates
+    )
+    unit = 12 * 128 * 128 * 4
+    assert slow.per_rank.gradients - fast.per_rank.gradients >= 2 * unit
+    early = {**config, "gradient_clipping": 1.0}
+    early["zero_optimization"] = {"stage": 3}
+    assert planned(early, Cluster(device="cpu", disk_read_bandwidth=1e6), **LONG).per_rank == (
+        planned(early, Cluster(device="cpu"), **LONG).per_rank
+    )
+
+
+def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
+    blocks = {}
+    for kernel in ("onednn", "torch", None):
+        monkeypatch.setattr(KernelTable, "known", lambda *_, kernel=kernel: kernel)
+        tape = Tape()
+        tape.kernels = "auto"
+        with FakeTensorMode():
+            x, weight = torch.empty(64, 32), torch.empty(48, 32, requires_grad=True)
+            with tape:
+                torch.nn.functional.linear(x, weight).square().sum().backward()
+        blocks[kernel] = sum(size == 64 * 48 * 4 for number, size, _ in tape.take() if number > 0)
+    assert blocks["onednn"] == blocks["torch"] + 1
+    assert blocks[None] == blocks["torch"]
 
 
 def test_what_is_not_counted_is_said():

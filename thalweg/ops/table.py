@@ -75,6 +75,7 @@ class KernelTable:
     def __init__(self, directory: Path | None, measure: Measure = measure_product) -> None:
         self._measure = measure
         self._picks: dict[str, str] = {}
+        self._file: dict[str, str] | None = None  # as `known` has found it
         self._answers: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
         self._compiled = 0
         self._lock = threading.RLock()
@@ -95,6 +96,16 @@ class KernelTable:
                 name = self._admit(self._decide(product[0], kind, dtype, bucket(rows), k, n))
                 self._answers[product] = name
         return name
+
+    def known(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str | None:
+        """What :meth:`pick` would answer without measuring, or None; for these threads, else for others."""
+        rest = f"/{kind}/{str(dtype).removeprefix('torch.')}/{bucket(rows)}/{k}x{n}"
+        with self._lock:
+            if self._file is None:
+                self._file = self._read()
+            picks = self._file | self._picks
+        mine = picks.get(f"{torch.get_num_threads()}{rest}")
+        return mine or next((name for key, name in sorted(picks.items()) if key.endswith(rest)), None)
 
     def _admit(self, name: str) -> str:
         # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches

@@ -38,6 +38,11 @@ class Window:
         # What the gradient of a window that ends must be multiplied by, where only its end tells; collective.
         self.factor_at_end: Callable[[], float] | None = None
 
+    def between_passes(self, call: Callable[[], None]) -> None:
+        """Call ``call`` before and after each of the engine's backward passes, and after each update."""
+        for calls in (self.before_backward, self.after_backward, self.at_close):
+            calls.append(call)
+
     @property
     def is_last(self) -> bool:
         """Whether the micro-batch at hand is expected to be the window's last."""

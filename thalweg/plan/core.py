@@ -135,10 +135,13 @@ class Question:
             on_cpu = self.cluster.device == "cpu"
             given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
             found = rehearse(shallow, shapes, setting)
-            memory = simulate(found, setting, process_bytes=self.process_bytes, given_bytes=given)
-            timeline[:] = memory.timeline
+            held = {"process_bytes": self.process_bytes, "given_bytes": given}
+            memory = simulate(found, setting, **held)
             traffic = traffic_of(found, setting)
             time = time_of(found, setting, traffic, memory, self.cluster)
+            if setting.updates_early and time.disk_keeps_up:
+                memory = simulate(found, setting, keeps_up=True, **held)
+            timeline[:] = memory.timeline
             return {
                 "again": {"bytes": memory.counted_again},
                 "tiers": {

@@ -73,18 +73,18 @@ def simulate(
     process_bytes: int = 0,
     given_bytes: Iterable[int] = (),
     steps: int = 3,
+    keeps_up: bool = False,
 ) -> Memory:
     """Play ``steps`` windows of the rehearsal on one rank.
 
     ``process_bytes``: resident before the model is there; ``given_bytes``: sizes of the
-    parameters of the model that is handed to ``initialize`` (none for one on meta).
+    parameters of the model that is handed to ``initialize`` (none for one on meta); ``keeps_up``: the disk
+    is faster than the backward pass, so that hardly any gradient waits for its update.
     """
     heap = Heap() if setting.on_cpu else None
     large = LARGE_BLOCK if setting.on_cpu and setting.memory_is_short else None
     process = Process(process_bytes + (FIRST_STEP_BYTES if setting.on_cpu else 0), heap, large)
-    run = _Run(process, found, setting)
-    if heap is not None:
-        process.misfit = _misfit(found.window, large)
+    run = _Run(process, found, setting, keeps_up)
     run.initialize(list(given_bytes))
     for step in range(steps):
         run.step(first=step == 0, watch=step == steps - 1)
@@ -102,22 +102,12 @@ def simulate(
     return memory
 
 
-def _misfit(window: Iterable[Event], large: int | None) -> int:
-    """The step's largest block of the heap, once more.
-
-    In one of the steps the hole that it left has small objects in it that live on, and the heap grows by as
-    much: seen in eight of nine runs in the second or third step, by exactly this size.
-    """
-    sizes = (size for number, size, _ in window if number > 0 and (large is None or size < large))
-    return max(sizes, default=0)
-
-
 class _Run:
     """One rank: what it sets up, and what each step does to it."""
 
-    def __init__(self, process: Process, found: Rehearsal, setting: Setting) -> None:
+    def __init__(self, process: Process, found: Rehearsal, setting: Setting, keeps_up: bool) -> None:
         self.process, self.found, self.setting = process, found, setting
-        self.reductions = Reductions(process, found.units, setting)
+        self.reductions = Reductions(process, found.units, setting, keeps_up)
         self.on_disk = {key for unit in found.units if unit.name in found.paged for key in unit.names}
         members = {
             unit.name: [found.slots[key] for key in unit.names]

@@ -44,7 +44,6 @@ class Process:
 
     def __init__(self, process_bytes: int, heap: Heap | None, large: int | None = None) -> None:
         self.heap, self.process_bytes, self._large = heap, process_bytes, large
-        self.misfit = 0  # what the heap grows by although there is room
         self.alive: Counter[str] = Counter()
         self.apart: Counter[str] = Counter()
         self.peak, self._highest = 0, 0
@@ -89,7 +88,7 @@ class Process:
     @property
     def resident(self) -> int:
         """What the kernel counts now."""
-        own = self.heap.top + self.misfit if self.heap is not None else self._live
+        own = self.heap.top if self.heap is not None else self._live
         return self.process_bytes + own + sum(self.apart.values())
 
     def _look(self) -> None:
@@ -107,7 +106,7 @@ class Process:
         parts = Counter(alive) + Counter(self._apart_at_peak)
         named = {item.name: parts.pop(item.name, 0) for item in fields(PerRank)}
         named["activations"] += sum(parts.values())
-        named["fragmentation"] = top - sum(alive.values()) + self.misfit
+        named["fragmentation"] = top - sum(alive.values())
         named["process"] = self.process_bytes
         return PerRank(**named)
 

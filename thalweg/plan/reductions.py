@@ -46,10 +46,16 @@ class _Pool:
 
 
 class Reductions:
-    """What :meth:`reduce` touches stays touched; blocks of gradients are free again when they have left."""
+    """What :meth:`reduce` touches stays touched; blocks of gradients are free again when they have left.
 
-    def __init__(self, process: Process, units: list[UnitSize], setting: Setting) -> None:
+    ``keeps_up``: an update on a disk is done before the next unit's gradients are there.
+    """
+
+    def __init__(
+        self, process: Process, units: list[UnitSize], setting: Setting, keeps_up: bool = False
+    ) -> None:
         self._process, self._setting = process, setting
+        self._waiting = 0 if keeps_up else PENDING
         self._units = {unit.name: unit for unit in units}
         self._touched = [0] * setting.num_reduction_slots
         self._read: list[set[tuple[int, int]]] = [set() for _ in self._touched]
@@ -132,7 +138,7 @@ class Reductions:
                 block.is_held = False
                 return
             self._pending.append(block)
-            while len(self._pending) > PENDING:
+            while len(self._pending) > self._waiting:
                 self._pending.pop(0).is_held = False
         elif setting.spills:
             ring = min(3 * BUFFER_BYTES, unit.sharded_grad_bytes)

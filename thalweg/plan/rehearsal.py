@@ -81,6 +81,7 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
         frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
     tape = Tape()
+    tape.kernels = setting.linear_kernels if setting.on_cpu else "torch"
     blocks = find_units(model, setting.units)
     split_sequences(model, setting.sequence, list(blocks.values()), sent)
     together = setting.placement == "wire" or setting.offload.pages

@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from thalweg.ops.grouped import answers_without_values
+from thalweg.ops.table import default_table
 
 Event = tuple[int, int, str]
 
@@ -38,6 +40,7 @@ class Tape(TorchDispatchMode):
         self.events: list[Event] = []
         self.label = "activations"
         self.wide: int | None = None  # results of this width have a label of their own: logits
+        self.kernels = "torch"  # "auto": linear layers choose theirs, see ops/linear.py
         self.flops = 0
         self.moved_bytes = 0
         self.calls = 0
@@ -79,16 +82,35 @@ class Tape(TorchDispatchMode):
             self.label = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, number = kwargs or {}, 0
         result = answers_without_values(func.name(), args)
         if result is None:
+            copied = self._copied(func, args)
+            number = self.note(copied, self.label) if copied else 0
             result = func(*args, **kwargs)
         made = 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 made += self._see(leaf)
+        if number:
+            self.drop(number)
         self._count(func, args, kwargs, result, made)
         return result
+
+    def _copied(self, func: Any, args: Any) -> int:
+        """Bytes of the operand that the kernel of a weight's gradient copies, transposed.
+
+        oneDNN does, torch's own product does not (``ops/products.py``); the gradient of the logits is the
+        largest block of many a step, and so is its copy.
+        """
+        if self.kernels != "auto" or func is not torch.ops.aten.mm.default:
+            return 0
+        left, right = args
+        features, rows = left.shape
+        if left.stride() != (1, features) or left.dtype != right.dtype:
+            return 0
+        name = default_table().known("tn", left.dtype, rows, features, right.shape[1])
+        return left.nbytes if name == "onednn" else 0
 
     def _see(self, tensor: Tensor) -> int:
         if tensor.device.type == "meta":  # somebody asks for a shape

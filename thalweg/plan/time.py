@@ -25,6 +25,12 @@ class StepTime:
     seconds: float = 0.0
     bottleneck: str = ""
 
+    @property
+    def disk_keeps_up(self) -> bool:
+        """Whether what goes to and from a disk is there before it is waited for."""
+        own = sum(self.parts.get(key, 0.0) for key in ("compute", "memory bandwidth", "calls"))
+        return 0.0 < self.parts.get("disk", 0.0) < own
+
 
 def time_of(
     found: Rehearsal, setting: Setting, traffic: Traffic, memory: Memory, cluster: Cluster

@@ -1,0 +1,52 @@
+"""glibc's cache of small chunks beside large blocks, and what takes them out of it."""
+
+import ctypes
+import json
+import subprocess
+import sys
+
+import pytest
+
+from thalweg.device import ThreadCache
+
+_TEXT = """
+import ctypes, json, sys
+from thalweg.device import ThreadCache, keep_freed_memory
+assert keep_freed_memory()
+library = ctypes.PyDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+cache, large = ThreadCache(), 32 << 20
+cache.exchange()
+small = [library.malloc(72) for _ in range(16)]  # none of this size is left in the cache
+first, between, second, end = (library.malloc(size) for size in (large, 72, large, 4096))
+for block in (first, between, second):
+    library.free(block)
+if "exchange" in sys.argv:
+    cache.exchange()
+print(json.dumps({"beside": first < between < second < first + large + 4096,
+                  "again": library.malloc(2 * large) == first}))
+"""
+
+
+def _fits(*arguments: str) -> dict[str, bool]:
+    done = subprocess.run(
+        [sys.executable, "-c", _TEXT, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
+def test_two_free_blocks_with_a_cached_chunk_between_them_become_one_by_an_exchange():
+    left = _fits()
+    if not left["beside"]:
+        pytest.skip("small objects lie elsewhere here")
+    assert not left["again"], "without the exchange the cached chunk keeps them apart"
+    assert _fits("exchange") == {"beside": True, "again": True}
+
+
+def test_nothing_is_done_where_the_allocator_is_the_user_s(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("THALWEG_MALLOC", "default")
+    cache = ThreadCache()
+    cache.exchange()
+    assert cache._malloc is None
