@@ -22,7 +22,7 @@ from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.models import describe
 from thalweg.infer.parallel import follow
 from thalweg.infer.ranks import Line, Peers, RankLost
-from thalweg.infer.shard import shard, vocab_part
+from thalweg.infer.shard import Degrees, part, shard, vocab_part
 from thalweg.ops import native
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
@@ -58,9 +58,11 @@ def _be(model: Any, line: Line, rank: int, size: int) -> None:
     follower.close()
 
 
-def team(model: Any, size: int, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
+def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
     """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
     lines, threads = [], []
+    asked = options(tensor_parallel=tensor, **fields)
+    size = asked.ranks
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         lines.append(Line(ours))
@@ -69,7 +71,7 @@ def team(model: Any, size: int, runner: str | None = None, other: Any = None, **
             threading.Thread(target=_be, args=(other or model, Line(theirs), rank, size), daemon=True)
         )
         threads[-1].start()
-    engine = load_engine(model, options(tensor_parallel=size, **fields), runner=runner, peers=Peers(lines))
+    engine = load_engine(model, asked, runner=runner, peers=Peers(lines))
     engine.threads = threads  # type: ignore[attr-defined]
     return engine
 
@@ -107,6 +109,42 @@ def test_operators_and_mixtures_too(kind: str, size: int) -> None:
     engine = team(model, size, "eager")
     assert tokens(engine) == want
     finish(engine)
+
+
+STAGES = [
+    ("llama", 1, 2, 1), ("gemma2", 1, 3, 1), ("gpt2", 2, 3, 1), ("bloom", 2, 2, 1), ("phi", 1, 3, 1),
+    ("opt", 1, 2, 1), ("odd_sizes", 1, 2, 1), ("mixtral", 1, 1, 2), ("qwen3_moe", 1, 2, 3),
+    ("qwen2_moe", 2, 1, 2), ("qwen2_moe", 2, 2, 4), ("mixtral", 2, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "tensor", "stages", "experts"), STAGES)
+def test_stages_and_experts_give_one_process_s_tokens(
+    kind: str, tensor: int, stages: int, experts: int
+) -> None:
+    model = tiny(kind)
+    plain = load_engine(model, options())
+    want, states = tokens(plain), plain.embed(PROMPTS)
+    engine = team(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
+    assert type(engine.runner.inner) is type(plain.runner)
+    assert tokens(engine) == want and tokens(engine) == want
+    torch.testing.assert_close(engine.embed(PROMPTS), states, rtol=1e-4, atol=1e-4)
+    plain.close()
+    finish(engine)
+
+
+def test_every_expert_and_layer_is_somewhere_once() -> None:
+    whole = describe(tiny("qwen2_moe"))
+    degrees = Degrees(tensor=2, stages=3, experts=4)
+    parts = [part(whole, rank, degrees) for rank in range(degrees.size)]
+    assert [len(p.layers) for p in parts[::4]] == [1, 1, 1]
+    for number, layer in enumerate(whole.layers):
+        held = [p.layers[0] for p in parts[4 * number : 4 * number + 4]]
+        assert [x.attention.heads for x in held] == [2, 0, 2, 0]
+        assert torch.equal(torch.cat([x.mlp.up for x in held]), layer.mlp.up)
+        assert [x.mlp.first for x in held] == [0, 1, 2, 3]
+    assert [p.head.outputs > 0 for p in parts[::4]] == [False, False, True]
+    assert [len(p.embed) > 0 for p in parts[::4]] == [True, False, False]
 
 
 @kernels
@@ -167,6 +205,13 @@ def test_options_that_exclude_each_other() -> None:
         EngineOptions(tensor_parallel=2, stream="cpu")
     with pytest.raises(ValueError, match="at least 1"):
         EngineOptions(tensor_parallel=0)
+    with pytest.raises(ValueError, match="divide"):
+        EngineOptions(tensor_parallel=2, expert_parallel=3)
+    for degrees, said in (
+        (Degrees(experts=2), "has no experts"), (Degrees(stages=4), "has 3 layers"), (Degrees(3), "1, 2, 4"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            part(describe(tiny("llama")), 0, degrees)
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +221,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path) -> None:
+@pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel"])
+def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, degree: str) -> None:
     plain = load_engine(folder, options())
     want = tokens(plain)
     plain.close()
-    engine = load_engine(folder, options(tensor_parallel=2))
+    engine = load_engine(folder, options(**{degree: 2}))
     assert tokens(engine) == want
     process: Any = engine.runner.peers._processes[0]
     engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))

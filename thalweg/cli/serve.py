@@ -87,6 +87,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream-memory", metavar="SIZE", help="weights in memory at a time with nvme")
     add("--tensor-parallel", "--tp", type=int, default=1, metavar="N",
         help="processes of this host that share each layer's work, for each replica (default: 1)")
+    add("--pipeline-parallel", "--pp", type=int, default=1, metavar="N",
+        help="stages of layers, each on processes of its own (default: 1)")
+    add("--expert-parallel", "--ep", type=int, default=1, metavar="N",
+        help="processes among which a layer's experts are dealt out whole (default: 1)")
     add("--draft", metavar="DIR", help="a smaller model with the same vocabulary that guesses tokens")
     add("--adapter", metavar="NAME=DIR", action="append", default=[],
         help="a LoRA adapter (peft's format) that requests name as their model; may be repeated")
@@ -117,6 +121,8 @@ def engine_task(args: argparse.Namespace) -> Any:
         stream_folder=args.stream_folder,
         stream_memory=parse_size(args.stream_memory) if args.stream_memory else None,
         tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+        expert_parallel=args.expert_parallel,
         draft=args.draft,
         adapters=_adapters(args.adapter),
         pooling=args.pooling,

@@ -307,6 +307,11 @@ class EngineOptions:
     tensor_parallel: int = 1
     """Processes of one host that share each layer's work (heads, inner units, experts' inner units,
     vocabulary).  ``kv_memory`` is then each one's."""
+    pipeline_parallel: int = 1
+    """Stages: processes (or teams of ``tensor_parallel``) of one host that have some of the layers each."""
+    expert_parallel: int = 1
+    """Processes among which a layer's experts are dealt out whole, instead of parts of each; those of
+    ``tensor_parallel`` where that is as large, or more, of which some then have experts alone."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16", "fp16"):
@@ -321,15 +326,30 @@ class EngineOptions:
             raise ValueError(f"pooling is {self.pooling!r}; it must be mean, cls or auto")
         if self.speculate < 0:
             raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
-        if self.tensor_parallel > 1 and self.stream:
-            raise ValueError("stream and tensor_parallel do not go together: choose one of them")
+        self._check_ranks()
         if self.stream not in (None, "cpu", "nvme"):
             raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
         for name in ("block_size", "max_batch", "max_step_tokens"):
             if getattr(self, name) < (0 if name == "max_batch" and self.stream else 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def _check_ranks(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if getattr(self, name) > 1 and self.stream:
+                raise ValueError(f"stream and {name} do not go together: choose one of them")
+        small, large = sorted((self.tensor_parallel, self.expert_parallel))
+        if large % small:
+            raise ValueError(
+                f"expert_parallel is {self.expert_parallel} and tensor_parallel {self.tensor_parallel};"
+                " one must divide the other"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run one model."""
+        return self.pipeline_parallel * max(self.tensor_parallel, self.expert_parallel)
 
 
 @runtime_checkable

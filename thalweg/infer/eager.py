@@ -69,25 +69,45 @@ class EagerRunner(Operators):
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab)."""
-        if len(batch.rows) == 0:
-            self._states(batch)
-            return torch.empty(0, self.decoder.vocab)
-        rows = torch.tensor(list(batch.rows), device=self.device)
-        x = self._states(batch)[rows]
-        self.who = self.who[rows]
-        d = self.decoder
-        x = self._norm(d.norm, x)
-        logits = self._linear(d.head, x).float()
-        if self.team is not None:
-            logits = self.team.gather(logits)
+        d, team, x = self.decoder, self.team, self._states(batch)
+        if team is not None and not team.last:
+            team.end(x)
+            logits = self._later(batch)
+        else:
+            logits = self._logits(x, batch)
+            if team is not None:
+                team.end()
         if d.logit_softcap:
             logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
         return logits
 
+    def _logits(self, x: Tensor, batch: Batch) -> Tensor:
+        if len(batch.rows) == 0:
+            return torch.empty(0, self.decoder.vocab)
+        rows = torch.tensor(list(batch.rows), device=self.device)
+        self.who = self.who[rows]
+        logits = self._linear(self.decoder.head, self._norm(self.decoder.norm, x[rows])).float()
+        return logits if self.team is None else self.team.gather(logits)
+
+    def _later(self, batch: Batch) -> Tensor:
+        """Return what the last stage has made of the step; only rank 0 needs it."""
+        assert self.team is not None, "without ranks there are no stages"
+        if not self.team.first:
+            return torch.empty(0, self.decoder.vocab)
+        self.team.finish()
+        return self.team.logits[: len(batch.rows), : self.decoder.vocab]
+
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        return self._norm(self.decoder.norm, self._states(batch)).float()
+        states = self._norm(self.decoder.norm, self._states(batch)).float()
+        if self.team is None or self.team.shape.stages == 1:
+            return states
+        self.team.end(states)
+        if self.team.first:
+            self.team.finish()
+            states = self.team.states(len(states)).clone()
+        return states
 
     def _states(self, batch: Batch) -> Tensor:
         d = self.decoder
@@ -96,7 +116,12 @@ class EagerRunner(Operators):
         self.who = torch.tensor(
             [int(self.adapter_of[s.slot]) for s in batch.spans for _ in range(s.count)], device=self.device
         )
-        x = self._embedded(d, tokens, positions)
+        if self.team is not None:
+            self.team.begin()
+        if self.team is None or self.team.first:
+            x = self._embedded(d, tokens, positions)
+        else:
+            x = self.team.states(len(tokens)).to(self.device, self.dtype)
         places = [self._place(self.tables, span.slot, span.start + span.count) for span in batch.spans]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.norm1, x)
@@ -155,6 +180,8 @@ class EagerRunner(Operators):
     def _attention(
         self, a: Attention, index: int, x: Tensor, positions: Tensor, places: list[Tensor], batch: Batch
     ) -> Tensor:
+        if a.heads == 0:  # a rank that has experts alone
+            return torch.zeros_like(x)
         qkv = self._linear(a.qkv, x).view(len(x), a.heads + 2 * a.kv_heads, a.dim)
         q, k, v = qkv.split([a.heads, a.kv_heads, a.kv_heads], dim=1)
         if a.q_norm is not None and a.k_norm is not None:

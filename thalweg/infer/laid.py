@@ -43,7 +43,8 @@ class Layout:
         team: Team | None = None,
         threads: int = 0,
     ) -> None:
-        self.team, self.threads = team, threads
+        self.threads = threads
+        self.team = None if team is None or team.size == 1 else team  # whose parts are to be added up
         self.adapters, self.adapter_of = adapters, torch.full((tokens,), -1, dtype=torch.int64)
         self.form, self.tokens, self.cache, self.reach = form, tokens, cache, reach
         self.kernels = native.Kernels()

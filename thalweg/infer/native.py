@@ -105,7 +105,7 @@ class NativeRunner:
         self._adapters = laid.adapters_of.numpy()
         self._np_sources = [t.numpy() for t in laid.source_inputs]
         self._body, self._head = laid.lay(laid.body, laid.head)
-        self._final, self._best = laid.final, laid.best
+        self._out, self._final, self._best = laid.out, laid.final, laid.best
         self._last = 0
         self.weight_bytes = laid.weight_bytes
         self._encoder: NativeEncoder | None = None
@@ -126,20 +126,30 @@ class NativeRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
+        team = self.team
         self._fill(batch)
         self._weights.run(self._body, 0)
         self._last = count = len(batch.rows)
-        if count == 0:
+        if team is not None and not team.last:
+            team.end(self._out[: len(batch.tokens), : self.width])
+            if team.first:
+                team.finish()
+        elif count == 0:
             self._weights.skip(len(self._body))
-            return self._logits[:0, : self.vocab]
-        self._weights.run(self._head, len(self._body))
+        else:
+            self._weights.run(self._head, len(self._body))
+        if team is not None and team.last:
+            team.end()
         logits = self._logits[:count, : self.vocab]
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
         return logits
 
-    def best(self) -> tuple[list[int], list[float]]:
-        """Return the most likely token of each row of the last run, and its logit."""
+    def best(self) -> tuple[list[int], list[float]] | None:
+        """Return the most likely token of each row of the last run, and its logit; None where another stage
+        has the head."""
+        if self.team is not None and not self.team.last:
+            return None
         places, values = self._best
         return places[: self._last].tolist(), values[: self._last].tolist()
 
@@ -149,7 +159,13 @@ class NativeRunner:
         whole = Batch(batch.tokens, batch.spans, range(len(batch.tokens)))
         self._fill(whole)
         self._weights.run([*self._body, *self._head], 0)
-        return self._final[: len(batch.tokens)].clone()
+        count, team = len(batch.tokens), self.team
+        if team is None or team.shape.stages == 1:
+            return self._final[:count].clone()
+        team.end((self._final if team.last else self._out)[:count, : self.width])
+        if team.first:
+            team.finish()
+        return team.states(count).clone()
 
     def _fill(self, batch: Batch) -> None:
         tokens, positions, table_of, rows, counts = self._np
@@ -176,6 +192,11 @@ class NativeRunner:
         num_rows = len(batch.rows)
         rows[:num_rows] = batch.rows
         counts[0], counts[1] = count, num_rows
+        if self.team is not None:
+            self.team.begin()
+            if not self.team.first:
+                self._x[:count] = self.team.states(count)
+                return
         x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
         if self._embed_scale != 1.0:
             x = x.float() * self._embed_scale
@@ -219,12 +240,19 @@ class _Decoder(Layout):
         self.pools = self.pool(owner.num_blocks, [x.attention for x in d.layers])
         if d.embed_norm is not None:
             self.norm_into(d.embed_norm, self.x, self.x)
+        speaks = owner.team is None or owner.team.last
         for number, layer in enumerate(d.layers):
-            self.layer(layer, *self.pools[number], last=number == len(d.layers) - 1)
-        self.body, self.head = self.segments, [[]]
+            self.layer(layer, *self.pools[number], last=speaks and number == len(d.layers) - 1)
+        self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.tape, self.products = self.head, self.head[0], 0
-        empty = torch.empty(tokens, native.padded(d.vocab, 32))
-        self.logits = self.hold(empty if self.team is None else self.team.logits)
+        if owner.team is None:
+            self.logits = self.hold(torch.empty(tokens, native.padded(d.vocab, 32)))
+        else:
+            self.logits = owner.team.logits
+        if not speaks:
+            self.head, self.final = [], self.x
+            self.best = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
+            return
         rows = self.prepare(d.norm, self.x, head_form(form), "head")
         first = 0 if self.team is None else self.team.first_token
         self.product(rows, d.head, self.logits[:, first:], head_form(form))

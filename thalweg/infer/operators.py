@@ -153,9 +153,12 @@ class Operators:
         out = torch.zeros_like(x)
         up, down = self._at(m.up), self._at(m.down)
         for expert in chosen.unique().tolist():
+            number = expert - m.first
+            if not 0 <= number < len(up):
+                continue  # another rank's
             token, place = torch.where(chosen == expert)
-            gate, value = F.linear(x[token], up[expert]).chunk(2, dim=-1)
-            y = F.linear(_ACTS[m.activation](gate) * value, down[expert])
+            gate, value = F.linear(x[token], up[number]).chunk(2, dim=-1)
+            y = F.linear(_ACTS[m.activation](gate) * value, down[number])
             out.index_add_(0, token, y * weight[token, place, None])
         if m.shared is not None:
             y = self._mlp(m.shared, x)

@@ -1,9 +1,9 @@
-"""Tensor parallelism: one engine, whose steps several processes compute.
+"""Several processes that compute the steps of one engine: parts of layers, stages of them, experts.
 
 The picture: rank 0 has the scheduler, the sampler and the callers, and a :class:`Lead` for a runner.  For
 each step it tells the others which tokens to compute (a frame of JSON on a socket), and all ranks run their
-shard (``shard.py``) and meet in shared memory (``team.py``), twice a layer and once for the logits.  The
-others (``ranks.py``) are in :meth:`Follower.work` meanwhile.
+part (``shard.py``) and meet in shared memory (``team.py``), twice a layer and once for the logits, or wait
+for the states of the stage before theirs.  The others (``ranks.py``) are in :meth:`Follower.work` meanwhile.
 
 Ends: each rank watches the sockets it has.  When one closes, it says so in the shared memory, waiting ends,
 and the step fails with an error that says which process ended and how.  A rank that rank 0 has started ends
@@ -33,7 +33,7 @@ from thalweg.infer.describe import Decoder, Unsupported
 from thalweg.infer.eager import EagerRunner
 from thalweg.infer.models import describe
 from thalweg.infer.ranks import Line, Peers, RankLost, hung_up
-from thalweg.infer.shard import shard
+from thalweg.infer.shard import Degrees, part
 from thalweg.infer.source import map_model
 from thalweg.infer.team import Shape, Team, shared_handle
 
@@ -51,6 +51,14 @@ class Plan:
     num_slots: int
     max_length: int
     max_tokens: int
+    tensor: int
+    stages: int = 1
+    experts: int = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        """Into how many parts the model is cut."""
+        return Degrees(self.tensor, self.stages, self.experts)
 
 
 class Lead:
@@ -180,11 +188,12 @@ def telling(runner: Any) -> Iterator[dict[str, Any]]:
 def lead(decoder: Decoder, plan: Plan, peers: Peers, device: str) -> Lead:
     """Return rank 0's runner of a decoder; every peer is in :func:`follow`."""
     shape = Shape(
-        plan.max_tokens, decoder.width, decoder.vocab, plan.num_slots, -(-plan.max_length // _BLOCK)
-    )
+        plan.max_tokens, decoder.width, decoder.vocab, plan.num_slots, -(-plan.max_length // _BLOCK),
+        plan.stages,
+    )  # fmt: skip
     handle = shared_handle()
     try:
-        team = Team(0, peers.size, shape, handle)
+        team = Team(0, plan.degrees.places, shape, handle)
         message = {"plan": asdict(plan), "shape": asdict(shape)}
         for rank, line in enumerate(peers.lines, 1):
             try:
@@ -192,10 +201,10 @@ def lead(decoder: Decoder, plan: Plan, peers: Peers, device: str) -> Lead:
                 line.send_handle(handle)
             except OSError:
                 raise RankLost(peers.cause(rank)) from None
-        inner = _lay(shard(decoder, 0, peers.size), plan, team, device, peers.threads)
+        inner = _lay(part(decoder, 0, plan.degrees), plan, team, device, peers.threads)
         for rank, answer in enumerate(peers.hear(), 1):
             if answer.get("error"):
-                raise RuntimeError(f"tensor-parallel rank {rank}: {answer['error']}")
+                raise RuntimeError(f"inference rank {rank}: {answer['error']}")
     except BaseException:
         peers.close()
         raise
@@ -210,8 +219,10 @@ def follow(decoder: Decoder, line: Line, rank: int, size: int, device: str, thre
     handle = line.receive_handle()
     plan, shape = Plan(**message["plan"]), Shape(**message["shape"])
     try:
-        team = Team(rank, size, shape, handle)
-        runner = _lay(shard(decoder, rank, size), plan, team, device, threads)
+        assert plan.degrees.size == size, "the plan is for as many ranks as there are"
+        stage, place = divmod(rank, plan.degrees.places)
+        team = Team(place, plan.degrees.places, shape, handle, stage)
+        runner = _lay(part(decoder, rank, plan.degrees), plan, team, device, threads)
     except Exception as error:
         line.send({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -221,14 +232,14 @@ def follow(decoder: Decoder, line: Line, rank: int, size: int, device: str, thre
     return Follower(runner, team, line)
 
 
-def suits_kernels(decoder: Decoder, size: int, form: str, cache: str) -> str:
-    """Return why the native kernels cannot run the shards, or an empty text."""
+def suits_kernels(decoder: Decoder, degrees: Degrees, form: str, cache: str) -> str:
+    """Return why the native kernels cannot run the parts, or an empty text."""
     from thalweg.infer.native import check
 
     try:
         check(decoder, form, cache)
-        for rank in range(size):
-            check(shard(decoder, rank, size), form, cache)
+        for rank in range(degrees.size):
+            check(part(decoder, rank, degrees), form, cache)
     except Unsupported as reason:
         return str(reason)
     return ""

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel engine: how rank 0 gets the others, and the lines between them.
+"""The ranks of an engine of several processes: how rank 0 gets the others, and the lines between them.
 
 ``spawned`` starts them as processes that load from a model's directory and end with their socket;
 ``gathered`` finds them among the ranks of ``torch.distributed``, where each is a process of the user's own.
@@ -30,7 +30,7 @@ from thalweg.infer.api import EngineOptions
 
 _LENGTH = struct.Struct("!I")
 _HANG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-_GONE = "a tensor-parallel rank is gone: see its own output for the cause"
+_GONE = "an inference rank is gone: see its own output for the cause"
 _MEET_SECONDS = 600.0  # for the ranks of a team to find each other
 
 
@@ -131,7 +131,7 @@ class Peers:
 
     def cause(self, rank: int) -> str:
         """Say how a rank ended."""
-        name = f"tensor-parallel rank {rank} of {self.size}"
+        name = f"inference rank {rank} of {self.size}"
         if rank > len(self._processes):
             return f"{name} is gone: see its own output for the cause"
         process = self._processes[rank - 1]
@@ -146,7 +146,7 @@ class Peers:
         for rank, line in enumerate(self.lines, 1):
             if hung_up([line.sock.fileno()], 0):
                 return self.cause(rank)
-        return "a tensor-parallel rank is gone. Load the engine again"
+        return "an inference rank is gone. Load the engine again"
 
     def close(self) -> None:
         """Hang up, and see to the end of what was started."""
@@ -169,14 +169,15 @@ def hung_up(fds: Sequence[int], milliseconds: int) -> bool:
 
 
 def spawned(model: str | Path, options: EngineOptions) -> Peers:
-    """Start the other ranks of ``options.tensor_parallel`` as processes that load from a directory."""
-    size = options.tensor_parallel
+    """Start the other ranks that the options ask for as processes that load from a directory."""
+    size = options.ranks
     if torch.device(options.device).type != "cpu":
         raise ValueError(
-            f"tensor_parallel is {size} on {options.device}: start a process for each GPU"
+            f"{size} ranks are to run one model on {options.device}: start a process for each GPU"
             f" (thalweg run --nproc {size}), each of which calls init_inference"
         )
-    threads = max(1, torch.get_num_threads() // size)
+    threads = max(1, torch.get_num_threads() * options.pipeline_parallel // size)  # stages take turns
+    alone = replace(options, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1)
     lines: list[Line] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -184,8 +185,8 @@ def spawned(model: str | Path, options: EngineOptions) -> Peers:
             ours, theirs = socket.socketpair()
             lines.append(Line(ours))
             fields = {
-                "model": str(model), "options": asdict(replace(options, tensor_parallel=1)), "rank": rank,
-                "size": size, "fd": theirs.fileno(), "threads": threads,
+                "model": str(model), "options": asdict(alone), "rank": rank, "size": size,
+                "fd": theirs.fileno(), "threads": threads,
             }  # fmt: skip
             with theirs:
                 command = [sys.executable, "-m", "thalweg.infer.parallel", json.dumps(fields)]
@@ -222,7 +223,7 @@ def launched(size: int) -> bool:
     if size < 2 or world < 2 or ("RANK" not in os.environ and not dist.is_initialized()):
         return False
     if world % size:
-        raise ValueError(f"tensor_parallel is {size}; it must divide the number of ranks, {world}")
+        raise ValueError(f"{size} ranks are to run one model; that must divide the number of ranks, {world}")
     return True
 
 
@@ -251,8 +252,8 @@ def gathered(size: int) -> Peers | tuple[Line, int]:
                 sock.connect(_address(every[first].tolist()))
             except OSError as error:
                 raise RuntimeError(
-                    f"rank {rank} cannot reach rank {first} ({error.strerror}): tensor-parallel inference"
-                    " needs the ranks of a team on one host"
+                    f"rank {rank} cannot reach rank {first} ({error.strerror}): inference in parallel needs"
+                    " the ranks of a team on one host"
                 ) from error
             line = Line(sock)
             line.send({"rank": place})
