@@ -14,6 +14,16 @@ _WIDE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_posi
 _LLAMA = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
+
+
+def _long(original: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1] * 4, "long_factor": [2.0, 3.5] * 4}
+    return _rope("longrope", factor=4.0, original_max_position_embeddings=original, **factors)
+
+
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
     "llama_bias_tied": (
@@ -60,15 +70,43 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Qwen3Moe", _MOE | {"head_dim": 16, "norm_topk_prob": True}),
     "odd_sizes": ("Llama", _LLAMA | {"hidden_size": 40, "intermediate_size": 37, "num_attention_heads": 4}),
-    # No file of ours describes these: they run through their own modelling code.
     "gptj": (
         "GPTJ",
         {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
     ),
+    "stablelm": ("StableLm", _LLAMA | {"use_qkv_bias": True}),
+    "stablelm_parallel": ("StableLm", _LLAMA | {"use_parallel_residual": True}),
+    "olmo": ("Olmo", _LLAMA),
+    "cohere": ("Cohere", _LLAMA | {"logit_scale": 0.3}),
+    "starcoder2": ("Starcoder2", _LLAMA | {"sliding_window": 11, "use_bias": True}),
+    "granite": (
+        "Granite",
+        _LLAMA
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+           "logits_scaling": 2.0},
+    ),
+    "smollm3": ("SmolLM3", _LLAMA | {"no_rope_layer_interval": 2}),
+    "opt_350m": (
+        "OPT",
+        _WIDE
+        | {"ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    ),
+    "dynamic_rope": ("Llama", _LLAMA | {"rope_parameters": _rope("dynamic", factor=4.0)}),
+    "phi3_long": (
+        "Phi3",
+        _LLAMA
+        | {"pad_token_id": 0, "original_max_position_embeddings": 128, "rope_parameters": _long(128)},
+    ),
+    # These run through their own modelling code.
     "falcon_alibi": (
         "Falcon", _WIDE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}
     ),
-    "stablelm": ("StableLm", _LLAMA),
+    "phi3_longer": (  # the prompt of 40 tokens ends where the rotation of all positions changes
+        "Phi3",
+        _LLAMA | {"pad_token_id": 0, "original_max_position_embeddings": 43, "rope_parameters": _long(43)},
+    ),
+    "olmo2": ("Olmo2", _LLAMA),
+    "mamba": ("Mamba", {"vocab_size": 131, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
 }  # fmt: skip
 
 
@@ -83,7 +121,9 @@ def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for label, parameter in model.named_parameters():
+            if "mixer" in label:
+                continue  # decays and steps of states must stay what they are
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
             if parameter.dim() == 1:

@@ -27,6 +27,7 @@ TARGETS = {
     "phi3": ["qkv_proj", "gate_up_proj", "lm_head"],
     "qwen3": ["k_proj", "o_proj", "gate_proj"],
     "qwen3_moe": ["q_proj", "o_proj"],
+    "granite": ["o_proj", "down_proj"],
 }
 RUNNERS = ["eager"] if native.missing("fp32") else ["native", "eager"]
 
@@ -120,4 +121,4 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="do not fit a layer"):
         load(w=str(tmp_path / "w"))
     with pytest.raises(ValueError, match="adapters need a described model"):
-        load_engine(tiny("gptj"), EngineOptions(adapters={"a": str(tmp_path / "a")}))
+        load_engine(tiny("olmo2"), EngineOptions(adapters={"a": str(tmp_path / "a")}))

@@ -71,7 +71,7 @@ def test_a_cache_of_8_bits_holds_more() -> None:
         blocks[cache] = load_engine(tiny("llama", head_dim=64), options).stats().kv_blocks
     assert blocks["bf16"] == 2 * blocks["fp32"] and blocks["int8"] > 1.8 * blocks["bf16"]
     with pytest.raises(ValueError, match="described"):
-        load_engine(tiny("gptj"), EngineOptions(kv_cache_dtype="int8"))
+        load_engine(tiny("olmo2"), EngineOptions(kv_cache_dtype="int8"))
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         EngineOptions(kv_cache_dtype="int3")
 
@@ -105,6 +105,9 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, run
     assert len(alone) == 12
     for company in (3, 9):
         assert scores(model, runner, True, company) == alone
+    if runner == "foreign":  # each sequence is computed alone, its prompt in one piece: always so
+        assert all(scores(model, runner, False, company) == alone for company in (3, 9))
+        return
     # Negative control: without the option torch's sums depend on the shapes.
     assert any(scores(model, runner, False, company) != alone for company in (3, 9))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.infer_models import TINY, greedy, tiny
-from thalweg.infer import EngineOptions, load_engine
+from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.ops import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 17, 40)
 OPTIONS = EngineOptions(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
-FOREIGN = {"gptj", "falcon_alibi", "stablelm"}
+FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
 NATIVE = pytest.mark.skipif(bool(native.missing("fp32")), reason=native.missing("fp32"))
 
 
@@ -101,5 +102,24 @@ def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
 def test_what_cannot_be_loaded_says_why() -> None:
     with pytest.raises(ValueError, match="no Hugging Face model"):
         load_engine(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="need a described model"):
-        load_engine(tiny("gptj"), EngineOptions(quantize="int8"))
+    with pytest.raises(ValueError, match="streamed weights need a described model"):
+        load_engine(tiny("olmo2"), EngineOptions(stream="cpu"))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_any_other_model_takes_packed_weights(form: str) -> None:
+    """Its own code, with its linear layers exchanged in a copy that shares the rest."""
+    model = tiny("olmo2")
+    prompt = prompts()[2]
+    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = {}
+    for quantize in (None, form):
+        engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
+        assert type(engine.runner).__name__ == "ForeignRunner"
+        engine.add(Request("r", prompt, ask))
+        (output,) = engine.step()
+        found[quantize] = torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
+    error = (found[form] - found[None]).square().mean().sqrt() / found[None].std()
+    assert 1e-4 < error < (0.05 if form == "int8" else 0.4)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert greedy(load_engine(model, OPTIONS), prompts()[:1], 4) == [expected(model, 4)[0]]

@@ -188,4 +188,4 @@ def test_what_cannot_be_a_draft_is_refused() -> None:
     with pytest.raises(ValueError, match="set max_length"):
         load_engine(tiny("llama"), draft=tiny("llama", max_position_embeddings=64))
     with pytest.raises(ValueError, match="through its own code"):
-        load_engine(tiny("gptj"), EngineOptions(max_length=64), draft=tiny("llama"))
+        load_engine(tiny("olmo2"), EngineOptions(max_length=64), draft=tiny("llama"))

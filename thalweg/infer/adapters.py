@@ -121,7 +121,7 @@ def _stacked(layer: Linear, found: Mapping[nn.Module, Pair]) -> Pair | None:
             if pair[1].shape[1] != size or pair[0].shape[1] != layer.inputs:
                 shapes = f"{tuple(pair[0].shape)} and {tuple(pair[1].shape)}"
                 raise ValueError(f"an adapter's matrices {shapes} do not fit a layer {(size, layer.inputs)}")
-            up[row : row + len(pair[0]), column : column + size] = pair[1]
+            up[row : row + len(pair[0]), column : column + size] = pair[1] * layer.factor
             row += len(pair[0])
         column += size
     return torch.cat(downs), up if layer.order is None else up[:, layer.order]

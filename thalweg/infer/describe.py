@@ -35,10 +35,13 @@ class Linear:
         *,
         modules: Sequence[nn.Module] = (),
         order: Tensor | None = None,
+        factor: float = 1.0,
     ) -> None:
         self._weight, self.bias = weight, bias
         self.modules, self.order = tuple(modules), order
         """The model's modules whose outputs are stacked here, and the order they were then brought into."""
+        self.factor = factor
+        """What the modules' outputs are multiplied by."""
         if isinstance(weight, Tensor):
             shape = weight.shape
         assert shape is not None, "a weight made on demand says what shape it will have"
@@ -72,6 +75,8 @@ class Rotary:
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    reach: int = 0
+    """The longest sequence for which they hold, where the model rotates longer ones otherwise; 0: any."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,8 @@ class Experts:
     shared: MLP | None = None
     shared_gate: Tensor | None = None
     """(1, width): its sigmoid scales the shared expert."""
+    first: int = 0
+    """Which of the router's experts ``up`` and ``down`` begin with, where they are a part of all."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,8 @@ def linear(*modules: nn.Module) -> Linear:
     weights, biases = [], []
     for module in modules:
         weight: Any = module.weight
+        if type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "dequantize"):
+            weight = weight.dequantize()  # a tensor of numbers in somebody's own format
         transposed = type(module).__name__ == "Conv1D"
         if not transposed and not isinstance(module, nn.Linear):
             raise Unsupported(f"a linear layer of type {type(module).__name__}")
@@ -256,10 +265,10 @@ def interleaved_heads(layer: Linear, heads: int, dim: int) -> Linear:
 
 def layer_norm(module: Any) -> Norm:
     """Describe an nn.LayerNorm."""
-    if module.weight is None:
-        raise Unsupported("a layer norm without weights")
-    bias = torch.zeros_like(module.weight) if module.bias is None else module.bias
-    return Norm("layer", module.weight.detach(), bias.detach(), module.eps)
+    given = getattr(module, "bias", None)
+    weight = torch.ones(module.normalized_shape) if module.weight is None else module.weight.detach()
+    bias = torch.zeros_like(weight) if given is None else given.detach()
+    return Norm("layer", weight, bias, module.eps)
 
 
 def rms_norm(module: Any, offset: float = 0.0) -> Norm:
@@ -270,13 +279,25 @@ def rms_norm(module: Any, offset: float = 0.0) -> Norm:
     return Norm("rms", weight if offset == 0 else weight.float() + offset, None, eps)
 
 
-def rotary(module: Any, length: int, *args: Any) -> Rotary:
-    """Tabulate a Hugging Face rotary embedding (halves style) for positions below ``length``."""
-    kind = getattr(module, "rope_type", "default")
-    kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-    if kinds & {"dynamic", "longrope"}:
-        raise Unsupported(f"rotary embeddings of type {kind!r}, which change with the length")
+def rotary(module: Any, length: int, *args: Any, interleaved: bool = False) -> Rotary:
+    """Tabulate a Hugging Face rotary embedding for positions below ``length``.
+
+    ``interleaved``: it turns neighbouring dims, not those of two halves.
+    """
+    kind: Any = getattr(module, "rope_type", "default")
+    if isinstance(kind, dict):
+        kind = kind[args[0]]
+    reach = 0
+    if kind == "dynamic":
+        reach = module.original_max_seq_len
+    elif kind == "longrope":
+        parameters = module.config.rope_parameters
+        reach = (parameters[args[0]] if args else parameters)["original_max_position_embeddings"]
+    device = next(iter(module.buffers())).device
+    x = torch.zeros(1, device=device)
     with torch.no_grad():
-        cos, sin = module(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None], *args)
-    pairs = cos.shape[-1] // 2
-    return Rotary(cos[0, :, :pairs].contiguous(), sin[0, :, :pairs].contiguous())
+        for count in (1, min(length, reach) if reach else length):
+            # A module that has seen a longer sequence goes back to its first numbers with the short one.
+            cos, sin = module(x, torch.arange(count, device=device)[None], *args)
+    part = slice(None, None, 2) if interleaved else slice(cos.shape[-1] // 2)
+    return Rotary(cos[0, :, part].contiguous(), sin[0, :, part].contiguous(), interleaved, reach)

@@ -2,12 +2,16 @@
 sequence.
 
 No blocks are shared and nothing is batched; what it gives is exactly the model's own result, for families
-that ``models/`` does not describe.
+that ``models/`` does not describe.  The model sees what ``generate`` would show it: a prompt in one piece,
+whatever pieces the scheduler cuts it into (rotations that change with the length, and states that take a
+prompt only at their beginning, depend on it), then token by token.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,17 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.batch import Batch, Source
+
+_CACHES = ("past_key_values", "cache_params", "state")  # as what models take and return their memory
+
+
+@dataclass
+class _Said:
+    """A slot's tokens so far, how many of them the model has seen, and what it remembers of these."""
+
+    tokens: list[int] = field(default_factory=list)
+    seen: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 class ForeignRunner:
@@ -30,7 +45,10 @@ class ForeignRunner:
         self.source_lengths = np.zeros(num_slots, dtype=np.int64)
         self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
         self._model: Any = model.eval()
-        self._caches: dict[int, Any] = {}
+        self._stateful = bool(getattr(model, "_is_stateful", False))
+        self._placed = "position_ids" in inspect.signature(model.forward).parameters
+        self._switch = _switch(model.config)
+        self._said: dict[int, _Said] = {}
         self._heard: dict[int, Any] = {}
 
     @torch.inference_mode()
@@ -46,42 +64,82 @@ class ForeignRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab)."""
-        logits = torch.cat([part.logits[0].float() for part in self._forward(batch, hidden=False)])
-        return logits[list(batch.rows)]
+        found = self._forward(batch, lambda out: out.logits[0], hidden=False)
+        return torch.stack([found[row] for row in batch.rows]) if found else torch.empty(0, 0)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        return torch.cat([part.hidden_states[-1][0].float() for part in self._forward(batch, hidden=True)])
+        every = Batch(batch.tokens, batch.spans, range(len(batch.tokens)))
+        found = self._forward(every, lambda out: out.hidden_states[-1][0], hidden=True)
+        return torch.stack([found[row] for row in every.rows])
 
-    def _forward(self, batch: Batch, hidden: bool) -> list[Any]:
-        device = next(self._model.parameters()).device
-        outputs, at = [], 0
+    def _forward(self, batch: Batch, rows_of: Any, hidden: bool) -> dict[int, Tensor]:
+        """Return the fp32 rows that are wanted, by their places in the batch."""
+        found, at, wanted = {}, 0, set(batch.rows)
         for slot, start, count in batch.spans:
-            tokens = torch.tensor([batch.tokens[at : at + count]], device=device)
-            at += count
             if start == 0:
-                self._caches.pop(slot, None)
-            if slot in self._heard:
-                given = {"encoder_outputs": self._heard[slot], "decoder_input_ids": tokens}
-            else:
-                mask = torch.ones(1, start + count, dtype=torch.int64, device=device)
-                given = {"input_ids": tokens, "attention_mask": mask, "output_hidden_states": hidden}
-            out = self._model(**given, past_key_values=self._caches.get(slot), use_cache=True)
-            self._caches[slot] = out.past_key_values
-            outputs.append(out)
+                self._said[slot] = _Said()
+            said = self._said[slot]
+            said.tokens += batch.tokens[at : at + count]
+            mine = [row for row in range(at, at + count) if row in wanted]
+            if mine:  # without, the tokens wait for those behind them
+                rows = torch.cat([rows_of(out) for out in self._see(slot, said, hidden)])
+                # Of tokens that waited, and are wanted no more, there are rows in front.
+                found |= {row: rows[row - at - count].float() for row in mine}
+            at += count
+        return found
+
+    def _see(self, slot: int, said: _Said, hidden: bool) -> list[Any]:
+        """Show the model what it has not seen; returns its outputs."""
+        if not said.memory or said.seen <= self._switch < len(said.tokens):
+            said.memory, said.seen = {}, 0
+        outputs = []
+        while said.seen < len(said.tokens):
+            # A state can be begun with many tokens, and goes on with one at a time.
+            stop = said.seen + 1 if self._stateful and said.seen else len(said.tokens)
+            outputs.append(self._call(slot, said, stop, hidden))
+            said.seen = stop
         return outputs
+
+    def _call(self, slot: int, said: _Said, stop: int, hidden: bool) -> Any:
+        device = next(self._model.parameters()).device
+        tokens = torch.tensor([said.tokens[said.seen : stop]], device=device)
+        if slot in self._heard:
+            given = {"encoder_outputs": self._heard[slot], "decoder_input_ids": tokens}
+        elif self._stateful:
+            given = {"input_ids": tokens}
+        else:
+            mask = torch.ones(1, stop, dtype=torch.int64, device=device)
+            given = {"input_ids": tokens, "attention_mask": mask}
+        if self._placed and slot not in self._heard:  # not every model counts what it remembers
+            given["position_ids"] = torch.arange(said.seen, stop, device=device)[None]
+        if hidden:
+            given["output_hidden_states"] = True
+        out = self._model(**given, **said.memory, use_cache=True)
+        said.memory = {name: out[name] for name in _CACHES if out.get(name) is not None}
+        return out
 
     def best(self) -> None:
         """Nothing is at hand: the sampler looks for it."""
 
     def release(self, slot: int) -> None:
         """Drop the slot's cache."""
-        self._caches.pop(slot, None)
+        self._said.pop(slot, None)
         self._heard.pop(slot, None)
 
     def close(self) -> None:
         """Drop the model and the caches."""
-        self._caches.clear()
+        self._said.clear()
         self._heard.clear()
         self._model = None
+
+
+def _switch(config: Any) -> int:
+    """Return the length behind which a model of the kind of Phi 3 rotates all positions otherwise.
+
+    Its ``generate`` then drops the cache once (``prepare_inputs_for_generation``).
+    """
+    if config.model_type not in ("phi3", "phimoe", "phi4_multimodal"):
+        return -1
+    return getattr(config, "original_max_position_embeddings", None) or -1

@@ -57,11 +57,11 @@ def load_engine(
     by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
     ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
     again.  ``draft``: a live model for what ``options.draft`` is.  ``peers``: the other ranks of
-    ``options.tensor_parallel`` (``ranks.py``), by default processes that are started here.  Models that do
+    the options (``ranks.py``), by default processes that are started here.  Models that do
     not generate give an :class:`Embedder`.  Raises ValueError where the runner cannot run the model.
     """
     options = options or EngineOptions()
-    if options.tensor_parallel > 1 and peers is None:
+    if options.ranks > 1 and peers is None:
         return _with_peers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     folder, key = None if isinstance(model, nn.Module) else model, source
@@ -76,7 +76,10 @@ def load_engine(
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
     if peers is not None and (kind_of(model) != "causal" or options.adapters or draft or options.draft):
         peers.close()
-        raise ValueError("tensor_parallel: for causal models alone, without adapters and draft; use 1")
+        raise ValueError(
+            "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and"
+            " draft; use 1"
+        )
     if kind_of(model) == "encoder":
         return load_encoder(model, options, tokenizer, name=name, folder=folder, wanted=runner)
     if draft is None and options.draft is not None:
@@ -111,7 +114,7 @@ def _speaking(
     vocab = config.get_text_config().vocab_size
     guesser = None if beside is None else _drafting(beside, made, options, form, max_length, vocab)
     foreign = isinstance(made, ForeignRunner)
-    if options.batch_invariant and isinstance(getattr(made, "inner", made), EagerRunner | ForeignRunner):
+    if options.batch_invariant and isinstance(getattr(made, "inner", made), EagerRunner):
         made = OneByOne(made)
     facts = ModelFacts(
         name=name,
@@ -228,7 +231,11 @@ def _runner(
     if options.kv_cache_dtype in ("int8", "fp8"):
         raise ValueError(f"a cache in {options.kv_cache_dtype} needs a described model: {'; '.join(reasons)}")
     if options.quantize:
-        raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
+        if torch.device(options.device).type != "cpu":
+            raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
+        from thalweg.infer.swap import packed_copy
+
+        model = packed_copy(model, options.quantize)
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
     config = model.config.get_text_config()
     known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
@@ -291,25 +298,31 @@ def _parallel(
 ) -> tuple[Runner, int]:
     """Return rank 0's runner of a model that the peers have a part in."""
     from thalweg.infer.parallel import Plan, lead, suits_kernels
-    from thalweg.infer.shard import shard
+    from thalweg.infer.shard import Degrees, part
 
+    degrees = Degrees.of(options)
     try:
         decoder = describe(model)
         _compare(model, decoder, keep=False)
+        length = _length(decoder, options)
     except Unsupported as reason:
-        raise ValueError(f"tensor_parallel needs a described model: {reason}") from None
-    length = min(options.max_length or decoder.max_length, decoder.max_length)
+        raise ValueError(f"parts of a model on several ranks need a described one: {reason}") from None
     cache = _cache(options, form)
-    why = suits_kernels(decoder, peers.size, form, cache)
+    assert degrees.size == peers.size, "there are as many ranks as the options ask for"
+    parts = [part(decoder, rank, degrees) for rank in range(0, degrees.size, degrees.places)]
+    why = suits_kernels(decoder, degrees, form, cache)
     on_cpu = torch.device(options.device).type == "cpu"
     fast = wanted != "eager" and on_cpu and form != "fp16" and not why
     if not fast:
         if wanted == "native":
             raise Unsupported(why or "the native kernels are not for this")
         log.info("running on torch's operators: %s", why or "as asked")
-    part = shard(decoder, 0, peers.size)
-    blocks = _num_blocks(part, options, length, cache, sharers=peers.size)
-    plan = Plan(fast, form, cache, blocks, options.max_batch, length, options.max_step_tokens)
+    # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
+    blocks = min(_num_blocks(x, options, length, cache, sharers=peers.size) for x in parts)
+    plan = Plan(
+        fast, form, cache, blocks, options.max_batch, length, options.max_step_tokens, degrees.tensor,
+        degrees.stages, degrees.experts,
+    )  # fmt: skip
     return lead(decoder, plan, peers, options.device), length
 
 
@@ -317,7 +330,12 @@ def _length(decoder: Decoder, options: EngineOptions) -> int:
     """Return the longest sequence; relative positions have no end of their own."""
     endless = decoder.encoder is not None and decoder.positions is None
     most = max(decoder.max_length, options.max_length or 0) if endless else decoder.max_length
-    return min(options.max_length or most, most)
+    length = min(options.max_length or most, most)
+    reaches = [x.attention.rotary.reach for x in decoder.layers if x.attention.rotary is not None]
+    reach = min((x for x in reaches if x), default=length)
+    if length > reach:
+        raise Unsupported(f"positions that change with lengths above {reach}, which max_length may set")
+    return length
 
 
 def _streamed(
@@ -327,7 +345,7 @@ def _streamed(
     from thalweg.infer.native import NativeRunner, check
     from thalweg.infer.stream import planned_batch, streamed_weights
 
-    length = min(options.max_length or decoder.max_length, decoder.max_length)
+    length = _length(decoder, options)
     slots = options.max_batch or planned_batch(decoder, form, options, length)
     cache = _cache(options, form)
     blocks = _num_blocks(decoder, replace(options, max_batch=slots), length, cache)

@@ -44,7 +44,11 @@ def load_encoder(
         if wanted in ("native", "eager"):
             raise
         if options.quantize:
-            raise ValueError(f"{options.quantize} weights need a described model: {reason}") from None
+            if torch.device(options.device).type != "cpu":
+                raise ValueError(f"{options.quantize} weights need a described model: {reason}") from None
+            from thalweg.infer.swap import packed_copy
+
+            model = packed_copy(model, options.quantize)
         log.info("running the model through its own code: %s", reason)
         most = getattr(model.config, "max_position_embeddings", None) or 512
         length = min(options.max_length or most, most)

@@ -9,7 +9,8 @@ from thalweg.infer.describe import Decoder, Encoder, Unsupported
 
 FAMILIES = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "mixtral": "llama",
-    "qwen2_moe": "llama", "qwen3_moe": "llama", "olmo": "llama", "smollm3": "llama",
+    "qwen2_moe": "llama", "qwen3_moe": "llama", "smollm3": "llama", "granite": "llama", "olmo": "olmo",
+    "stablelm": "stablelm", "cohere": "cohere", "starcoder2": "starcoder2", "gptj": "gptj",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma",
     "gpt2": "gpt2", "phi": "phi", "phi3": "phi3", "opt": "opt", "bloom": "bloom", "gpt_neox": "gpt_neox",
     "falcon": "falcon", "t5": "t5", "mt5": "t5", "umt5": "t5",
@@ -41,5 +42,16 @@ def _family(model: Any, families: dict[str, str], what: str) -> Any:
         raise Unsupported(f"no description of models of type {kind!r}")
     try:
         return getattr(importlib.import_module(f"thalweg.infer.models.{family}"), what)(model)
-    except AttributeError as error:  # a variant with other parts than the family's usual ones
-        raise Unsupported(f"a {kind} model with unusual parts: {error}") from error
+    except Unsupported:
+        raise
+    # A variant with other parts than the family's usual ones:
+    except (
+        AttributeError,
+        AssertionError,
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise Unsupported(f"a {kind} model with unusual parts: {type(error).__name__} {error}") from error

@@ -53,7 +53,8 @@ def _layer(layer: Any, c: Any, tables: dict[str, Rotary]) -> Layer:
         q_norm=rms_norm(a.q_norm, 1.0) if normed else None,
         k_norm=rms_norm(a.k_norm, 1.0) if normed else None,
         window=0 if c.model_type == "gemma" else window(a, c),
-        softcap=getattr(a, "attn_logit_softcapping", None) or 0.0,
+        # Gemma 3 has the setting and does nothing with it.
+        softcap=(c.attn_logit_softcapping or 0.0) if c.model_type == "gemma2" else 0.0,
     )
     act = activation(getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None))
     mlp = MLP(linear(layer.mlp.gate_proj, layer.mlp.up_proj), linear(layer.mlp.down_proj), act, gated=True)

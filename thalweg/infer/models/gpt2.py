@@ -10,14 +10,17 @@ from thalweg.infer.describe import MLP, Attention, Decoder, Layer, Unsupported, 
 def decoder(model: Any) -> Decoder:
     """Describe the model."""
     c, m = model.config, model.transformer
-    if c.scale_attn_by_inverse_layer_idx or c.add_cross_attention:
-        raise Unsupported("GPT-2 with scaling by layer or cross attention")
+    if c.add_cross_attention:
+        raise Unsupported("GPT-2 with cross attention")
     dim = c.n_embd // c.n_head
     layers = []
-    for block in m.h:
+    for number, block in enumerate(m.h):
+        scale = dim**-0.5 if c.scale_attn_weights else 1.0
+        if c.scale_attn_by_inverse_layer_idx:
+            scale /= number + 1
         attention = Attention(
             heads=c.n_head, kv_heads=c.n_head, dim=dim, qkv=linear(block.attn.c_attn),
-            out=linear(block.attn.c_proj), scale=dim**-0.5 if c.scale_attn_weights else 1.0,
+            out=linear(block.attn.c_proj), scale=scale,
         )  # fmt: skip
         act = activation(c.activation_function)
         mlp = MLP(linear(block.mlp.c_fc), linear(block.mlp.c_proj), act, gated=False)

@@ -1,7 +1,8 @@
-"""Llama and those built like it: Mistral, Qwen 2 and 3, and their mixtures (Mixtral, Qwen-MoE)."""
+"""Llama and those built like it: Mistral, Qwen 2 and 3, SmolLM 3, Granite, Mixtral, Qwen's mixtures."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from thalweg.infer.describe import (
@@ -25,34 +26,58 @@ def decoder(model: Any) -> Decoder:
     """Describe the model."""
     c, m = model.config, model.model
     table = rotary(m.rotary_emb, c.max_position_embeddings)
+    granite = c.model_type == "granite"
     return Decoder(
         vocab=c.vocab_size,
         width=c.hidden_size,
         max_length=c.max_position_embeddings,
         embed=m.embed_tokens.weight.detach(),
         layers=[_layer(layer, c, table) for layer in m.layers],
-        norm=rms_norm(m.norm),
+        norm=scaled(rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0),
         head=linear(model.lm_head),
+        embed_scale=float(c.embedding_multiplier) if granite else 1.0,
     )
 
 
 def _layer(layer: Any, c: Any, table: Rotary) -> Layer:
     a = layer.self_attn
     normed = hasattr(a, "q_norm")
+    factor = getattr(layer, "residual_multiplier", 1.0)
     attention = Attention(
         heads=c.num_attention_heads,
         kv_heads=c.num_key_value_heads,
         dim=a.head_dim,
         qkv=linear(a.q_proj, a.k_proj, a.v_proj),
-        out=linear(a.o_proj),
+        out=weakened(linear(a.o_proj), factor),
         scale=a.scaling,
-        rotary=table,
+        rotary=table if getattr(a, "use_rope", True) else None,
         q_norm=per_head(a.q_norm, a.head_dim) if normed else None,
         k_norm=per_head(a.k_norm, a.head_dim) if normed else None,
         window=window(a, c),
     )
-    return Layer(rms_norm(layer.input_layernorm), attention, mlp(layer.mlp, c),
-                 rms_norm(layer.post_attention_layernorm))  # fmt: skip
+    inner = mlp(layer.mlp, c)
+    if isinstance(inner, MLP):
+        inner = replace(inner, down=weakened(inner.down, factor))
+    return Layer(rms_norm(layer.input_layernorm), attention, inner, rms_norm(layer.post_attention_layernorm))
+
+
+def scaled(norm: Norm, factor: float) -> Norm:
+    """Return a norm whose result is multiplied by a factor."""
+    if factor == 1.0:
+        return norm
+    bias = None if norm.bias is None else norm.bias.float() * factor
+    return replace(norm, weight=norm.weight.float() * factor, bias=bias)
+
+
+def weakened(layer: Linear, factor: float) -> Linear:
+    """Return a layer whose result is multiplied by a factor."""
+    if factor == 1.0:
+        return layer
+    bias = None if layer.bias is None else layer.bias * factor
+    return Linear(
+        lambda: layer.weight * factor, bias, (layer.outputs, layer.inputs), modules=layer.modules,
+        order=layer.order, factor=layer.factor * factor,
+    )  # fmt: skip
 
 
 def per_head(module: Any, dim: int) -> Norm:
@@ -97,4 +122,4 @@ def _experts(module: Any, c: Any) -> Experts:
     )
 
 
-__all__ = ["Linear", "decoder", "mlp", "per_head", "window"]
+__all__ = ["Linear", "decoder", "mlp", "per_head", "scaled", "weakened", "window"]

@@ -1,0 +1,77 @@
+"""Any model's linear layers with packed weights, in place of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.infer.describe import linear
+from thalweg.ops.packed import pack_linear
+
+_LEAST = 32  # outputs and inputs: narrower layers are routers and gates, which want exact numbers
+
+
+class Packed(nn.Module):
+    """An ``nn.Linear`` (or Hugging Face's Conv1D) whose weight is packed as int8 or int4.
+
+    ``weight`` is an empty tensor of the layer's dtype: code asks for that.
+    """
+
+    def __init__(self, layer: nn.Module, form: str) -> None:
+        super().__init__()
+        described = linear(layer)
+        self.in_features, self.out_features = described.inputs, described.outputs
+        self._product = pack_linear(described.weight, described.bias, form)
+        like: Any = layer.weight
+        self.weight = like.detach().new_empty(0)
+        self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product, in x's dtype."""
+        y = self._product(x.reshape(-1, self.in_features).float().contiguous())
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+
+def shared_copy(model: Any) -> Any:
+    """Return a model of the same tensors whose modules may be exchanged."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
+def pack_model(model: nn.Module, form: str) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Exchange a model's linear layers on the CPU; returns (owner, name, old layer), for :func:`restore`.
+
+    ``form``: int8, or int4, with which the head is in int8.
+    """
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    exchanged: list[tuple[nn.Module, str, nn.Module]] = []
+    made: dict[int, Packed] = {}
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if not (type(child) is nn.Linear or type(child).__name__ == "Conv1D"):
+                continue
+            weight: Any = child.weight
+            if isinstance(owner, nn.MultiheadAttention) or min(weight.shape) < _LEAST:
+                continue
+            if id(child) not in made:
+                made[id(child)] = Packed(child, "int8" if child is head else form)
+            setattr(owner, name, made[id(child)])
+            exchanged.append((owner, name, child))
+    return exchanged
+
+
+def restore(exchanged: list[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Put the old layers back."""
+    for owner, name, child in exchanged:
+        setattr(owner, name, child)
+
+
+@torch.no_grad()
+def packed_copy(model: Any, form: str) -> Any:
+    """Return a model like this one with packed linear layers; what is not packed is shared."""
+    made = shared_copy(model)
+    pack_model(made, form)
+    return made
