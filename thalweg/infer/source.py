@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from thalweg.infer.api import EngineOptions
+from thalweg.infer.prequantised import load_quantised, method_of, readable
 from thalweg.utils.dtypes import parse_dtype
 
 Kind = Literal["causal", "seq2seq", "encoder"]
@@ -72,7 +75,15 @@ def load_model(model: str | Path, options: EngineOptions) -> Any:
         if config.model_type in _HALVES
         else transformers.AutoModel,
     }[_kind_of_files(config, remote)]
-    loaded: Any = auto.from_pretrained(model, dtype=dtype, trust_remote_code=remote)
+    if readable(config) and Path(model).is_dir():
+        plain = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
+        return load_quantised(auto, Path(model), config, plain, remote).to(options.device).eval()
+    try:
+        loaded: Any = auto.from_pretrained(model, dtype=dtype, trust_remote_code=remote)
+    except (ImportError, RuntimeError) as error:
+        if method_of(config) is None:
+            raise
+        raise ValueError(f"{model}: its weights are quantised by {method_of(config)}: {error}") from error
     return loaded.to(options.device).eval()
 
 

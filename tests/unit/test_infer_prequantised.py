@@ -1,0 +1,211 @@
+"""Checkpoints that others have quantised: what is read is what their definitions say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.unit.infer_models import greedy, tiny
+from thalweg.infer import EngineOptions, load_engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Made = tuple[dict[str, Tensor], Tensor]
+"""A format's tensors of a layer, and the weight (outputs, inputs) that they mean."""
+GROUP = 32
+
+
+def words(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Pack whole numbers (rows, n) into int32 along the columns, one after the other, number by number."""
+    each = 32 // bits
+    packed = torch.zeros(len(values), -(-values.shape[1] // each), dtype=torch.int64)
+    for column in range(values.shape[1]):
+        word, place = divmod(column, each)
+        shift = place if order is None else order.index(place)
+        packed[:, word] |= values[:, column].long() << (shift * bits)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def numbers(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise in groups along the inputs: whole numbers from 0, scales and zeros (outputs, groups)."""
+    groups = weight.view(len(weight), -1, GROUP)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / (2**bits - 1)).half()
+    zero = (-low / scale.float()).round().clamp(1, 2**bits - 1).to(torch.int32)
+    values = (groups / scale.float()[..., None]).round() + zero[..., None]
+    return values.clamp(0, 2**bits - 1).to(torch.int32).view_as(weight), scale, zero
+
+
+def means(values: Tensor, scale: Tensor, zero: Tensor, group: Tensor | None = None) -> Tensor:
+    group = torch.arange(values.shape[1]) // GROUP if group is None else group
+    return (values - zero[:, group]).float() * scale.float()[:, group]
+
+
+def gptq(weight: Tensor, bits: int = 4, shuffled: bool = False, second: bool = False) -> Made:
+    values, scale, zero = numbers(weight, bits)
+    inputs = weight.shape[1]
+    group = torch.arange(inputs) // GROUP
+    if shuffled:
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))]
+    stored = zero if second else zero - 1
+    parts = {
+        "qweight": words(values, bits).t().contiguous(), "qzeros": words(stored.t(), bits),
+        "scales": scale.t().contiguous(), "g_idx": group.to(torch.int32),
+    }  # fmt: skip
+    return parts, means(values, scale, zero, group)
+
+
+def awq(weight: Tensor) -> Made:
+    values, scale, zero = numbers(weight, 4)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {
+        "qweight": words(values.t(), 4, order), "qzeros": words(zero.t(), 4, order),
+        "scales": scale.t().contiguous(),
+    }  # fmt: skip
+    return parts, means(values, scale, zero)
+
+
+def packed(weight: Tensor, bits: int = 4, zeros: bool = False) -> Made:
+    half = 2 ** (bits - 1)
+    values, scale, zero = numbers(weight, bits)
+    zero = zero if zeros else torch.full_like(zero, half)
+    parts = {
+        "weight_packed": words(values, bits), "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }  # fmt: skip
+    if zeros:
+        parts["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
+    return parts, means(values, scale, zero)
+
+
+def channels(weight: Tensor) -> Made:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scale).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def blocks(weight: Tensor) -> Made:
+    rows, columns = (-(-size // 16) for size in weight.shape)
+    inverse = torch.rand(rows, columns, generator=torch.Generator().manual_seed(2)) + 0.5
+    spread = inverse.repeat_interleave(16, 0).repeat_interleave(16, 1)[: len(weight), : weight.shape[1]]
+    small = (weight / spread).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale_inv": inverse}, small.float() * spread
+
+
+def eight(weight: Tensor) -> Made:
+    largest = weight.abs().amax(1)
+    values = (weight / largest[:, None] * 127).round().to(torch.int8)
+    return {"weight": values, "SCB": largest}, values.float() * largest[:, None] / 127
+
+
+def nibbles(weight: Tensor, nested: bool = True) -> Made:
+    table = torch.linspace(-1, 1, 16)
+    flat = weight.flatten().view(-1, 64)
+    absmax = flat.abs().amax(1)
+    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    parts: dict[str, Tensor] = {}
+    if nested:
+        offset, size = float(absmax.mean()), 256
+        steps = torch.linspace(-1, 1, 256)
+        apart = absmax - offset
+        inner = torch.stack([piece.abs().amax() for piece in apart.split(size)])
+        wide = inner.repeat_interleave(size)[: len(absmax)]
+        chosen = (apart / wide)[:, None].sub(steps).abs().argmin(1)
+        absmax = steps[chosen] * wide + offset
+        parts = {
+            "weight.absmax": chosen.to(torch.uint8), "weight.nested_absmax": inner,
+            "weight.nested_quant_map": steps,
+        }  # fmt: skip
+        about |= {"nested_blocksize": size, "nested_dtype": "float32", "nested_offset": offset}
+    else:
+        parts = {"weight.absmax": absmax}
+    places = (flat / absmax[:, None])[..., None].sub(table).abs().argmin(-1)
+    pairs = places.flatten().view(-1, 2)
+    parts |= {
+        "weight": (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8), "weight.quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(about).encode()]).byte(),
+    }  # fmt: skip
+    return parts, (table[places] * absmax[:, None]).view_as(weight)
+
+
+def grouped(bits: int) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}}
+
+
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
+    "gptq_order": ({"quant_method": "gptq", "bits": 4}, lambda w: gptq(w, shuffled=True)),
+    "gptq_8": ({"quant_method": "gptq", "bits": 8}, lambda w: gptq(w, 8)),
+    "gptq_2_v2": (
+        {"quant_method": "gptq", "bits": 2, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 2, second=True)
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "packed": ({"quant_method": "compressed-tensors", **grouped(4)}, packed),
+    "packed_zeros": ({"quant_method": "compressed-tensors", **grouped(4)}, lambda w: packed(w, zeros=True)),
+    "packed_8": ({"quant_method": "compressed-tensors", **grouped(8)}, lambda w: packed(w, 8)),
+    "channels": ({"quant_method": "compressed-tensors", **grouped(8)}, channels),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, blocks),
+    "bnb8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, eight),
+    "bnb4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nibbles),
+    "bnb4_flat": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda w: nibbles(w, nested=False)),
+}  # fmt: skip
+
+
+def quantised(folder: Path, given: dict[str, Any], make: Callable[[Tensor], Made]) -> Any:
+    """Save a model with its linear layers quantised; return one with what they mean."""
+    model = tiny("qwen2")
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+                parts, meant = make(stored.pop(f"{name}.weight"))
+                stored |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+                module.weight.copy_(meant)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": given}))
+    return model
+
+
+PROMPTS = [[1, 2, 3, 4], list(range(40, 70))]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
+    given, make = FORMATS[name]
+    meant = quantised(tmp_path, given, make)
+    options = EngineOptions(dtype="fp32", max_batch=2, max_length=64)
+    engine = load_engine(tmp_path, options)
+    want = [meant.generate(torch.tensor([p]), max_new_tokens=8)[0, len(p) :].tolist() for p in PROMPTS]
+    assert type(engine.runner).__name__ != "ForeignRunner"
+    assert greedy(engine, PROMPTS, 8) == want
+    # Negative control: the scales of one layer, out of order.
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    key = next(k for k in sorted(stored) if k.endswith(("scales", "scale", "scale_inv", "SCB", "quant_map")))
+    stored[key] = stored[key].flip(0)
+    save_file(stored, file, {"format": "pt"})
+    assert greedy(load_engine(tmp_path, options), PROMPTS, 8) != want
+
+
+def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
+    quantised(tmp_path, *FORMATS["gptq"])
+    engine = load_engine(tmp_path, EngineOptions(quantize="int4", max_batch=2, max_length=64))
+    assert engine.facts.quantize == "int4" and len(greedy(engine, PROMPTS, 8)[1]) == 8
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for given, said in (
+        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "aqlm"}, "quantised by aqlm"),
+    ):
+        path.write_text(json.dumps(config | {"quantization_config": given}))
+        with pytest.raises(ValueError, match=said):
+            load_engine(tmp_path, EngineOptions(dtype="fp32"))
