@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thalweg.infer.api import EngineOptions
+from thalweg.infer.diffusion import DiffusionEngine, is_pipeline, load_pipeline, options_of
 from thalweg.infer.engine import Engine
 from thalweg.infer.generate import generate, unsupported
 from thalweg.infer.load import load_engine
@@ -78,7 +79,7 @@ class InferenceEngine(nn.Module):
 
     def _find_peers(self, origin: Any) -> Peers | None:
         """Find the other ranks of tensor parallelism, or become one of them."""
-        size = self.options.tensor_parallel
+        size = self.options.ranks
         if not launched(size):
             return spawned(origin, self.options) if size > 1 and origin is not None else None
         found = gathered(size)
@@ -122,14 +123,16 @@ class InferenceEngine(nn.Module):
 
 
 def init_inference(
-    model: nn.Module | str | Path,
+    model: Any,
     config: Mapping[str, Any] | str | Path | None = None,
     *,
     dtype: torch.dtype | str | None = None,
     tokenizer: Any = None,
     **kwargs: Any,
-) -> InferenceEngine:
-    """Return an engine for a Hugging Face model (live, or a directory of one).
+) -> Any:
+    """Return an :class:`InferenceEngine` for a Hugging Face model (live, or a directory of one).
+
+    For a pipeline of diffusers it is a :class:`.diffusion.DiffusionEngine`, which is called like it.
 
     ``config``: DeepSpeed's keys, as a dict or a JSON file; keywords go over it.  ``dtype``: by default the
     model's own; ``torch.int8`` (or ``"int8"``, ``"int4"``) quantises the weights of linear layers.  Also
@@ -141,6 +144,7 @@ def init_inference(
 
     ``tensor_parallel`` (``{"tp_size": n}``, or n) or ``mp_size`` shares each layer's work out to n processes
     of this host: the ranks of a launcher, which all call this and ``generate``, or processes started here.
+    ``pipeline_parallel`` gives them layers, ``expert_parallel`` (``moe``'s ``ep_size``) whole experts.
 
     Raises ValueError for a key that is unknown or asks for what does not exist here yet.
     """
@@ -149,6 +153,10 @@ def init_inference(
     if dtype is not None:
         wanted["dtype"] = dtype
     wanted |= _streaming(wanted)
+    if is_pipeline(model):
+        chosen = options_of(wanted, _quantised_bits(wanted.pop("quant", None)), _NO_MATTER)
+        live = load_pipeline(model, chosen.dtype) if isinstance(model, str | Path) else model
+        return DiffusionEngine(live, chosen)
     source = origin = None
     if isinstance(model, str | Path):
         origin = model
@@ -171,6 +179,8 @@ def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
     asked_for = section.get("tp_size", 1) if section.get("enabled", True) else 1
     degree = max(int(asked_for), int(wanted.pop("mp_size", 1)))
     fields["tensor_parallel"] = degree
+    fields["pipeline_parallel"] = int(_degree(wanted, "pipeline_parallel", "pp_size"))
+    fields["expert_parallel"] = int(_degree(wanted, "expert_parallel", "ep_size", "moe"))
     if wanted.pop("checkpoint", None):
         raise ValueError("checkpoint: load the weights into the model first, or pass a model directory")
     if (most := wanted.pop("max_out_tokens", wanted.pop("max_tokens", None))) is not None:
@@ -187,11 +197,26 @@ def _options(wanted: dict[str, Any], model: nn.Module) -> EngineOptions:
         fields["dtype"] = dtype_name(parse_dtype(text))
     if bits is not None:
         fields["quantize"] = f"int{bits}"
-    unknown = [key for key in wanted if key not in _NO_MATTER and key not in ("moe", "ep_size")]
+    unknown = [key for key in wanted if key not in _NO_MATTER]
     if unknown:
-        known = sorted(_OURS | _NO_MATTER | {"dtype", "max_out_tokens", "quant", "tensor_parallel", "zero"})
+        more = {"dtype", "max_out_tokens", "quant", "zero", "tensor_parallel", "pipeline_parallel", "moe"}
+        known = sorted(_OURS | _NO_MATTER | more)
         raise ValueError(f"init_inference does not know {', '.join(unknown)}; it knows {', '.join(known)}")
     return EngineOptions(**fields)
+
+
+def _degree(wanted: dict[str, Any], *names: str) -> Any:
+    """Take a degree out of the keys: a number, or a section that has it under one of the names or `size`."""
+    found = 1
+    for name in names:
+        value = wanted.pop(name, None)
+        if isinstance(value, Mapping):
+            inner = {key: x for key, x in value.items() if key in (*names, "size")}
+            value = _degree(inner, *names, "size") if value.get("enabled", True) else 1
+        if isinstance(value, list | tuple):  # DeepSpeed has one for each layer
+            value = max(value, default=1)
+        found = max(found, 1 if value is None or isinstance(value, bool) else value)
+    return found
 
 
 def _streaming(wanted: dict[str, Any]) -> dict[str, Any]:

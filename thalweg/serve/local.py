@@ -15,15 +15,21 @@ from thalweg.serve.schema import MiiRequest, parse
 from thalweg.serve.spawn import LOADER
 
 
-def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Pipeline | EmbeddingPipeline:
-    """Load a model (a Hugging Face directory, or a live one) and return a callable that continues prompts.
+def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Any:
+    """Load a model (a Hugging Face directory, or a live one) and return a :class:`Pipeline` that continues
+    prompts, or an :class:`EmbeddingPipeline` for an encoder.
 
-    For an encoder it embeds them.
+    A pipeline of diffusers (or the directory of one) stays one, with ``init_inference``'s options.
 
     ``fields`` are fields of :class:`thalweg.infer.EngineOptions` (``quantize="int8"``, ``max_length=2048``).
     """
     if options is not None and fields:
         raise ValueError(f"give options or {', '.join(fields)}, not both")
+    diffusion = importlib.import_module("thalweg.infer.diffusion")
+    if diffusion.is_pipeline(model):
+        if options is not None:
+            raise ValueError("EngineOptions are for language models: give a diffusion pipeline keywords")
+        return importlib.import_module("thalweg.infer.init").init_inference(model, **fields)
     module, _, name = LOADER.partition(":")
     engine = getattr(importlib.import_module(module), name)(model, options or EngineOptions(**fields))
     return EmbeddingPipeline(engine) if engine.facts.kind == "encoder" else Pipeline(engine)

@@ -1,0 +1,172 @@
+"""Pipelines of the library diffusers (Stable Diffusion and others) with the options of ``init_inference``.
+
+The pipeline stays what it is: its components are cast, compiled, packed or let pass by in place, and closing
+the engine puts them back (but for the dtype).  In fp32 images have the bits that they had; a stream changes
+nothing, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thalweg.infer.passing import Passing
+from thalweg.infer.swap import pack_model, restore
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
+_STEPPING = ("unet", "transformer", "transformer_2", "controlnet", "prior", "decoder")
+"""Components that run at every step."""
+
+
+@dataclass(frozen=True)
+class DiffusionOptions:
+    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.api.EngineOptions`."""
+
+    dtype: str | None = None
+    """``fp32``, ``bf16``, ``fp16``; None: as it is."""
+    quantize: str | None = None
+    """``int8`` or ``int4``: the weights of linear layers (convolutions stay as they are), on CPUs."""
+    device: str | None = None
+    """Where it runs; None: where it is."""
+    stream: str | None = None
+    stream_folder: str | None = None
+    stream_memory: int | None = None
+    compile: Mapping[str, Any] | None = None
+    """Arguments of ``torch.compile`` for what runs at every step, and the image decoder."""
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (None, "int8", "int4"):
+            raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
+        if self.stream not in (None, "cpu", "nvme"):
+            raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
+        for name in ("compile", "quantize"):
+            if self.stream and getattr(self, name) is not None:
+                raise ValueError(f"stream and {name} do not go together for a diffusion pipeline: choose one")
+
+
+def is_pipeline(model: Any) -> bool:
+    """Whether this is a pipeline of diffusers, or the directory of one."""
+    if isinstance(model, str | Path):
+        return (Path(model) / "model_index.json").is_file()
+    return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__) and hasattr(
+        model, "components"
+    )
+
+
+def load_pipeline(folder: str | Path, dtype: str | None) -> Any:
+    """Return the pipeline in a directory; its weights must be safetensors files."""
+    try:
+        from diffusers import DiffusionPipeline
+    except ImportError as error:
+        raise ValueError(f"{folder} is a diffusion pipeline: install thalweg[diffusion]") from error
+    wanted: Any = {} if dtype is None else {"torch_dtype": parse_dtype(dtype)}
+    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **wanted)
+
+
+class DiffusionEngine:
+    """``engine(prompt, ...)`` is ``pipeline(prompt, ...)``; attributes are the pipeline's own.
+
+    ``module`` is the pipeline, ``passing`` what streams its weights, if anything does.
+    """
+
+    def __init__(self, pipeline: Any, options: DiffusionOptions) -> None:
+        self.module, self.options = pipeline, options
+        self.passing: Passing | None = None
+        self._exchanged: list[tuple[nn.Module, str, nn.Module]] = []
+        self._compiled: list[nn.Module] = []
+        parts = {key: part for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
+        if not parts:
+            raise ValueError(f"{type(pipeline).__name__} has no component with weights")
+        if options.dtype is not None:
+            pipeline.to(parse_dtype(options.dtype))
+        device = torch.device(options.device or str(pipeline.device))
+        for part in parts.values():
+            part.eval()
+        if options.stream is None:
+            pipeline.to(device)
+        if options.quantize is not None:
+            if device.type != "cpu":
+                raise ValueError(f"quantize: packed weights are for CPUs, and the pipeline is on {device}")
+            for part in parts.values():
+                self._exchanged += pack_model(part, options.quantize)
+        if options.compile is not None:
+            self._compile(parts)
+        if options.stream is not None:
+            for part in parts.values():
+                for owner in part.modules():
+                    for name, buffer in list(owner.named_buffers(recurse=False)):
+                        setattr(owner, name, buffer.to(device))
+            self.passing = Passing(
+                parts.values(), tier=options.stream, device=device, folder=options.stream_folder,
+                memory=options.stream_memory,
+            )  # fmt: skip
+
+    def _compile(self, parts: Mapping[str, nn.Module]) -> None:
+        wanted = [parts[name] for name in _STEPPING if name in parts]
+        decoder = getattr(parts.get("vae"), "decoder", None)
+        if isinstance(decoder, nn.Module):
+            wanted.append(decoder)
+        for module in wanted:
+            module.compile(**dict(self.options.compile or {}))
+        self._compiled = wanted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the pipeline's attribute."""
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def close(self) -> None:
+        """Give the pipeline its own weights and code back."""
+        if self.passing is not None:
+            self.passing.close()
+            self.passing = None
+        restore(self._exchanged)
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        self._exchanged, self._compiled = [], []
+
+    destroy = close
+
+
+def options_of(wanted: dict[str, Any], bits: int | None, no_matter: set[str]) -> DiffusionOptions:
+    """Turn ``init_inference``'s keys into options; ``bits``: what ``quant`` asked for.
+
+    Raises ValueError for keys that say nothing to a pipeline of diffusers.
+    """
+    fields: dict[str, Any] = {
+        key: wanted.pop(key)
+        for key in ("stream", "stream_folder", "stream_memory", "device")
+        if key in wanted
+    }
+    asked = wanted.pop("dtype", None)
+    text = None if asked is None else str(asked).removeprefix("torch.").lower()
+    if text in ("int8", "int4"):
+        fields["quantize"] = text
+    elif text is not None and text != "auto":
+        fields["dtype"] = text
+    if "quantize" in wanted:
+        fields["quantize"] = wanted.pop("quantize")
+    if bits is not None:
+        fields["quantize"] = f"int{bits}"
+    compiled = wanted.pop("compile", None)
+    graphs = wanted.pop("enable_cuda_graph", False)
+    if compiled or (graphs and torch.cuda.is_available()):
+        more = {"mode": "reduce-overhead"} if graphs and torch.cuda.is_available() else {}
+        fields["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}
+    unknown = [key for key in wanted if key not in no_matter]
+    if unknown:
+        known = "dtype, quant, zero, stream, stream_folder, stream_memory, compile, enable_cuda_graph, device"
+        raise ValueError(f"a diffusion pipeline does not know {', '.join(unknown)}; it knows {known}")
+    return DiffusionOptions(**fields)
