@@ -53,6 +53,18 @@ def test_generate_equals_hugging_face(engine: Any, model: Any, arguments: dict[s
     )
 
 
+def test_it_goes_on_where_the_engine_has_no_room() -> None:
+    short = tiny("llama", max_position_embeddings=16)
+    tokens, _ = batch()
+    want = short.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert torch.equal(
+        thalweg.init_inference(short).generate(tokens, max_new_tokens=12, do_sample=False), want
+    )
+    ended = thalweg.init_inference(short, max_out_tokens=16)
+    got = ended.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, want[:, :16])
+
+
 def test_it_is_called_like_the_module(engine: Any, model: Any) -> None:
     tokens, _ = batch()
     with torch.no_grad():

@@ -105,6 +105,7 @@ class ForeignRunner:
     def _call(self, slot: int, said: _Said, stop: int, hidden: bool) -> Any:
         device = next(self._model.parameters()).device
         tokens = torch.tensor([said.tokens[said.seen : stop]], device=device)
+        given: dict[str, Any]
         if slot in self._heard:
             given = {"encoder_outputs": self._heard[slot], "decoder_input_ids": tokens}
         elif self._stateful:

@@ -35,8 +35,11 @@ def _config(module: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return config, config.update(**rest)
 
 
-def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return why the engine leaves this call to the module's own ``generate``, or an empty text."""
+def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], most: int = 0) -> str:
+    """Return why the engine leaves this call to the module's own ``generate``, or an empty text.
+
+    ``most``: the longest sequence that the engine was made for; 0 where it is to end there.
+    """
     config, rest = _config(module, kwargs)
     other = set(rest) - _TAKEN
     if other or len(args) > 1:
@@ -51,6 +54,10 @@ def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     tokens = args[0] if args else rest.get("input_ids", rest.get("inputs"))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] == 0:
         return "no 2-D input_ids"
+    width = 1 if getattr(module.config, "is_encoder_decoder", False) else tokens.shape[1]
+    asked = config.max_new_tokens if config.max_new_tokens is not None else (config.max_length or 20) - width
+    if most and max(width + asked, tokens.shape[1]) > most:
+        return f"{width + asked} tokens, where the engine has room for {most}"
     return ""
 
 

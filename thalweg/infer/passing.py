@@ -119,7 +119,7 @@ class Passing:
         for part in self.parts:
             self._put(part)
         if not self._mapped:
-            ours = weakref.ref(self)
+            ours: weakref.ref[Passing] = weakref.ref(self)
             for part in self.parts:
                 self._hooks += [
                     part.module.register_forward_pre_hook(_before(ours, part)),

@@ -24,7 +24,7 @@ class Packed(nn.Module):
         super().__init__()
         described = linear(layer)
         self.in_features, self.out_features = described.inputs, described.outputs
-        self._product = pack_linear(described.weight, described.bias, form)
+        self._product: Any = pack_linear(described.weight, described.bias, form)
         like: Any = layer.weight
         self.weight = like.detach().new_empty(0)
         self.bias = None
