@@ -12,13 +12,18 @@ from tests.harness import run_ranks
 from tests.unit.infer_models import tiny
 from thalweg.infer.ranks import RankLost
 
+DEGREES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"tensor_parallel": {"tp_size": 2}}),
+    ("qwen2_moe", {"tensor_parallel": {"tp_size": 1}, "moe": {"enabled": True, "ep_size": 2}}),
+    ("gpt2", {"tensor_parallel": {"tp_size": 2}, "pipeline_parallel": 2}),
+]
 PROMPT = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]]
 
 
 def _generate(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
-    for kind in ("llama", "qwen2_moe"):
-        engine = thalweg.init_inference(tiny(kind), {"tensor_parallel": {"tp_size": 2}}, dtype="fp32")
+    for kind, degrees in DEGREES:
+        engine = thalweg.init_inference(tiny(kind), degrees, dtype="fp32")
         tokens = torch.tensor(PROMPT)
         got = engine.generate(tokens, max_new_tokens=8, do_sample=False)
         want = engine.module.generate(tokens, max_new_tokens=8, do_sample=False)
@@ -32,7 +37,7 @@ def _generate(rank: int, world: int) -> list[Any]:
 def test_two_teams_of_two_give_the_model_s_tokens_on_every_rank() -> None:
     results = run_ranks(_generate, 4)
     assert all(equal for found in results for equal, _ in found)
-    for number in range(2):
+    for number in range(len(DEGREES)):
         drawn = [found[number][1] for found in results]
         assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
 

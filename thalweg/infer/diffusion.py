@@ -63,7 +63,7 @@ def is_pipeline(model: Any) -> bool:
 def load_pipeline(folder: str | Path, dtype: str | None) -> Any:
     """Return the pipeline in a directory; its weights must be safetensors files."""
     try:
-        from diffusers import DiffusionPipeline
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     except ImportError as error:
         raise ValueError(f"{folder} is a diffusion pipeline: install thalweg[diffusion]") from error
     wanted: Any = {} if dtype is None else {"torch_dtype": parse_dtype(dtype)}

@@ -20,11 +20,13 @@ class Packed(nn.Module):
     ``weight`` is an empty tensor of the layer's dtype: code asks for that.
     """
 
+    _product: Any
+
     def __init__(self, layer: nn.Module, form: str) -> None:
         super().__init__()
         described = linear(layer)
         self.in_features, self.out_features = described.inputs, described.outputs
-        self._product: Any = pack_linear(described.weight, described.bias, form)
+        self._product = pack_linear(described.weight, described.bias, form)
         like: Any = layer.weight
         self.weight = like.detach().new_empty(0)
         self.bias = None
