@@ -41,6 +41,7 @@ class Place(NamedTuple):
     at: int
     shape: torch.Size
     dtype: torch.dtype
+    trained: bool
 
     def view(self, flat: Tensor) -> Tensor:
         """Return it out of its part's bytes."""
@@ -49,7 +50,7 @@ class Place(NamedTuple):
 
     def fill(self, value: Tensor) -> None:
         """Let the module have a value."""
-        setattr(self.owner, self.name, nn.Parameter(value, requires_grad=False))
+        setattr(self.owner, self.name, nn.Parameter(value, requires_grad=self.trained))
 
 
 @dataclass(eq=False)
@@ -283,7 +284,8 @@ def _places(module: nn.Module, users: dict[int, int]) -> tuple[list[Place], int]
                 starts[id(parameter)] = total
                 total += -(-parameter.nbytes // _LINE) * _LINE
             at = starts[id(parameter)]
-            places.append(Place(owner, name, at, parameter.shape, parameter.dtype))
+            kept = parameter.shape, parameter.dtype, parameter.requires_grad
+            places.append(Place(owner, name, at, *kept))
     return places, total
 
 

@@ -20,13 +20,11 @@ class Packed(nn.Module):
     ``weight`` is an empty tensor of the layer's dtype: code asks for that.
     """
 
-    _product: Any
-
     def __init__(self, layer: nn.Module, form: str) -> None:
         super().__init__()
         described = linear(layer)
         self.in_features, self.out_features = described.inputs, described.outputs
-        self._product = pack_linear(described.weight, described.bias, form)
+        self._product: Any = pack_linear(described.weight, described.bias, form)
         like: Any = layer.weight
         self.weight = like.detach().new_empty(0)
         self.bias = None
@@ -48,7 +46,8 @@ def pack_model(model: nn.Module, form: str) -> list[tuple[nn.Module, str, nn.Mod
 
     ``form``: int8, or int4, with which the head is in int8.
     """
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads: Any = getattr(model, "get_output_embeddings", None)
+    head = None if heads is None else heads()
     exchanged: list[tuple[nn.Module, str, nn.Module]] = []
     made: dict[int, Packed] = {}
     for owner in list(model.modules()):
