@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from _infer_peers import peers
+from _multiply import products_per_second
 from _peers import ROOT
 from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
 
@@ -202,7 +203,16 @@ def summary(
         held = batch * (args.prompt + args.new / 2) * 2 * width * itemsize * args.layers
         bound = batch * speed / (weight_bytes + held)
         made |= {"bound_tok_s": bound, "roofline": made["decode_tok_s"] / bound}
+        if args.model == "llama" and (products := products_per_second(name.split()[-1])):
+            # Attention's products are a hundredth of the layers' here.
+            made["multiplied_tok_s"] = products / products_of(args)
     return made
+
+
+def products_of(args: argparse.Namespace) -> int:
+    """Return the products of a token: the weights of all layers and the head."""
+    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    return args.layers * (4 * hidden * hidden + 3 * hidden * inner) + hidden * SHAPE["vocab_size"]
 
 
 def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]]) -> list[Row]:
@@ -231,12 +241,13 @@ def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]])
 
 def render(data: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    keys = ("tok_s", "decode_tok_s", "first_ms", "bound_tok_s")
+    keys = ("tok_s", "decode_tok_s", "first_ms", "multiplied_tok_s", "bound_tok_s")
     lines = [
         [f"{c['name']}, batch {c['batch']}", *(cell(c.get(k)) for k in keys), cell(c.get("roofline"), 2)]
         for c in data["cells"]
     ]
-    heads = ["contestant", "tok/s", "decoding tok/s", "first token ms", "memory bound tok/s", "of the bound"]
+    heads = ["contestant", "tok/s", "decoding tok/s", "first token ms", "bound of the multipliers tok/s",
+             "memory bound tok/s", "of the memory bound"]  # fmt: skip
     return "\n".join(
         [
             "# Inference",

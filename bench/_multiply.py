@@ -1,0 +1,75 @@
+"""How many products a second the processor's vector units do: the other bound of a decoding step.
+
+A loop of nothing but the instruction that the packed kernels live on (``vfmadd``, ``vdpbf16ps``,
+``vpdpbusd``), twelve sums in registers, on all of torch's threads; the best of some turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from llvmlite import ir
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from thalweg.ops.native.ir import BF16, I8, I32, Code, Library, host_features, vec
+from thalweg.ops.native.panels import FORMATS
+from thalweg.ops.native.tape import Tape
+
+_SUMS, _TURNS = 12, 200_000
+_FORMS = {  # by what an instruction multiplies: products, operands, sums
+    "fp32": (16, vec(16), vec(16)),
+    "bf16": (32, vec(32, BF16), vec(16)),
+    "int8": (64, vec(64, I8), vec(16, I32)),
+}
+
+
+@cache
+def _library(form: str) -> tuple[Library, int]:
+    module = ir.Module("multiply")
+    code = Code(module, f"multiply_{form}")
+    products, operand, total = _FORMS[form]
+    source, out = code.arg(0), code.arg(1)
+    a, b = (code.load(operand, code.add(source, 64 * i)) for i in range(2))
+    sums = [code.var(code.load(total, source)) for _ in range(_SUMS)]
+    with code.range(0, _TURNS):
+        for each in sums:
+            if form == "fp32":
+                each.value = code.fma(a, b, each.value)
+            else:
+                name = "avx512bf16.dpbf16ps" if form == "bf16" else "avx512.vpdpbusd"
+                each.value = code.call(f"llvm.x86.{name}.512", total, [each.value, a, b])
+    for number, each in enumerate(sums):  # what is never stored need not be computed
+        code.store(each.value, code.add(out, code.mul(code.thread, 64 * _SUMS), 64 * number))
+    code.ret()
+    return Library(module), products
+
+
+@cache
+def products_per_second(form: str, turns: int = 5) -> float | None:
+    """Return products a second of all threads; None where the processor lacks the instruction.
+
+    int4 is multiplied by int8's instruction.
+    """
+    form = {"int4": "int8"}.get(form, form)
+    if FORMATS[form].feature not in host_features():
+        return None
+    library, products = _library(form)
+    threads = torch.get_num_threads()
+    source, out = torch.zeros(64), torch.zeros(threads * _SUMS * 16)
+    tape = Tape([(library.address(f"multiply_{form}"), [source.data_ptr(), out.data_ptr()])], [source, out])
+    best = float("inf")
+    for _ in range(turns):
+        start = time.perf_counter()
+        tape.run()
+        best = min(best, time.perf_counter() - start)
+    return threads * _TURNS * _SUMS * products / best
+
+
+if __name__ == "__main__":
+    for name in FORMATS:
+        print(name, products_per_second(name))
