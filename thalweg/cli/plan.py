@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ _EXAMPLES = """examples:
 Without --device and --device-memory the ranks are processes on this machine's processor.
 Exit code 0, also for a run that does not fit: `fits` says so.
 """
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return number
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -53,7 +65,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
     parser.add_argument(
-        "--sequence-length", type=int, metavar="T", help="tokens (the model's longest, at most 1024)"
+        "--sequence-length", type=at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
     )
 
 

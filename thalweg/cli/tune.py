@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import add_model_options, cluster_options, read_config
+from thalweg.cli.plan import add_model_options, at_least, cluster_options, read_config
 
 _EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--best", type=int, default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
+        "--best", type=at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
     )
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)"

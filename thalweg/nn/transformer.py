@@ -93,6 +93,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ def _make(fields: dict[str, Any]) -> nn.Module:
     """The model of a config, on the default device."""
     if "model_type" not in fields and fields and set(fields) <= _OURS:
         ours = importlib.import_module("thalweg.nn.transformer")
-        return ours.GPT(ours.GPTConfig(**fields))
+        with _errors_of_the_config():
+            return ours.GPT(ours.GPTConfig(**fields))
     if "model_type" not in fields:
         raise ValueError(
             "the model's config has no model_type: a Hugging Face config.json has one, and the reference GPT "
@@ -110,11 +113,25 @@ def _make(fields: dict[str, Any]) -> nn.Module:
         )
     library = _transformers()
     rest = {key: value for key, value in fields.items() if key != "model_type"}
-    try:
-        config = library.AutoConfig.for_model(fields["model_type"], **rest)
-    except ValueError as error:
-        raise ValueError(f"model_type {fields['model_type']!r}: {str(error).splitlines()[0]}") from None
+    kind, known = fields["model_type"], library.CONFIG_MAPPING
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind), list(known), 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"transformers {library.__version__} has no model_type {kind!r}{meant}")
+    with _errors_of_the_config():
+        config = library.AutoConfig.for_model(kind, **rest)
     return _make_hugging_face(config)
+
+
+@contextmanager
+def _errors_of_the_config() -> Iterator[None]:
+    """Whatever a model's own code makes of wrong values is an error of its config."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"no model can be made of this config: {' '.join(str(error).split())}") from error
 
 
 def _from_hugging_face(config: Any) -> Source:
@@ -127,16 +144,22 @@ def _make_hugging_face(config: Any) -> nn.Module:
     library = _transformers()
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(library, name) for name in names if hasattr(library, name)), None)
-    model = _guess(library, config) if cls is None else cls(config)
+    with _errors_of_the_config():
+        model = _guess(library, config) if cls is None else cls(config)
     return model.float()  # a checkpoint in bf16 is loaded as fp32 masters
 
 
+_DECODERS = ("AutoModelForCausalLM",)
+_TWO_PARTS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+
+
 def _guess(library: Any, config: Any) -> nn.Module:
-    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
-        try:
-            return getattr(library, name).from_config(config)
-        except ValueError:
-            continue
+    """The class that people train of a kind of model, where its config names none."""
+    first = _TWO_PARTS if getattr(config, "is_encoder_decoder", False) else _DECODERS
+    for name in (*first, *_DECODERS, *_TWO_PARTS, "AutoModelForMaskedLM", "AutoModel"):
+        auto = getattr(library, name)
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config)
     raise ValueError(f"no model class is known for model_type {config.model_type!r}")
 
 

@@ -8,6 +8,10 @@ though, and frozen: cut anywhere, gathered before use and put together again the
     module.weight       ->   the wrapper, built around the gathered tensors whenever the layer asks for it
 
 by torch's own parametrizations, whose names checkpoints then hold.
+
+bitsandbytes goes another way: the parameter is of a class of its own that *is* the packed codes, and what
+they mean hangs on it as attributes, which are lost when ZeRO puts a plain parameter in its place.  Its 4-bit
+layers look for them on the layer then; its 8-bit ones do not, and are refused.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ def unwrap_parameters(model: nn.Module) -> list[str]:
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
+            if parameter is not None:
+                _keep_attributes(module, parameter, f"{path}.{key}".lstrip("."))
             if parameter is not None and _is_wrapper(parameter):
                 found.setdefault(id(parameter), []).append((f"{path}.{key}".lstrip("."), module, key))
     names = []
@@ -55,6 +61,18 @@ def unwrap_parameters(model: nn.Module) -> list[str]:
         parametrize.register_parametrization(module, key, _Wrapped(leaves, build), unsafe=True)
         names.append(name)
     return names
+
+
+def _keep_attributes(module: nn.Module, parameter: Any, name: str) -> None:
+    """Leave on the layer what bitsandbytes hangs on its parameter."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None and getattr(module, "quant_state", None) is None:
+        module.quant_state = state
+    if type(parameter).__name__ == "Int8Params":
+        raise ValueError(
+            f"{name} is an Int8Params, whose scales are lost when it is sharded: load the base in 4 bits "
+            "(load_in_4bit), or in 8 bits of torchao's"
+        )
 
 
 class _Wrapped(nn.Module):
@@ -87,9 +105,10 @@ def _take_apart(whole: Any) -> tuple[list[Tensor], Build]:
     if not _is_wrapper(whole):
         # Bytes: mixed precision leaves them alone, and every transport takes them.
         shape, dtype = whole.shape, whole.dtype
-        flat = whole.detach().contiguous()
-        flat = (flat if shape else flat.view(1)).view(torch.uint8)
-        return [flat], lambda one: one[0].view(dtype).view(shape)
+        flat = whole.detach().contiguous().view(-1)
+        if flat.numel() == 1:
+            flat = flat.as_strided((1,), (1,))  # one element may have any stride, and bytes may not
+        return [flat.view(shape or (1,)).view(torch.uint8)], lambda one: one[0].view(dtype).view(shape)
     kind, size, stride = type(whole), whole.size(), whole.stride()
     names, context = whole.__tensor_flatten__()
     parts = [_take_apart(getattr(whole, name)) for name in names]
