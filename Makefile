@@ -7,13 +7,14 @@
 #   make bench-peers     an environment of its own with the systems Thalweg is measured against
 #
 # VENV=DIR puts the environment elsewhere; ARGS="..." is passed on (`make demo ARGS="--steps 20"`);
-# TORCH=2.11.0 picks another torch; PYTHON=python3.12 another Python.
+# TORCH=2.11.0 picks another torch; PYTHON=python3.12 another Python; WORKERS=1 runs tests one by one.
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= 2.13.0
 ARGS ?=
+WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 TORCH_STAMP = $(VENV)/.torch-$(TORCH)
@@ -27,11 +28,15 @@ SOURCES = pyproject.toml requirements/constraints.txt
 demo: $(DEMO_STAMP)
 	$(VENV)/bin/thalweg demo $(ARGS)
 
+# Two workers, as most tests wait for ranks or processes; a file stays with one of them, and what runs long comes
+# first.  Tests that measure time have the machine alone.
+SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(TEST_STAMP)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(SHARED) $(ARGS)
 
 fast: $(TEST_STAMP)
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check .

@@ -149,6 +149,7 @@ def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.alone
 def test_row23_transfers_run_beside_the_computation():
     """Nothing in a step waits for a transfer that it has just begun, and no thread but four moves bytes."""
     found = run_ranks(_overlap, 1, False)[0]
@@ -158,6 +159,7 @@ def test_row23_transfers_run_beside_the_computation():
     assert found["steps"] >= 10 and found["blocking"] <= 4  # a unit's last write is waited for
 
 
+@pytest.mark.alone
 def test_row23_negative_control_a_blocking_copy_is_noticed():
     found = run_ranks(_overlap, 1, True)[0]
     assert found["blocking"] == found["steps"] - 1

@@ -7,6 +7,9 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
+pytestmark = pytest.mark.alone
 REPEATS = 3
 LIMIT = 0.3  # seconds of process CPU time beyond `import torch`
 FIRST_USE_LIMIT = 0.6  # the config's schema is half of it

@@ -101,6 +101,7 @@ def test_a_number_too_long_for_an_integer_is_no_crash() -> None:
     assert parse('{"a": ' + "9" * 10_000 + "}").tree == {"a": float("inf")}
 
 
+@pytest.mark.alone
 def test_time_is_linear_in_the_text() -> None:
     text = "{" + ",\n".join(f'"k{i}": [1, 2, {{"x": "y"}}]' for i in range(3_000)) + "}"
     document = parse(text)
@@ -122,6 +123,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
+@pytest.mark.alone
 def test_hostile_texts_are_refused_within_a_second_of_work(name: str) -> None:
     # Of this thread: others of the process may be at work for tests that came before.
     start = time.thread_time()

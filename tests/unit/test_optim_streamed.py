@@ -380,6 +380,7 @@ def test_row24_a_tensor_larger_than_the_buffer(tmp_path: Path) -> None:
         assert torch.isfinite(param).all()
 
 
+@pytest.mark.alone
 def test_a_slow_disk_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Disk):
         def preadv(self, handle, buffers, offset) -> int:

@@ -20,6 +20,8 @@ from thalweg.optim.worker import Worker
 from thalweg.store import Disk, Ring, SwapFile
 from thalweg.store.regions import round_up
 
+pytestmark = pytest.mark.alone
+
 READ, WRITE = 60e6, 120e6  # bytes a second
 SIZES = (1_100_000, 300_000, 7, 600_001)
 

@@ -19,6 +19,8 @@ from tests.toy_engine import expected
 from thalweg.serve.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
+pytestmark = pytest.mark.alone
+
 
 def until(condition, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds

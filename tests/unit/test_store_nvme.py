@@ -230,6 +230,7 @@ def test_the_folder_stays_empty(tmp_path: Path, disk: type[Disk]) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.alone
 def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     free = Disk().free_bytes(tmp_path)
     start = time.perf_counter()
