@@ -117,10 +117,10 @@ VALUES = [
     torch.arange(3),
     torch.tensor(2.0, dtype=torch.bfloat16),
     torch.zeros(0, 4),
-    torch.randn(3, 4).t(),
+    torch.linspace(-1, 1, 12).view(3, 4).t(),
     torch.tensor([1 + 1j]),
     torch.tensor([True, False]),
-    torch.randn(4).to(torch.float8_e4m3fn).view(torch.uint8),
+    torch.linspace(-1, 1, 4).to(torch.float8_e4m3fn).view(torch.uint8),
 ]
 
 
