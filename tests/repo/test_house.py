@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def steps(target: str, tmp_path: Path) -> list[str]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_pytest_enters_every_folder_of_tests(request: pytest.FixtureRequest) -> None:
+    """Its own list of folders to pass by has "dist" and "build"."""
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    folders = {part for path in paths for part in path.parts[:-1]}
+    passed_by = request.config.getini("norecursedirs")
+    assert {"tests", "dist"} <= folders
+    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_by)]
 
 
 @pytest.mark.parametrize(("target", "last"), [("demo", "thalweg demo"), ("test", "-m pytest")])
