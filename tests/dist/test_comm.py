@@ -81,6 +81,7 @@ def _other_module(rank, world):
     return time.monotonic() - start
 
 
+@pytest.mark.alone
 def test_ranks_in_different_modules_learn_it_within_seconds():
     assert max(run_ranks(_other_module, 2)) < 5
 
@@ -95,6 +96,7 @@ def _late(rank, world):
     return True
 
 
+@pytest.mark.alone
 def test_a_peer_that_does_not_come_is_named():
     assert run_ranks(_late, 2) == [True, True]
 
@@ -112,6 +114,7 @@ def _dead(rank, world, folder):
     return True
 
 
+@pytest.mark.alone
 def test_a_dead_peer_is_noticed_within_two_seconds(tmp_path):
     with pytest.raises(AssertionError, match="exit code -9"):
         run_ranks(_dead, 2, str(tmp_path))
