@@ -1,20 +1,28 @@
-"""The long tiers of R23 (bad requests), R24 (soak, cancellations) and R25 (residue), on the toy engine."""
+"""The long tiers of R23 (bad requests), R24 (soak, cancellations) and R25 (residue), on the toy engine.
+
+The server is `thalweg serve`, its front and its replica processes of their own; the load runs in this one.
+So memory is that of the server alone: the anonymous memory of both processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
-import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +31,12 @@ from _report import Row, compare
 
 sys.path.insert(0, str(ROOT))
 
-from tests.serve_client import one_request
+from tests.serve_client import Connection
 from tests.serve_fuzz import bad_body, bad_bytes
-from tests.serve_support import Served, served
 from tests.toy_engine import expected
-from thalweg.serve.pool import PoolLimits
 
 _REPORT = 30.0  # seconds between lines on standard error
+_AT_ONCE = 48  # connections, more than the server admits sequences with n > 1
 
 
 def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict[str, Any]]:
@@ -43,12 +50,13 @@ def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict
         runs.append({"run": "R23 fuzz", "rows": rows, "note": note})
     if num_soak:
         found = _soak(num_soak, seed)
-        drift, resident = found.pop("drift"), found.pop("resident_mib")
+        drift, memory = found.pop("drift"), found.pop("memory")
         note = f"Ends by status: {found} (-2: the client left, -1: refused by the listen queue). "
-        note += f"{resident:.0f} MiB at the end. Each survivor's text was what the request gives alone."
+        note += f"Anonymous memory of front and replica after each twentieth, MiB: {memory}. "
+        note += "Each survivor's text was what the request gives alone."
         rows = [_row("R24 soak", "requests, 30% left midway", num_soak, 500_000)]
         rows.append(compare("R24 soak, after each twentieth", "goal", "KV blocks held", 0, 0))
-        rows.append(compare("R24 soak, memory", "goal", "% drift after a quarter", 100 * drift, 1.0,
+        rows.append(compare("R24 soak, memory", "goal", "% drift, second quarter to last", 100 * drift, 1.0,
                             ratio=1.0 / max(100 * drift, 0.01)))  # fmt: skip
         runs.append({"run": "R24 soak", "rows": rows, "note": note})
     if num_ends:
@@ -63,19 +71,75 @@ def _row(name: str, what: str, count: int, goal: int) -> Row:
     return compare(f"{name}, full count", "goal", what, count, goal, lower_is_better=False)
 
 
+class _Program:
+    """`thalweg serve` with the toy engine."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process, self.port = process, port
+        self.pids = [process.pid, *_children(process.pid)]
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of /metrics by name and labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def idle(self) -> None:
+        """Wait until nothing is admitted and no KV block is held, and that stays so."""
+        deadline, since = time.monotonic() + 30, None
+        while since is None or time.monotonic() - since < 0.5:  # a heartbeat and more
+            found = self.metrics()
+            held = {key: found[key] for key in found if key.startswith(_HELD)}
+            assert len(held) == len(_HELD), held
+            since = (since or time.monotonic()) if not any(held.values()) else None
+            assert time.monotonic() < deadline, f"left behind: {held}"
+            time.sleep(0.05)
+        assert found["thalweg_replica_restarts_total"] == 0, "an engine died"
+        assert [self.process.pid, *_children(self.process.pid)] == self.pids
+
+    def memory(self) -> int:
+        """Anonymous bytes of the front and its replicas."""
+        total = 0
+        for pid in self.pids:
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += 1024 * int(status.partition("RssAnon:")[2].split(maxsplit=1)[0])
+        return total
+
+
+_HELD = ("thalweg_outstanding ", "thalweg_kv_blocks_used{", "thalweg_running{", "thalweg_waiting{")
+
+
+@contextlib.contextmanager
+def _program(model: str, *options: str) -> Iterator[_Program]:
+    command = [sys.executable, "-m", "thalweg", "serve", model, "--port", "0", "--json", *options]
+    process = subprocess.Popen(
+        [*command, "--loader", "tests.toy_engine:load_engine"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield _Program(process, int(json.loads(process.stdout.readline())["url"].rpartition(":")[2]))
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def _fuzz(count: int, seed: int) -> dict[str, Any]:
     """R23: no 5xx, no engine dies, the server answers a good request at the end."""
     rng, statuses = random.Random(seed), Counter()
-    with served("toy") as server:
-        asyncio.run(_fuzz_load(server, count, rng, statuses))
-        server.wait_idle()
-        assert len(server.engines) == 1, "an engine died"
-        assert server.complete("still here", max_tokens=2)
+    with _program("toy") as server:
+        asyncio.run(_fuzz_load(server.port, count, rng, statuses))
+        server.idle()
+        body = {"prompt": "still here", "max_tokens": 20, "seed": 3}
+        outcome = asyncio.run(Connection(server.port, keep=False).ask(body))
+        assert outcome.texts == [expected("still here", 20, 3)]
     assert not [status for status in statuses if status >= 500], statuses
     return {str(status): number for status, number in sorted(statuses.items())}
 
 
-async def _fuzz_load(server: Served, count: int, rng: random.Random, statuses: Counter[int]) -> None:
+async def _fuzz_load(port: int, count: int, rng: random.Random, statuses: Counter[int]) -> None:
     turns, progress = iter(range(count)), _Progress("bad requests", count)
 
     async def worker() -> None:
@@ -83,13 +147,11 @@ async def _fuzz_load(server: Served, count: int, rng: random.Random, statuses: C
         for turn in turns:
             progress.step()
             if turn % 50 == 0:  # something that is not HTTP, on a connection of its own
-                statuses[await _raw(server.port, bad_bytes(rng, turn // 50))] += 1
+                statuses[await _raw(port, bad_bytes(rng, turn // 50))] += 1
                 continue
             path, body = bad_body(rng)
             try:
-                connection = connection or await asyncio.open_connection(
-                    "127.0.0.1", server.port, limit=2**20
-                )
+                connection = connection or await asyncio.open_connection("127.0.0.1", port, limit=2**20)
                 status, kept = await asyncio.wait_for(_post(*connection, path, body), 60)
             except (ConnectionError, asyncio.IncompleteReadError):
                 status, kept = 0, False  # closed, as after a body that was too large
@@ -100,7 +162,7 @@ async def _fuzz_load(server: Served, count: int, rng: random.Random, statuses: C
         if connection is not None:
             connection[1].close()
 
-    await asyncio.gather(*(worker() for _ in range(16)))
+    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
 
 
 async def _post(
@@ -134,22 +196,19 @@ async def _raw(port: int, data: bytes) -> int:
 def _soak(count: int, seed: int) -> dict[str, Any]:
     """R24: KV blocks and admitted sequences back at 0, survivors as alone, memory within 1% after warm-up."""
     rng, statuses, memory = random.Random(seed), Counter(), []
-    with served("toy:batch=32,blocks=160", pool=PoolLimits(max_outstanding=80)) as server:
+    with _program("toy:batch=32,blocks=160", "--max-batch", "32", "--max-queue", "48") as server:
         batch = max(1, count // 20)
         progress = _Progress("soak", count)
         for _ in range(0, count, batch):
             asyncio.run(_soak_batch(server.port, batch, rng, statuses, progress))
-            server.wait_idle()
-            assert [engine.used for engine in server.engines] == [0], "KV blocks were lost"
-            assert "thalweg_outstanding 0.0" in server.raw("GET", "/metrics", None)[2]
-            memory.append(_resident())
-    settled = memory[len(memory) // 4 :]
-    drift = (settled[-1] - settled[0]) / settled[0]
-    assert drift <= 0.01 or len(memory) < 10, f"memory grew by {drift:.1%}"
+            server.idle()
+            memory.append(server.memory())
+    quarter = max(1, len(memory) // 4)
+    early, late = (statistics.median(part) for part in (memory[quarter : 2 * quarter], memory[-quarter:]))
     return {
         **{str(k): v for k, v in sorted(statuses.items())},
-        "resident_mib": memory[-1] / 2**20,
-        "drift": drift,
+        "memory": " ".join(f"{m / 2**20:.1f}" for m in memory),
+        "drift": (late - early) / early,
     }
 
 
@@ -158,7 +217,8 @@ async def _soak_batch(
 ) -> None:
     turns = iter(range(count))
 
-    async def worker() -> None:
+    async def worker(keep: bool) -> None:
+        connection = Connection(port, keep)
         for i in turns:
             progress.step()
             body = {
@@ -169,77 +229,91 @@ async def _soak_batch(
             body |= {"n": rng.choice((1, 1, 1, 2)), "stream": rng.random() < 0.6}
             leave = rng.uniform(0, 0.05) if rng.random() < 0.3 else None
             try:
-                outcome = await one_request(port, body, leave)
+                outcome = await connection.ask(body, leave)
             except (ConnectionError, asyncio.IncompleteReadError):
                 outcome = None
             statuses[-1 if outcome is None else -2 if outcome.left else outcome.status] += 1
             if outcome is not None and outcome.status == 200:
                 want = [expected(body["prompt"], body["max_tokens"], i, k) for k in range(body["n"])]
                 assert outcome.texts == want, "a survivor was harmed"
+        await connection.close()
 
-    await asyncio.gather(*(worker() for _ in range(40)))
+    await asyncio.gather(*(worker(keep=i % 2 == 0) for i in range(_AT_ONCE)))
     assert not [status for status in statuses if status >= 500], statuses
 
 
 def _residue(count: int, seed: int) -> dict[str, Any]:
-    """R25: after each end no process, port or file of the server is left."""
-    rng, ends = random.Random(seed), Counter()
+    """R25: after each end no process, port or file of the server is left; a few servers at a time."""
     progress = _Progress("ends", count)
-    with tempfile.TemporaryDirectory(prefix="thalweg-residue-") as name:
-        home = Path(name)
-        environ = {
-            **os.environ,
-            "HOME": name,
-            "TMPDIR": name,
-            "XDG_RUNTIME_DIR": name,
-            "PYTHONPATH": str(ROOT),
-        }
-        for _ in range(count):
-            progress.step()
-            number = rng.choice(
-                (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP)
-            )
-            command = [sys.executable, "-m", "thalweg", "serve", "toy:delay=0.01", "--port", "0", "--json"]
-            command += ["--loader", "tests.toy_engine:load_engine", "--drain-seconds", "0.1"]
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            assert process.stdout is not None
-            port = (
-                json.loads(process.stdout.readline())["url"].rpartition(":")[2]
-                if rng.random() < 0.8
-                else None
-            )
-            if port is None:
-                time.sleep(rng.random())  # while it starts
-            children = _children(process.pid)
-            process.send_signal(number)
-            process.wait(30)
-            process.stdout.close()
-            deadline = time.monotonic() + 10
-            while any(Path(f"/proc/{pid}").exists() for pid in children):
-                assert time.monotonic() < deadline, f"{signal.Signals(number).name} left {children}"
-                time.sleep(0.02)
-            left = [str(path) for path in home.rglob("*") if path.is_file()]
-            assert not left, left
-            if port is not None:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", int(port)))
-            ends[signal.Signals(number).name] += 1
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as several:
+        ends = Counter(
+            several.map(lambda i: _one_end(random.Random(seed * 1_000_003 + i), progress), range(count))
+        )
     return dict(ends)
+
+
+def _one_end(rng: random.Random, progress: _Progress) -> str:
+    progress.step()
+    number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP))
+    command = [sys.executable, "-m", "thalweg", "serve", "toy:delay=0.01", "--port", "0", "--json"]
+    command += ["--loader", "tests.toy_engine:load_engine", "--drain-seconds", "0.1"]
+    with tempfile.TemporaryDirectory(prefix="thalweg-residue-") as name:
+        homes = dict.fromkeys(("HOME", "TMPDIR", "XDG_RUNTIME_DIR"), name)
+        process = subprocess.Popen(
+            command, env={**os.environ, **homes, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        port, busy = None, None
+        if rng.random() < 0.8:
+            port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
+            if rng.random() < 0.7:  # amid an answer
+                busy = socket.create_connection(("127.0.0.1", port))
+                busy.sendall(_LONG)
+                time.sleep(rng.random() * 0.1)
+        else:
+            time.sleep(rng.random() * 2)  # while it starts
+        children = _children(process.pid)
+        process.send_signal(number)
+        process.wait(30)
+        process.stdout.close()
+        if busy is not None:
+            busy.close()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in children):
+            assert time.monotonic() < deadline, f"{signal.Signals(number).name} left {children}"
+            time.sleep(0.02)
+        left = [str(path) for path in Path(name).rglob("*") if path.is_file()]
+        assert not left, left
+        if port is not None:
+            _free(port)
+    return signal.Signals(number).name
+
+
+def _free(port: int) -> None:
+    """Wait until a port can be had: another server of this run may have been given it meanwhile."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections may linger
+                probe.bind(("127.0.0.1", port))
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"port {port} is still taken"
+            time.sleep(0.1)
+
+
+_BODY = b'{"prompt": "x", "max_tokens": 1500, "stream": true}'
+_LONG = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
 
 
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in tasks for child in path.read_text().split()]
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class _Progress:

@@ -17,6 +17,10 @@ from types import TracebackType
 from _peers import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+KV_TOKENS = 48640
+"""Room for the KV of 64 sequences of the longest kind, which each server has.  Left alone, ``transformers``
+takes most of the memory, for masks of (batch tokens, KV tokens), too."""
+_PAGE = 256  # tokens in a block of transformers' cache
 NAMES = ("thalweg", "transformers", "transformers-cb", "vllm")
 _START_SECONDS = 600.0
 
@@ -36,7 +40,10 @@ def command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) ->
         return [*line, "--dtype", dtype, "--name", str(folder), *extra]
     if name.startswith("transformers"):
         program = str(Path(sys.executable).with_name("transformers"))
-        batching = ["--continuous-batching"] if name.endswith("-cb") else []
+        batching = []
+        if name.endswith("-cb"):
+            batching = ["--continuous-batching", "--cb-num-blocks", str(KV_TOKENS // _PAGE)]
+            batching += ["--cb-max-batch-tokens", "512"]  # as many as ours
         line = [program, "serve", str(folder), "--port", str(port), "--device", "cpu", "--dtype", long]
         return [*line, *batching]
     line = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", long]

@@ -21,43 +21,67 @@ class Outcome:
 
 async def one_request(port: int, body: dict[str, Any], leave_after: float | None) -> Outcome:
     """Send a completion request; close the connection after ``leave_after`` seconds, where given."""
-    outcome = Outcome(body)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-        writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
-        answer = await asyncio.wait_for(_read(reader), leave_after or 60)
-    except TimeoutError:
-        assert leave_after is not None, "the server stalls"
-        outcome.left = True
+    return await Connection(port, keep=False).ask(body, leave_after)
+
+
+class Connection:
+    """A client's connection, opened when it is needed; with ``keep`` one for many requests."""
+
+    def __init__(self, port: int, keep: bool = True) -> None:
+        self._port, self._keep = port, keep
+        self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, body: dict[str, Any], leave_after: float | None = None) -> Outcome:
+        """Send a completion request; hang up after ``leave_after`` seconds, where given."""
+        outcome, whole = Outcome(body), False
+        reader, writer = self._open = self._open or await asyncio.open_connection(
+            "127.0.0.1", self._port, limit=2**22
+        )
+        try:
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+            head += "Content-Type: application/json\r\n" + ("" if self._keep else "Connection: close\r\n")
+            writer.write(f"{head}\r\n".encode() + data)
+            outcome.status, text = await asyncio.wait_for(_read(reader), leave_after or 60)
+            whole = True
+        except TimeoutError:
+            assert leave_after is not None, "the server stalls"
+            outcome.left = True
+            return outcome
+        finally:
+            if not whole or not self._keep:
+                await self.close()
+        if outcome.status == 200:
+            outcome.texts = _texts(text, body)
         return outcome
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-    outcome.status, text = answer
-    if outcome.status == 200:
-        outcome.texts = _texts(text, body)
-    return outcome
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._open is not None:
+            writer, self._open = self._open[1], None
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, str]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    data = await reader.read()
     if "transfer-encoding: chunked" in head:
-        data = _unchunk(data)
+        data = _unchunk(await reader.readuntil(b"\r\n0\r\n\r\n"))
+    else:
+        data = await reader.readexactly(int(head.partition("content-length: ")[2].split("\r", 1)[0]))
     return int(head.split(" ", 2)[1]), data.decode()
 
 
 def _unchunk(data: bytes) -> bytes:
-    parts = []
+    parts, at = [], 0
     while True:
-        size, _, data = data.partition(b"\r\n")
-        if int(size, 16) == 0:
+        end = data.index(b"\r\n", at)
+        size = int(data[at:end], 16)
+        if size == 0:
             return b"".join(parts)
-        parts.append(data[: int(size, 16)])
-        data = data[int(size, 16) + 2 :]
+        parts.append(data[end + 2 : end + 2 + size])
+        at = end + size + 4
 
 
 def _texts(text: str, body: dict[str, Any]) -> list[str]:

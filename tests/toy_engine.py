@@ -134,7 +134,8 @@ class ToyEngine:
             raise ValueError(f"{request.request_id} is in use")
         if not 0 < len(request.prompt) < self.facts.max_length:
             raise ValueError("the prompt is empty or too long")
-        if request.params.structure is not None:
+        structure = request.params.structure
+        if structure is not None and not (structure.regex or "").startswith("slow "):
             raise ValueError("this engine has no structured output: leave response_format out")
         sequences = [_Sequence(request, i, self.facts.max_length) for i in range(request.params.n)]
         if sequences[0].blocks > self.blocks:
@@ -142,6 +143,16 @@ class ToyEngine:
                 f"the request needs {sequences[0].blocks} KV blocks of {self.blocks}: shorten it"
             )
         self.waiting += sequences
+
+    def preparation(self, request: Request) -> Any:
+        """A regex ``slow N`` takes N seconds to prepare; another one cannot be prepared."""
+        structure = request.params.structure
+        if structure is None or structure.regex is None:
+            return None
+        kind, _, seconds = structure.regex.partition(" ")
+        if kind != "slow":
+            return lambda: _refuse("the structure is not understood")
+        return lambda: time.sleep(float(seconds))
 
     def abort(self, request_id: str) -> None:
         self.waiting = [s for s in self.waiting if s.request.request_id != request_id]
@@ -199,6 +210,10 @@ class ToyEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _refuse(reason: str) -> None:
+    raise ValueError(reason)
 
 
 def load_engine(model: str, options: EngineOptions | None = None) -> ToyEngine:

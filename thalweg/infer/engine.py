@@ -8,6 +8,7 @@ and the engine tells each sequence's caller.  :meth:`Engine.step` is just that, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -102,6 +103,16 @@ class Engine:
         self._requests[request.request_id] = list(sequences)
         for sequence in sequences:
             self._scheduler.add(sequence)
+
+    def preparation(self, request: Request) -> Callable[[], object] | None:
+        """Return what would take long in :meth:`add`, for another thread to call beforehand, amid steps.
+
+        None where there is no such thing.  It raises ValueError where ``add`` would for the same cause.
+        """
+        structure, guides = request.params.structure, self._guides
+        if structure is None or guides is None or structure in guides:
+            return None
+        return lambda: guides.compile(structure)
 
     def _check(self, request: Request) -> None:
         prompt, params = request.prompt, request.params

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from thalweg.infer.api import Structure
 
-_KEPT = 64  # compiled grammars
+_KEPT = 4 << 20  # bytes of compiled grammars' text
 
 
 def available(tokenizer: Any) -> bool:
@@ -36,27 +37,39 @@ class Guides:
         self._tokenizer, self._vocab = tokenizer, vocab
         self._eos = list(eos) or [tokenizer.eos_token_id]
         self._table: Any = None
-        self._grammars: dict[Structure, str] = {}
+        self._grammars: dict[Structure, Grammar] = {}
+        self._changing = threading.Lock()
+
+    def __contains__(self, structure: Structure) -> bool:
+        return structure in self._grammars
 
     def compile(self, structure: Structure) -> Grammar:
-        """Return a grammar; raises ValueError with the reason where the structure is not understood."""
+        """Return a grammar; raises ValueError with the reason where the structure is not understood.
+
+        May take seconds; any thread may call it.
+        """
         import llguidance
 
-        if self._table is None:
-            from llguidance.hf import from_tokenizer
+        found = self._grammars.get(structure)
+        if found is not None:
+            return found
+        with self._changing:
+            if self._table is None:
+                from llguidance.hf import from_tokenizer
 
-            known = [token for token in self._eos if token is not None]
-            self._table = from_tokenizer(self._tokenizer, eos_token=known or None)
-        text = self._grammars.get(structure)
-        if text is None:
-            text = _grammar(structure)
-            problem = llguidance.LLMatcher.validate_grammar(text, self._table)
-            if problem:
-                raise ValueError(f"the structure is not understood: {problem.strip().splitlines()[0]}")
-            if len(self._grammars) >= _KEPT:
+                known = [token for token in self._eos if token is not None]
+                self._table = from_tokenizer(self._tokenizer, eos_token=known or None)
+        text = _grammar(structure)
+        matcher = llguidance.LLMatcher(self._table, text, log_level=0)  # other threads go on meanwhile
+        if matcher.is_error():
+            problem = str(matcher.get_error()).strip().splitlines()[0]
+            raise ValueError(f"the structure is not understood: {problem}")
+        made = Grammar(matcher, len(text), list(self._table.eos_tokens))
+        with self._changing:
+            self._grammars[structure] = made
+            while len(self._grammars) > 1 and sum(x.size for x in self._grammars.values()) > _KEPT:
                 self._grammars.pop(next(iter(self._grammars)))
-            self._grammars[structure] = text
-        return Grammar(self._table, text)
+        return made
 
 
 def _grammar(structure: Structure) -> str:
@@ -79,16 +92,13 @@ def _grammar(structure: Structure) -> str:
 class Grammar:
     """What a request's text must look like."""
 
-    def __init__(self, table: Any, text: str) -> None:
-        self._table, self._text = table, text
-        self._ends: list[int] = list(table.eos_tokens)
+    def __init__(self, matcher: Any, size: int, ends: list[int]) -> None:
+        self._matcher, self.size, self._ends = matcher, size, ends
 
     def start(self, ends: frozenset[int]) -> Guide:
         """Return a guide for a sequence that these tokens end."""
-        import llguidance
-
         # A table has an end token even where the model has none: another one then stands in for it.
-        return Guide(llguidance.LLMatcher(self._table, self._text), ends, self._ends)
+        return Guide(self._matcher.deep_copy(), ends, self._ends)
 
 
 class Guide:

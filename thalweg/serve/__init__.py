@@ -5,7 +5,8 @@ The picture.  One *front* process speaks HTTP; each *replica* is a process of it
     client ──HTTP──> front: protocol → gate → app → generation → pool ──socket──> replica 0: host → engine
                                                                   └────socket──> replica 1: host → engine
 
-- ``protocol.py`` guards the connection (slow headers, clients that stop reading, too many of them),
+- ``protocol.py`` guards the connection (slow headers, clients that stop reading, too many of them; ``tls.py``
+  those amid a TLS handshake),
   ``gate.py`` the request (key, host, body size and time), ``app.py`` and its endpoints the meaning
   (``schema.py`` says what is accepted; every fault of a client is a 4xx in OpenAI's form, ``errors.py``).
 - ``generation.py`` turns one HTTP request into engine requests and their outputs into a stream; whoever

@@ -4,6 +4,9 @@ The engine thread takes what has arrived, runs one step, sends what came out, an
 nothing to do.  The reader thread moves messages from the socket into a queue and notices when the front is
 gone.  The heartbeat thread reports, several times a second, how long ago the engine last came back from a
 step: it is the one that still speaks when a step hangs, so the front can tell "slow" from "stuck".
+
+A request that needs preparing (a large grammar takes seconds) goes through a thread for that first, while the
+engine works for the others.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from thalweg.infer.api import EngineCore, EngineStats
+from thalweg.infer.api import EngineCore, EngineStats, Request
 from thalweg.serve import wire
 
 BEAT = 0.2  # seconds between heartbeats
+SERVER_ENDED = 75
+"""Exit code of a replica whose server ended for good: nobody will want another one."""
 
 
 class Host:
@@ -41,6 +47,8 @@ class Host:
         self._engine: EngineCore | None = None
         self._returned: float | None = None  # when the engine last came back, None while it loads
         self._busy = False
+        self._preparing: set[str] = set()
+        self._preparer = ThreadPoolExecutor(2, "thalweg-serve-prepare")
 
     def run(self) -> int:
         """Work until the end; returns the exit code, 1 when the engine could not be made or broke."""
@@ -52,14 +60,15 @@ class Host:
             self._note(engine)
             self._send({"type": "ready", "facts": wire.dump_facts(engine.facts)})
             self._loop(engine)
-        except _Stopped:
-            return 0
+        except _Stopped as stopped:
+            return stopped.code
         except Exception as error:
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._send({"type": "fatal", "error": text, "traceback": traceback.format_exc()})
             return 1
         finally:
             self._done.set()
+            self._preparer.shutdown(wait=False, cancel_futures=True)
             if engine is not None:
                 engine.close()
             with contextlib.suppress(OSError):
@@ -83,7 +92,7 @@ class Host:
             self._busy = engine.has_work()
             message = self._inbox.get()
             if message["type"] == "stop":
-                raise _Stopped
+                raise _Stopped(SERVER_ENDED if message.get("final") else 0)
             if message["type"] == "lost":
                 raise RuntimeError(message["error"])
             if not self._busy:
@@ -98,17 +107,43 @@ class Host:
     def _handle(self, engine: EngineCore, message: wire.Message) -> None:
         kind, name = message["type"], message.get("id", "")
         if kind == "abort":
+            self._preparing.discard(name)
             engine.abort(name)
             return
         try:
             if kind == "add":
                 name = message["request"]["request_id"]
-                engine.add(wire.load_request(message["request"]))
+                self._add(engine, wire.load_request(message["request"]))
+            elif kind == "prepared":
+                if name in self._preparing:
+                    self._preparing.remove(name)
+                    if error := message.get("error"):
+                        raise error
+                    engine.add(message["request"])
             elif kind == "embed":
                 rows: Any = engine.embed(message["prompts"])
                 self._send({"type": "embedded", "id": name, "rows": rows.tolist()})
         except (ValueError, TypeError, OverflowError) as error:
             self._send({"type": "refused", "id": name, "error": str(error)})
+
+    def _add(self, engine: EngineCore, request: Request) -> None:
+        find: Any = getattr(engine, "preparation", None)
+        work: Callable[[], object] | None = None if find is None else find(request)
+        if work is None:
+            engine.add(request)
+            return
+        self._preparing.add(request.request_id)
+        self._preparer.submit(self._prepare, work, request)
+
+    def _prepare(self, work: Callable[[], object], request: Request) -> None:
+        message: wire.Message = {"type": "prepared", "id": request.request_id, "request": request}
+        try:
+            if request.request_id in self._preparing:  # else the client has left
+                work()
+        except BaseException as error:  # a panic of compiled code is no Exception
+            wrong = isinstance(error, Exception)
+            message["error"] = error if wrong else ValueError(f"the request broke its preparation: {error}")
+        self._inbox.put(message)
 
     def _note(self, engine: EngineCore) -> None:
         self._stats = engine.stats()
@@ -147,3 +182,7 @@ class Host:
 
 class _Stopped(Exception):
     """The front said stop, or is gone."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code

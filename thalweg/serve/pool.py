@@ -19,7 +19,8 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 
 from thalweg.infer.api import ModelFacts, Request, RequestOutput
 from thalweg.serve.errors import ApiError, bad_request, overloaded, unavailable
@@ -51,14 +52,20 @@ class Pool:
         self.draining = False
         self.restarts = 0
         self.outstanding = 0
-        self.replicas = [Replica(index, start) for index in range(num_replicas)]
+        # A replica's start may wait for another host: not in the threads that all the rest shares.
+        self._threads = ThreadPoolExecutor(num_replicas, "thalweg-serve-start")
         self._start = start
+        self.replicas = [self._new(index) for index in range(num_replicas)]
+        self._facts: ModelFacts | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._names = itertools.count()
         self._ends: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._deaths = [0] * num_replicas  # of each replica, one soon after the other
         self._gave_up = asyncio.Event()
         self._changed = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
+
+    def _new(self, index: int) -> Replica:
+        return Replica(index, self._start, self._threads)
 
     async def start(self) -> ModelFacts:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
@@ -67,9 +74,13 @@ class Pool:
         except BaseException:
             await self.close()
             raise
-        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self.replicas))]
-        facts = self.replicas[0].facts
+        self._facts = facts = self.replicas[0].facts
         assert facts is not None
+        for replica in self.replicas:
+            if why := _other_model(facts, replica):
+                await self.close()
+                raise RuntimeError(why)
+        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self.replicas))]
         return facts
 
     async def close(self) -> None:
@@ -77,8 +88,11 @@ class Pool:
         self.draining = True
         for keeper in self._keepers:
             keeper.cancel()
+        if (close := getattr(self._start, "close", None)) is not None:
+            close()  # a start that waits for a worker ends
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+        await asyncio.gather(*(replica.stop(final=True) for replica in self.replicas))
 
     def give_up(self) -> None:
         """End every stream with an error: the time for draining is over."""
@@ -218,11 +232,15 @@ class Pool:
             await replica.stop(grace=2.0)
             await asyncio.sleep(_PAUSES[min(deaths, len(_PAUSES) - 1)])
             self.restarts += 1
-            self.replicas[index] = successor = Replica(index, self._start)
+            self.replicas[index] = successor = self._new(index)
             try:
                 await successor.start()
             except RuntimeError as error:  # the next turn of the loop tries again
                 _LOG.error("replica %d does not start: %s", index, error)
+                continue
+            if self._facts is not None and (why := _other_model(self._facts, successor)):
+                _LOG.error("%s", why)
+                await successor.stop(grace=0.0)
                 continue
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
@@ -275,6 +293,20 @@ async def _next(inbox: asyncio.Queue, over: asyncio.Task, deadline: float | None
         raise unavailable("the server is shutting down and had to stop this request", "shutting_down")
     finally:
         getting.cancel()
+
+
+def _other_model(facts: ModelFacts, replica: Replica) -> str:
+    """Say how a replica's model differs from that of the others; its name is its folder's on its host."""
+    theirs = replica.facts
+    if theirs is None or replace(theirs, name=facts.name) == facts:
+        return ""
+    names = [
+        f.name
+        for f in fields(facts)
+        if f.name != "name" and getattr(theirs, f.name) != getattr(facts, f.name)
+    ]
+    what = f"replica {replica.index} has another model than the first ({', '.join(names)})"
+    return f"{what}: load the same on each host"
 
 
 def _time_is_up() -> ApiError:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from thalweg.infer.api import EngineStats, ModelFacts, Request
@@ -35,14 +36,16 @@ class Lost(Exception):
 class Replica:
     """Messages out, outputs in; ``ended`` is set when the replica is dead."""
 
-    def __init__(self, index: int, start: Callable[[int], Running]) -> None:
+    def __init__(
+        self, index: int, start: Callable[[int], Running], threads: ThreadPoolExecutor | None = None
+    ) -> None:
         self.index = index
         self.state = "starting"
         self.facts: ModelFacts | None = None
         self.stats = EngineStats()
         self.reason = ""
         self.ended = asyncio.Event()
-        self._start = start
+        self._start, self._threads = start, threads
         self._running: Running | None = None
         self._waiting: dict[str, tuple[Sink, int]] = {}
         self._weight = 0
@@ -54,7 +57,8 @@ class Replica:
     async def start(self) -> None:
         """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
         try:
-            self._running = await asyncio.to_thread(self._start, self.index)
+            loop = asyncio.get_running_loop()
+            self._running = await loop.run_in_executor(self._threads, self._start, self.index)
             self._running.sock.setblocking(False)
             reader, self._writer = await asyncio.open_connection(sock=self._running.sock)
         except OSError as error:
@@ -92,8 +96,10 @@ class Replica:
         if self._forget(name) is not None and self.state == "ready":
             self._send({"type": "abort", "id": name})
 
-    async def stop(self, grace: float = 2.0) -> None:
-        """End it."""
+    async def stop(self, grace: float = 2.0, final: bool = False) -> None:
+        """End it; ``final``: the server ends, there will be no successor."""
+        if final and self.state == "ready":
+            self._send({"type": "stop", "final": True})
         self._end("stopped")
         if self._running is not None:
             await asyncio.to_thread(self._running.terminate, grace)

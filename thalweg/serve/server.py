@@ -29,6 +29,7 @@ from thalweg.serve.pool import Pool, PoolLimits
 from thalweg.serve.protocol import GuardedProtocol
 from thalweg.serve.spawn import Running
 from thalweg.serve.text import Text
+from thalweg.serve.tls import secured, tls_context
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -74,6 +75,8 @@ class ServeOptions:
         for path in (self.tls_cert, self.tls_key):
             if path is not None and not Path(path).is_file():
                 raise FileNotFoundError(f"{path} is not there: TLS needs it")
+        if self.tls_cert and self.tls_key:
+            tls_context(self.tls_cert, self.tls_key)  # better now than after the model was loaded
         for name in ("drain_seconds", "request_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e7:
@@ -132,9 +135,12 @@ def _config(options: ServeOptions, service: Service) -> uvicorn.Config:
     )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    http: Any = GuardedProtocol
+    if options.tls_cert and options.tls_key:
+        http = secured(tls_context(options.tls_cert, options.tls_key))
     return uvicorn.Config(
         app,
-        http=GuardedProtocol,
+        http=http,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -143,8 +149,6 @@ def _config(options: ServeOptions, service: Service) -> uvicorn.Config:
         proxy_headers=False,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=None,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
     )
 
 

@@ -45,8 +45,12 @@ class EngineTask:
 class Running(Protocol):
     """A replica's life as the front sees it."""
 
-    sock: socket.socket
     name: str
+
+    @property
+    def sock(self) -> socket.socket:
+        """The front's end of the connection."""
+        ...
 
     def exit_code(self) -> int | None:
         """Return the exit code (minus n for signal n), or None while it lives."""
@@ -65,8 +69,13 @@ class InProcess:
 
     def __call__(self, index: int) -> Running:
         """Start replica ``index``."""
+        mine, theirs = socket.socketpair()
+        return self.at(index, theirs, mine)
+
+    def at(self, index: int, theirs: socket.socket, mine: socket.socket | None = None) -> Process:
+        """Start it at the end ``theirs`` of a connection; ``mine``: the other one, where it is here."""
         place = self._places[index % len(self._places)] if self._places else Place()
-        return _Process(self._task, place)
+        return Process(self._task, place, theirs, mine)
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,12 @@ class Place:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Process:
-    def __init__(self, task: EngineTask, place: Place) -> None:
-        self.sock, theirs = socket.socketpair()
+class Process:
+    """A replica in a process of its own."""
+
+    def __init__(
+        self, task: EngineTask, place: Place, theirs: socket.socket, mine: socket.socket | None
+    ) -> None:
         fields = {**asdict(task), "fd": theirs.fileno(), "cpus": place.cpus}
         command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(fields)]
         try:
@@ -92,17 +104,31 @@ class _Process:
                 start_new_session=True,
             )
         except BaseException:
-            self.sock.close()
+            if mine is not None:
+                mine.close()
             raise
         finally:
             theirs.close()
+        self._sock = mine
         self.name = f"process {self._process.pid}"
         self.pid = self._process.pid
 
+    @property
+    def sock(self) -> socket.socket:
+        """This end of the connection."""
+        assert self._sock is not None, "the connection leads to another host"
+        return self._sock
+
     def exit_code(self) -> int | None:
+        """Return the exit code, or None while it lives."""
         return self._process.poll()
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
     def terminate(self, grace: float) -> None:
+        """Wait ``grace`` seconds for its end, then end it."""
         try:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
 """What passes between the front and a replica: JSON objects in frames of a length and that many bytes.
 
-Front to replica: ``add`` (a request), ``abort``, ``embed``, ``stop``.  Replica to front: ``ready`` (the
-model's facts), ``out`` (the outputs of one step), ``refused`` (a request that can never run), ``embedded``,
-``beat`` (progress and gauges, several times a second), ``fatal`` (why the engine died).  Fields that hold
-their default are left out; numbers may be infinite, as Python's JSON writes them.
+Front to replica: ``add`` (a request), ``abort``, ``embed``, ``stop`` (``final``: the server ends).  Replica
+to front: ``ready`` (the model's facts), ``out`` (the outputs of one step), ``refused`` (a request that can
+never run), ``embedded``, ``beat`` (progress and gauges, several times a second), ``fatal`` (why the engine
+died).  Fields that hold their default are left out; numbers may be infinite, as Python's JSON writes them.
 """
 
 from __future__ import annotations

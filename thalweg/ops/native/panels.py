@@ -19,6 +19,7 @@ so a block of columns can be packed alone: nothing larger than a block is ever h
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,31 +78,53 @@ def pack(weight: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def pack_blocks(weight: Tensor, name: str) -> Iterator[dict[str, Tensor]]:
-    """Yield the bytes (flat uint8) of each part of a packed weight, block by block of its outputs."""
+    """Yield the bytes (flat uint8) of each part of a packed weight, block by block of its outputs.
+
+    What is yielded is overwritten by the next block.  The blocks lie in memory mapped for them, not on the
+    heap: there each small thing that a caller keeps between two blocks would split the hole that the first
+    one left, so that the second one needs new memory.
+    """
     n, k = weight.shape
     kp = padded(k)
-    step = max(_BLOCK_BYTES // (4 * kp) // 32, 1) * 32
+    limit = _BLOCK_BYTES // (8 if name == "int4" else 1)  # of which a 32nd goes to the heap several times
+    step = min(max(limit // (4 * kp) // 32, 1) * 32, padded(n, 32))
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    whole, out = _Room(4 * step * kp), _Room(4 * step * kp)
     for start in range(0, padded(n, 32), step):
-        full = torch.zeros(min(step, padded(n, 32) - start), kp, dtype=dtype)
-        part = weight[start : start + step]
+        rows = min(step, padded(n, 32) - start)
+        full = whole.tensor(rows * kp, dtype).view(rows, kp)
+        part = weight[start : start + rows]
         full[: len(part), :k] = part
-        yield {
-            key: value.contiguous().flatten().view(torch.uint8) for key, value in _pack(full, name).items()
-        }
+        full[: len(part), k:] = 0
+        full[len(part) :] = 0
+        yield _pack(full, name, out)
 
 
-def _pack(full: Tensor, name: str) -> dict[str, Tensor]:
-    columns, kp = FORMATS[name].columns, full.shape[1]
-    if name == "fp32":
-        return {"weight": full.view(-1, columns, kp).transpose(1, 2)}
-    if name == "bf16":
-        return {"weight": full.view(-1, columns, kp // 2, 2).transpose(1, 2)}
+class _Room:
+    """Memory for one tensor after the other, given back to the system when the last of them is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes)
+
+    def tensor(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self._memory, dtype=dtype, count=count)
+
+
+def _pack(full: Tensor, name: str, room: _Room) -> dict[str, Tensor]:
+    columns, (n, kp) = FORMATS[name].columns, full.shape
+    if name == "int4":
+        return {"weight": _pack_int4(full, room)}
     if name == "int8":
-        scale = full.abs().amax(1).div_(127).clamp_(min=1e-30)
-        q = full.div_(scale[:, None]).round_().add_(128).to(torch.uint8)
-        return {"weight": q.view(-1, columns, kp // 4, 4).transpose(1, 2), "scale": scale}
-    return {"weight": _pack_int4(full)}
+        scale = torch.maximum(full.amax(1), full.amin(1).neg_()).div_(127).clamp_(min=1e-30)
+        full.div_(scale[:, None]).round_().add_(128)
+        pieces = full.view(-1, columns, kp // 4, 4)
+        made = room.tensor(n * kp, torch.uint8).view(-1, kp // 4, columns, 4)
+        made.copy_(pieces.transpose(1, 2))
+        return {"weight": made.flatten(), "scale": scale.view(torch.uint8)}
+    pairs = 2 if name == "bf16" else 1
+    made = room.tensor(n * kp, full.dtype).view(-1, kp // pairs, columns, pairs)
+    made.copy_(full.view(-1, columns, kp // pairs, pairs).transpose(1, 2))
+    return {"weight": made.flatten().view(torch.uint8)}
 
 
 def _aligned(nbytes: int) -> Tensor:
@@ -111,12 +134,14 @@ def _aligned(nbytes: int) -> Tensor:
     return raw[start : start + nbytes]
 
 
-def quantise_int4(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_int4(full: Tensor, room: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return nibbles (N, K/32, 32), scales and offsets (N, K/32): weight = scale * nibble + offset.
 
-    The range of each group is shrunk by the factor, out of a few, that makes the squared error smallest.
+    The range of each group is shrunk by the factor, out of a few, that makes the squared error smallest.  The
+    nibbles are fp32, in ``room`` where it is given (as many as ``full`` has).
     """
     groups = full.float().view(full.shape[0], -1, GROUP)
+    q = torch.empty_like(groups) if room is None else room.view(groups.shape)
     low, high = groups.amin(2), groups.amax(2)
     best = torch.full_like(low, float("inf"))
     scale, offset = torch.zeros_like(low), torch.zeros_like(low)
@@ -124,24 +149,34 @@ def quantise_int4(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         middle, half = (low + high) / 2, (high - low) / 2 * shrink
         s = (half / 7.5).half().float().clamp_(min=2e-7)
         o = (middle - half).half().float()
-        q = ((groups - o[..., None]) / s[..., None]).round_().clamp_(0, 15)
-        error = (q * s[..., None] + o[..., None] - groups).square_().sum(2)
+        _to_nibbles(groups, s, o, q)
+        error = q.mul_(s[..., None]).add_(o[..., None]).sub_(groups).square_().sum(2)
         better = error < best
         best = torch.where(better, error, best)
         scale, offset = torch.where(better, s, scale), torch.where(better, o, offset)
-    nibbles = ((groups - offset[..., None]) / scale[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    return nibbles, scale, offset
+    _to_nibbles(groups, scale, offset, q)
+    return q, scale, offset
 
 
-def _pack_int4(full: Tensor) -> Tensor:
+def _to_nibbles(groups: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
+    torch.sub(groups, offset[..., None], out=out)
+    out.div_(scale[..., None]).round_().clamp_(0, 15)
+
+
+def _pack_int4(full: Tensor, room: _Room) -> Tensor:
     n, kp = full.shape
-    nibbles, scale, offset = quantise_int4(full)
-    panels = n // 16
-    q = nibbles.view(panels, 16, kp // GROUP, 4, 2, 4)  # column, group, eight, half, k
-    q = (q[..., 0, :] | (q[..., 1, :] << 4)).permute(0, 2, 3, 1, 4)  # panel, group, eight, column, k
-    out = torch.empty(panels, kp // GROUP, 320, dtype=torch.uint8)
-    out[..., 64:] = q.reshape(panels, kp // GROUP, 256)
+    panels, groups = n // 16, kp // GROUP
+    nibbles, scale, offset = quantise_int4(full, room.tensor(n * kp, torch.float32))
+    spare = full.view(-1).view(torch.uint8)  # the weights are not needed any more
+    q = spare[: n * kp].view(panels, 16, groups, 4, 2, 4)  # column, group, eight, half, k
+    q.copy_(nibbles.view(q.shape))
+    both = spare[n * kp : n * kp * 3 // 2].view(panels, 16, groups, 4, 4)
+    torch.bitwise_left_shift(q[..., 1, :], 4, out=both)
+    both |= q[..., 0, :]
+    out = room.tensor(n * kp * 5 // 8, torch.uint8).view(panels, groups, 320)
+    # panel, group, eight, column, k
+    out[..., 64:].view(panels, groups, 4, 16, 4).copy_(both.permute(0, 2, 3, 1, 4))
     for at, values in ((0, scale), (32, offset)):
         halves = values.view(panels, 16, -1).transpose(1, 2).half().contiguous()
         out[..., at : at + 32] = halves.view(torch.uint8)
-    return out
+    return out.flatten()

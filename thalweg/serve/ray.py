@@ -1,0 +1,131 @@
+"""The server as a Ray Serve application, for those who have a Ray cluster (``pip install 'ray[serve]'``).
+
+    from ray import serve
+    from thalweg.serve.ray import application
+
+    serve.run(application("./my-model", num_replicas=2, ray_actor_options={"num_cpus": 4}, quantize="int8"))
+
+Ray's proxies listen, balance over its replicas and restart them; a replica is an actor with the application
+(``app.py``) and, as anywhere, an engine in a process of its own.  So everything behind the address is the
+same: OpenAI's API, limits, cancellation, errors, ``/metrics`` of the replica that was asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from thalweg.infer.api import EngineOptions
+from thalweg.serve.app import build_app
+from thalweg.serve.gate import Gate, GateLimits
+from thalweg.serve.generation import Service
+from thalweg.serve.metrics import Metrics
+from thalweg.serve.pool import Pool, PoolLimits
+from thalweg.serve.spawn import LOADER, EngineTask, InProcess
+from thalweg.serve.text import load_text
+
+
+def application(
+    model: str,
+    *,
+    name: str | None = None,
+    num_replicas: int = 1,
+    ray_actor_options: dict[str, Any] | None = None,
+    api_keys: Sequence[str] = (),
+    max_queue: int = 128,
+    loader: str = LOADER,
+    **options: Any,
+) -> Any:
+    """Return a Ray Serve application that serves a Hugging Face model (its directory or name).
+
+    ``name``: what clients call it.  ``num_replicas`` and ``ray_actor_options`` are Ray's; ``options`` are
+    fields of :class:`thalweg.infer.EngineOptions`.  ``max_queue``: sequences that may wait in a replica
+    beside those that run; beyond, it answers 429.  Without keys only names of this host are taken as ``Host``.
+
+    Raises ImportError, naming the cure, without Ray.
+    """
+    try:
+        from ray import serve  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
+    engine = EngineOptions(**options)
+    task = EngineTask(model, engine, loader)
+    limits = PoolLimits(engine.max_batch + max_queue)
+    called, keys, made = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
+
+    def build() -> ASGIApp:
+        made.append(RayApp(task, called, keys, limits))
+        return made[-1]
+
+    @serve.deployment(
+        name="thalweg",
+        num_replicas=num_replicas,
+        ray_actor_options=ray_actor_options or {},
+        max_ongoing_requests=2 * limits.max_outstanding,  # the replica itself says 429
+    )
+    @serve.ingress(build)
+    class Thalweg:
+        """The deployment; Ray replaces a replica whose health fails."""
+
+        def check_health(self) -> None:
+            """Raise where ``/health`` would not be 200."""
+            for app in made:
+                app.check()
+
+    return Thalweg.bind()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class RayApp:
+    """An ASGI application that starts its engine when the server around it starts."""
+
+    def __init__(self, task: EngineTask, model: str, keys: tuple[str, ...], limits: PoolLimits) -> None:
+        self._task, self._model, self._keys, self._limits = task, model, keys, limits
+        self._pool: Pool | None = None
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or follow the server's beginning and end."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            assert self._app is not None, "the server did not say that it starts"
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            self._app = await self._start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._pool is not None:
+            await self._pool.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self) -> ASGIApp:
+        self._pool = Pool(InProcess(self._task), 1, self._limits)
+        facts = await self._pool.start()
+        trusted = self._task.options.trust_remote_code
+        service = Service(
+            pool=self._pool,
+            metrics=Metrics(self._pool),
+            text=load_text(self._task.model, self._task.loader, None, trusted),
+            facts=facts,
+            model=self._model,
+            created=int(time.time()),
+            request_seconds=600.0,
+        )
+        return Gate(build_app(service), self._keys, GateLimits(), service.metrics.response)
+
+    def check(self) -> None:
+        """Raise RuntimeError while the engine is dead or makes no progress."""
+        if self._pool is not None:
+            healthy, reason = self._pool.health()
+            if not healthy:  # Ray asks several times, so an engine that is being started anew has its time
+                raise RuntimeError(reason)
