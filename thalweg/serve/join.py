@@ -196,7 +196,7 @@ class Worker:
                 self._error = error
                 return
             if sock is None:
-                if patience == _JOIN_SECONDS:
+                if patience == _JOIN_SECONDS and not self._stopping.is_set():
                     self._error = Refused(f"nobody answers at {_text(self._address)}: is the front running?")
                 return
             patience = _GONE_SECONDS
@@ -208,9 +208,7 @@ class Worker:
             process.terminate(0.0)
             if process.exit_code() == SERVER_ENDED:
                 return
-            self._stopping.wait(
-                0.5
-            )  # a model that cannot be loaded must not be tried without end at full speed
+            self._stopping.wait(0.5)  # a model that cannot be loaded is not tried at full speed
 
     def _connect(self, patience: float) -> socket.socket | None:
         deadline = time.monotonic() + patience

@@ -25,6 +25,7 @@ from thalweg.serve.host import Host
 
 LOADER = "thalweg.infer:load_engine"
 _QUIET = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
+_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _LINGER = 1.0  # seconds that a replica whose front is gone may spend in its last step
 
 
@@ -92,7 +93,9 @@ class Process:
     def __init__(
         self, task: EngineTask, place: Place, theirs: socket.socket, mine: socket.socket | None
     ) -> None:
-        fields = {**asdict(task), "fd": theirs.fileno(), "cpus": place.cpus}
+        # With its other end on another host, the socket does not tell that this process is gone.
+        parent = os.getpid() if mine is None else 0
+        fields = {**asdict(task), "fd": theirs.fileno(), "cpus": place.cpus, "parent": parent}
         command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(fields)]
         try:
             self._process = subprocess.Popen(
@@ -100,7 +103,7 @@ class Process:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                env={**_QUIET, **os.environ, **place.environ},
+                env={**_QUIET, **_outside_of_jobs(os.environ), **place.environ},
                 start_new_session=True,
             )
         except BaseException:
@@ -166,6 +169,11 @@ class _Thread:
         self._thread.join(grace)  # a thread cannot be killed; as a daemon it does not hold the exit
 
 
+def _outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without a launcher's variables: a replica is no rank, whatever its server is."""
+    return {k: v for k, v in environ.items() if not k.startswith(_JOB)}
+
+
 def _has_descriptor(stream: Any) -> bool:
     try:
         return stream.fileno() >= 0
@@ -178,7 +186,9 @@ def main(argument: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fields = json.loads(argument)
     sock = socket.socket(fileno=fields.pop("fd"))
-    cpus = fields.pop("cpus")
+    cpus, parent = fields.pop("cpus"), fields.pop("parent")
+    if parent:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cpus))
     task = EngineTask(**{**fields, "options": EngineOptions(**fields["options"])})
@@ -188,6 +198,12 @@ def main(argument: str) -> int:
         os._exit(0)
 
     return Host(sock, task.load, leave).run()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 if __name__ == "__main__":
