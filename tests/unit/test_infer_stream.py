@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thalweg
+from tests.repo.source import ROOT
 from tests.unit.infer_models import tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.describe import MLP, Attention, Decoder, Layer, Linear
@@ -181,6 +185,47 @@ def test_a_mapped_model_takes_no_memory(tmp_path: Path) -> None:
     assert anonymous() - largest < 16 << 20
     copies = [value.clone() for value in mapped.state_dict().values()]  # negative control
     assert copies and anonymous() - largest > 32 << 20
+
+
+PACK = """
+import json, sys
+from pathlib import Path
+from tests.unit.test_infer_stream import anonymous, options
+from thalweg.infer import load_engine
+from thalweg.store.disk import Disk
+
+import torch
+torch.set_num_threads(1)
+seen, write = [], Disk.pwritev
+def pwritev(self, handle, buffers, offset):
+    seen.append(anonymous())
+    return write(self, handle, buffers, offset)
+Disk.pwritev = pwritev
+model, folder, form = sys.argv[1:]
+fields = {"stream": "nvme", "stream_memory": 1 << 23, "kv_memory": 1 << 20}
+load_engine(model, options(Path(folder), quantize=form, **fields))
+print(json.dumps([len(seen), max(seen) - seen[0], [path.stat().st_size for path in Path(folder).iterdir()]]))
+"""
+
+
+@kernels
+def test_packing_takes_the_memory_of_a_layer_not_of_the_model(tmp_path: Path) -> None:
+    """Anonymous memory grows by less than two layers in fp32 while twelve are packed, in whichever form."""
+    wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+    cases = {
+        "gpt2": ("int8", {"n_embd": 512, "n_layer": 12, "n_head": 8}),
+        "llama": ("int4", {**wide, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    }
+    layer = 12 * 512 * 512 * 4
+    for kind, (form, fields) in cases.items():
+        tiny(kind, **fields).save_pretrained(tmp_path / kind)
+        folder = tmp_path / form
+        words = [sys.executable, "-c", PACK, str(tmp_path / kind), str(folder), form]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 0, done.stderr
+        writes, growth, sizes = json.loads(done.stdout)
+        assert writes > 48 and sizes[0] > 12 * layer // 8
+        assert growth < 2 * layer, f"{kind} {form}: {growth >> 20} MiB"
 
 
 def anonymous() -> int:
