@@ -204,7 +204,7 @@ Disk.pwritev = pwritev
 model, folder, form = sys.argv[1:]
 fields = {"stream": "nvme", "stream_memory": 1 << 23, "kv_memory": 1 << 20}
 load_engine(model, options(Path(folder), quantize=form, **fields))
-print(json.dumps([len(seen), max(seen) - seen[0], [path.stat().st_size for path in Path(folder).iterdir()]]))
+print(json.dumps([len(seen), max(seen[:-1]) - seen[0], [path.stat().st_size for path in Path(folder).iterdir()]]))
 """
 
 
@@ -225,7 +225,7 @@ def test_packing_takes_the_memory_of_a_layer_not_of_the_model(tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
         writes, growth, sizes = json.loads(done.stdout)
         assert writes > 48 and sizes[0] > 12 * layer // 8
-        assert growth < 2 * layer, f"{kind} {form}: {growth >> 20} MiB"
+        assert growth < 1.5 * layer, f"{kind} {form}: {growth >> 20} MiB"
 
 
 def anonymous() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class Linear:
         modules: Sequence[nn.Module] = (),
         order: Tensor | None = None,
         factor: float = 1.0,
+        copy: Callable[[int, int, Tensor], None] | None = None,
     ) -> None:
-        self._weight, self.bias = weight, bias
+        self._weight, self.bias, self._copy = weight, bias, copy
         self.modules, self.order = tuple(modules), order
         """The model's modules whose outputs are stacked here, and the order they were then brought into."""
         self.factor = factor
@@ -52,10 +54,21 @@ class Linear:
         """The weight (outputs, inputs)."""
         return self._weight if isinstance(self._weight, Tensor) else self._weight()
 
+    def copy_rows(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy the weights of outputs ``start`` to ``stop`` into ``out``; of no others, where that can be."""
+        if self._copy is not None:
+            self._copy(start, stop, out)
+        else:
+            out.copy_(self.weight[start:stop])
+
     def part(self, start: int, stop: int) -> Linear:
         """Return the layer of outputs ``start`` to ``stop`` alone."""
         bias = None if self.bias is None else self.bias[start:stop]
-        return Linear(lambda: self.weight[start:stop], bias, (stop - start, self.inputs))
+
+        def copy(first: int, last: int, out: Tensor) -> None:
+            self.copy_rows(start + first, start + last, out)
+
+        return Linear(lambda: self.weight[start:stop], bias, (stop - start, self.inputs), copy=copy)
 
 
 @dataclass(frozen=True)
@@ -242,11 +255,22 @@ def linear(*modules: nn.Module) -> Linear:
         biases.append(None if bias is None else bias.detach())
     whole = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
     shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
+    copy = partial(_copy_stacked, weights)
     if all(bias is None for bias in biases):
-        return Linear(whole, None, shape, modules=modules)
+        return Linear(whole, None, shape, modules=modules, copy=copy)
     filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
     bias = filled[0] if len(filled) == 1 else torch.cat(filled)
-    return Linear(whole, bias, shape, modules=modules)
+    return Linear(whole, bias, shape, modules=modules, copy=copy)
+
+
+def _copy_stacked(weights: Sequence[Tensor], start: int, stop: int, out: Tensor) -> None:
+    """Copy rows ``start`` to ``stop`` of the stack."""
+    at = 0
+    for weight in weights:
+        first, last = max(start - at, 0), min(stop - at, len(weight))
+        if first < last:
+            out[at + first - start : at + last - start] = weight[first:last]
+        at += len(weight)
 
 
 def rows(layer: Linear, order: Tensor) -> Linear:
@@ -254,7 +278,18 @@ def rows(layer: Linear, order: Tensor) -> Linear:
     bias = None if layer.bias is None else layer.bias[order]
     whole = order if layer.order is None else layer.order[order]
     shape = (len(order), layer.inputs)
-    return Linear(lambda: layer.weight[order], bias, shape, modules=layer.modules, order=whole)
+    ends = [*(torch.where(order.diff() != 1)[0] + 1).tolist(), len(order)]  # of runs of neighbours
+
+    def copy(start: int, stop: int, out: Tensor) -> None:
+        first = 0
+        for last in ends:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                source = int(order[low])
+                layer.copy_rows(source, source + high - low, out[low - start : high - start])
+            first = last
+
+    return Linear(lambda: layer.weight[order], bias, shape, modules=layer.modules, order=whole, copy=copy)
 
 
 def interleaved_heads(layer: Linear, heads: int, dim: int) -> Linear:

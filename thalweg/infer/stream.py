@@ -179,7 +179,7 @@ class _InFile:
             nbytes += size
         if not self.file.complete:
             at = dict(places)
-            for block in native.pack_blocks(part.weight, form):
+            for block in native.pack_blocks((part.outputs, part.inputs), part.copy_rows, form):
                 for name, piece in block.items():
                     self.file.write(self._segment, at[name], piece)
                     at[name] += piece.numel()

@@ -116,7 +116,7 @@ class Resident:
             start[part] = self._at
             self._at += line_up(size)
         place = dict(start)
-        for block in native.pack_blocks(layer.weight, form):
+        for block in native.pack_blocks((layer.outputs, layer.inputs), layer.copy_rows, form):
             for part, piece in block.items():
                 self._bytes[place[part] : place[part] + piece.numel()] = piece
                 place[part] += piece.numel()

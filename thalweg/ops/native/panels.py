@@ -20,7 +20,7 @@ so a block of columns can be packed alone: nothing larger than a block is ever h
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ def pack(weight: Tensor, name: str) -> dict[str, Tensor]:
         for part, nbytes in packed_sizes(weight.shape[0], weight.shape[1], name).items()
     }
     at = dict.fromkeys(made, 0)
-    for block in pack_blocks(weight, name):
+    for block in pack_blocks(weight.shape, lambda start, stop, out: out.copy_(weight[start:stop]), name):
         for part, piece in block.items():
             made[part][at[part] : at[part] + piece.numel()] = piece
             at[part] += piece.numel()
@@ -77,14 +77,17 @@ def pack(weight: Tensor, name: str) -> dict[str, Tensor]:
     return made
 
 
-def pack_blocks(weight: Tensor, name: str) -> Iterator[dict[str, Tensor]]:
-    """Yield the bytes (flat uint8) of each part of a packed weight, block by block of its outputs.
+def pack_blocks(
+    shape: Sequence[int], copy: Callable[[int, int, Tensor], object], name: str
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the bytes (flat uint8) of each part of a packed weight (N, K), block by block of its outputs.
 
-    What is yielded is overwritten by the next block.  The blocks lie in memory mapped for them, not on the
-    heap: there each small thing that a caller keeps between two blocks would split the hole that the first
-    one left, so that the second one needs new memory.
+    ``copy(start, stop, out)`` copies rows of the weight.  What is yielded is overwritten by the next block.
+
+    The blocks lie in memory mapped for them, not on the heap: there each small thing that a caller keeps
+    between two blocks splits the hole that the first one left, so that the second one needs new memory.
     """
-    n, k = weight.shape
+    n, k = shape
     kp = padded(k)
     limit = _BLOCK_BYTES // (8 if name == "int4" else 1)  # of which a 32nd goes to the heap several times
     step = min(max(limit // (4 * kp) // 32, 1) * 32, padded(n, 32))
@@ -93,10 +96,10 @@ def pack_blocks(weight: Tensor, name: str) -> Iterator[dict[str, Tensor]]:
     for start in range(0, padded(n, 32), step):
         rows = min(step, padded(n, 32) - start)
         full = whole.tensor(rows * kp, dtype).view(rows, kp)
-        part = weight[start : start + rows]
-        full[: len(part), :k] = part
-        full[: len(part), k:] = 0
-        full[len(part) :] = 0
+        true = min(rows, n - start)
+        copy(start, start + true, full[:true, :k])
+        full[:true, k:] = 0
+        full[true:] = 0
         yield _pack(full, name, out)
 
 
