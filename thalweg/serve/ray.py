@@ -12,6 +12,7 @@ same: OpenAI's API, limits, cancellation, errors, ``/metrics`` of the replica th
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def application(
     Raises ImportError, naming the cure, without Ray.
     """
     try:
-        from ray import serve  # pyright: ignore[reportMissingImports]
+        serve: Any = importlib.import_module("ray.serve")
     except ImportError:
         raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
     engine = EngineOptions(**options)
@@ -76,7 +77,7 @@ def application(
             for app in made:
                 app.check()
 
-    return Thalweg.bind()  # pyright: ignore[reportAttributeAccessIssue]
+    return Thalweg.bind()
 
 
 class RayApp:

@@ -58,9 +58,9 @@ class Replica:
         """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
         try:
             loop = asyncio.get_running_loop()
-            self._running = await loop.run_in_executor(self._threads, self._start, self.index)
-            self._running.sock.setblocking(False)
-            reader, self._writer = await asyncio.open_connection(sock=self._running.sock)
+            running = self._running = await loop.run_in_executor(self._threads, self._start, self.index)
+            running.sock.setblocking(False)
+            reader, self._writer = await asyncio.open_connection(sock=running.sock)
         except OSError as error:
             self._end(f"cannot start a process: {error}")
             raise RuntimeError(self.reason) from error
