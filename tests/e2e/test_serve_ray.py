@@ -10,6 +10,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,17 @@ ray.shutdown()
 @pytest.mark.skipif(PYTHON is None, reason="ray is not installed: see the head of this file")
 def test_a_ray_application_is_the_same_server(tmp_path: Path) -> None:
     assert PYTHON is not None
-    environ = clean_environ(PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(tmp_path))
-    done = subprocess.run(
-        [PYTHON, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # the names of its sockets have a limit
+        about = {
+            "RAY_TMPDIR": short,
+            "HOME": short,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+        }
+        environ = clean_environ(PYTHONPATH=str(ROOT), **about)
+        done = subprocess.run(
+            [PYTHON, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=200, cwd=tmp_path
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     want = expected("ray", 20)
