@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from thalweg.infer.describe import (
     MLP,
     Attention,
@@ -74,9 +76,14 @@ def weakened(layer: Linear, factor: float) -> Linear:
     if factor == 1.0:
         return layer
     bias = None if layer.bias is None else layer.bias * factor
+
+    def copy(start: int, stop: int, out: Tensor) -> None:
+        layer.copy_rows(start, stop, out)
+        out *= factor
+
     return Linear(
         lambda: layer.weight * factor, bias, (layer.outputs, layer.inputs), modules=layer.modules,
-        order=layer.order, factor=layer.factor * factor,
+        order=layer.order, factor=layer.factor * factor, copy=copy,
     )  # fmt: skip
 
 
