@@ -117,16 +117,16 @@ def test_a_request_that_takes_long_to_prepare_holds_nobody_up() -> None:
     """Building a grammar of seconds: others go on meanwhile, leaving cancels it, an error is the client's."""
     with served("toy:delay=0.001") as server, ThreadPoolExecutor(2) as clients:
         start = time.monotonic()
-        slow = clients.submit(server.complete, "slow one", max_tokens=5, guided_regex="slow 1.0")
-        gone = begin(server, prompt="gone", guided_regex="slow 0.9")
+        slow = clients.submit(server.complete, "slow one", max_tokens=5, guided_regex="slow 2.0")
+        gone = begin(server, prompt="gone", guided_regex="slow 1.9")
         until(lambda: "thalweg_outstanding 2.0" in metrics(server))
         for i in range(5):
             text = server.complete(f"quick {i}", max_tokens=5)["choices"][0]["text"]
             assert text == expected(f"quick {i}", 5)
-        assert time.monotonic() - start < 0.8 and not slow.done()
+        assert not slow.done()
         gone.close()
         assert slow.result(10)["choices"][0]["text"] == expected("slow one", 5)
-        assert time.monotonic() - start > 0.9
+        assert time.monotonic() - start > 1.9
         status, answer = server.post("/v1/completions", prompt="x", guided_regex="nonsense")
         assert status == 400 and "not understood" in answer["error"]["message"]
         server.wait_idle(2.0)

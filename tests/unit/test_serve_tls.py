@@ -84,20 +84,20 @@ def test_handshakes_that_never_end_are_counted_and_closed(
 ) -> None:
     """Six clients connect where four may, and say nothing, half of a greeting, or what is no TLS."""
     monkeypatch.setattr(GuardedProtocol, "max_connections", 4)
-    monkeypatch.setattr(Door, "handshake_seconds", 0.7)
+    monkeypatch.setattr(Door, "handshake_seconds", 2.0)
     with serving(files, "toy:delay=0.01") as server:
         silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
         silent[0].sendall(b"\x16\x03\x01\x02\x00\x01\x00")
         time.sleep(0.2)
         beyond = socket.create_connection(("127.0.0.1", server.port))
-        assert closed(beyond, 0.3), "the fifth is refused at once"
+        assert closed(beyond, 1.0), "the fifth is refused at once"
         assert not closed(silent[1], 0.05), "the others have their time"
         with pytest.raises(OSError):
             secure(server, files)
-        assert all(closed(sock, 2.0) for sock in silent)
+        assert all(closed(sock, 6.0) for sock in silent)
         wrong = socket.create_connection(("127.0.0.1", server.port))
         wrong.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert closed(wrong, 0.5), "what is no TLS ends at once"
+        assert closed(wrong, 1.5), "what is no TLS ends at once"
         leaves = socket.create_connection(("127.0.0.1", server.port))
         leaves.close()
         time.sleep(0.1)
@@ -113,7 +113,7 @@ def test_a_server_ends_amid_a_handshake(files: tuple[str, str]) -> None:
         time.sleep(0.1)
         start = time.monotonic()
         server.stop()
-        assert time.monotonic() - start < 3 and closed(silent, 1.0)
+        assert time.monotonic() - start < 8 and closed(silent, 1.0)
 
 
 def test_files_that_are_no_certificate_are_refused_before_anything_is_loaded(
