@@ -58,7 +58,8 @@ class Replica:
         """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
         try:
             loop = asyncio.get_running_loop()
-            running = self._running = await loop.run_in_executor(self._threads, self._start, self.index)
+            running: Running = await loop.run_in_executor(self._threads, self._start, self.index)
+            self._running = running
             running.sock.setblocking(False)
             reader, self._writer = await asyncio.open_connection(sock=running.sock)
         except OSError as error:
