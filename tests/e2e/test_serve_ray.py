@@ -83,7 +83,7 @@ def test_a_ray_application_is_the_same_server(tmp_path: Path) -> None:
             [PYTHON, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=200, cwd=tmp_path
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"health')))
     want = expected("ray", 20)
     assert found["health"][0] == 200 and json.loads(found["models"][1])["data"][0]["id"] == "toy"
     assert json.loads(found["text"][1])["choices"][0]["text"] == want
