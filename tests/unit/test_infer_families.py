@@ -106,20 +106,34 @@ def test_what_cannot_be_loaded_says_why() -> None:
         load_engine(tiny("olmo2"), EngineOptions(stream="cpu"))
 
 
+def scores(model: Any, quantize: str | None) -> tuple[Any, torch.Tensor]:
+    """Return an engine and the log-probabilities that it gives to a prompt."""
+    engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
+    engine.add(Request("r", prompts()[2], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
+    (output,) = engine.step()
+    return engine, torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("kind", "limit"), [("qwen3_moe", 0.1), ("mixtral", 0.1)])
+def test_experts_are_packed_and_their_own_weights_let_go(kind: str, limit: float, form: str) -> None:
+    model = tiny(kind)
+    exact = scores(model, None)[1]
+    engine, found = scores(model, form)
+    error = (found - exact).square().mean().sqrt() / exact.std()
+    assert 1e-4 < error < (limit if form == "int8" else 6 * limit)
+    assert all(x.mlp.up.numel() == 0 and x.mlp.count == 4 for x in engine.runner.decoder.layers)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_any_other_model_takes_packed_weights(form: str) -> None:
     """Its own code, with its linear layers exchanged in a copy that shares the rest."""
     model = tiny("olmo2")
-    prompt = prompts()[2]
-    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    found = {}
-    for quantize in (None, form):
-        engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
-        assert type(engine.runner).__name__ == "ForeignRunner"
-        engine.add(Request("r", prompt, ask))
-        (output,) = engine.step()
-        found[quantize] = torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
-    error = (found[form] - found[None]).square().mean().sqrt() / found[None].std()
+    exact = scores(model, None)[1]
+    engine, found = scores(model, form)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    error = (found - exact).square().mean().sqrt() / exact.std()
     assert 1e-4 < error < (0.05 if form == "int8" else 0.4)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert greedy(load_engine(model, OPTIONS), prompts()[:1], 4) == [expected(model, 4)[0]]

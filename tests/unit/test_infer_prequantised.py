@@ -205,6 +205,7 @@ def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "aqlm"}, "quantised by aqlm"),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "quantised by torchao"),
     ):
         path.write_text(json.dumps(config | {"quantization_config": given}))
         with pytest.raises(ValueError, match=said):

@@ -170,6 +170,13 @@ class Experts:
     """(1, width): its sigmoid scales the shared expert."""
     first: int = 0
     """Which of the router's experts ``up`` and ``down`` begin with, where they are a part of all."""
+    packed: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] | None = None
+    """Each expert's two products, where a runner has packed them; ``up`` and ``down`` are empty then."""
+
+    @property
+    def count(self) -> int:
+        """How many experts are here."""
+        return len(self.up) if self.packed is None else len(self.packed)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from thalweg.infer.guides import Guides, available
 from thalweg.infer.invariant import OneByOne
 from thalweg.infer.load_encoder import load_encoder
 from thalweg.infer.models import describe
-from thalweg.infer.pack import packing
+from thalweg.infer.pack import pack_experts, packing
 from thalweg.infer.source import kind_of, load_model, load_tokenizer, map_model
 from thalweg.utils.log import get_logger
 
@@ -279,7 +279,7 @@ def _described(
                 raise
             log.info("running on torch's operators: %s", reason)
     made = EagerRunner(
-        decoder,
+        pack_experts(decoder, form) if on_cpu else decoder,
         dtype=eager_dtype(form, on_cpu),
         num_blocks=blocks,
         num_slots=options.max_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -151,14 +152,14 @@ class Operators:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = weight.to(x.dtype)
         out = torch.zeros_like(x)
-        up, down = self._at(m.up), self._at(m.down)
         for expert in chosen.unique().tolist():
             number = expert - m.first
-            if not 0 <= number < len(up):
+            if not 0 <= number < m.count:
                 continue  # another rank's
             token, place = torch.where(chosen == expert)
-            gate, value = F.linear(x[token], up[number]).chunk(2, dim=-1)
-            y = F.linear(_ACTS[m.activation](gate) * value, down[number])
+            up, down = self._halves(m, number)
+            gate, value = up(x[token]).chunk(2, dim=-1)
+            y = down(_ACTS[m.activation](gate) * value)
             out.index_add_(0, token, y * weight[token, place, None])
         if m.shared is not None:
             y = self._mlp(m.shared, x)
@@ -166,6 +167,12 @@ class Operators:
                 y = y * F.linear(x, self._at(m.shared_gate)).sigmoid()
             out = out + y
         return out
+
+    def _halves(self, m: Experts, number: int) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Return an expert's two products."""
+        if m.packed is not None:
+            return m.packed[number]
+        return [partial(F.linear, weight=self._at(t)[number]) for t in (m.up, m.down)]
 
     def _norm(self, n: Norm | None, x: Tensor) -> Tensor:
         if n is None:

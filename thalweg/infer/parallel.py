@@ -254,9 +254,11 @@ def _lay(part: Decoder, plan: Plan, team: Team, device: str, threads: int) -> Ru
         from thalweg.infer.native import NativeRunner
 
         return NativeRunner(part, form=plan.form, max_tokens=plan.max_tokens, threads=threads, **shape)
-    from thalweg.infer.pack import packing
+    from thalweg.infer.pack import pack_experts, packing
 
     on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:
+        part = pack_experts(part, plan.form)
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(plan.form, torch.bfloat16)
     if plan.form in ("int8", "int4"):
         dtype = torch.float32
