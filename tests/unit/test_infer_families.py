@@ -115,13 +115,14 @@ def scores(model: Any, quantize: str | None) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize(("kind", "limit"), [("qwen3_moe", 0.1), ("mixtral", 0.1)])
-def test_experts_are_packed_and_their_own_weights_let_go(kind: str, limit: float, form: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_are_packed_and_their_own_weights_let_go(kind: str, form: str) -> None:
     model = tiny(kind)
     exact = scores(model, None)[1]
     engine, found = scores(model, form)
-    error = (found - exact).square().mean().sqrt() / exact.std()
-    assert 1e-4 < error < (limit if form == "int8" else 6 * limit)
+    # A few tokens of a random mixture go to other experts, so the middle one's error is looked at.
+    error = (found - exact).abs().median() / exact.std()
+    assert 1e-4 < error < (0.05 if form == "int8" else 0.3)
     assert all(x.mlp.up.numel() == 0 and x.mlp.count == 4 for x in engine.runner.decoder.layers)
     assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
 

@@ -33,10 +33,7 @@ def pack_experts(decoder: Decoder, form: str) -> Decoder:
     make = packing(form)
 
     def packed(m: Experts) -> Experts:
-        halves = [
-            (make(Linear(up)), make(Linear(down)))
-            for up, down in zip(m.up.float(), m.down.float(), strict=True)
-        ]
+        halves = [(make(Linear(up)), make(Linear(down))) for up, down in zip(m.up, m.down, strict=True)]
         return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed=halves)
 
     layers = [replace(x, mlp=packed(x.mlp)) if isinstance(x.mlp, Experts) else x for x in decoder.layers]
