@@ -172,6 +172,7 @@ def _drafting(
         raise ValueError(
             f"draft: it takes {decoder.max_length} tokens and the model {length}: set max_length"
         )
+    _length(decoder, replace(options, max_length=length))  # refuses what the draft rotates otherwise
     runner, _ = _described(decoder, options, form, None, length=length, blocks=made.num_blocks)
     return Draft(runner, max_tokens=options.max_step_tokens, vocab=vocab)
 
