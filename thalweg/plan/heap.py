@@ -58,6 +58,11 @@ class Heap:
             size += rest
         return aligned, size
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a block of this size would fit without the heap growing."""
+        asked = max(_LEAST, -(-(num_bytes + _HEADER) // _UNIT) * _UNIT) + _ALIGN + _LEAST
+        return self.top - self._end >= asked or (bool(self._by_size) and self._by_size[-1][0] >= asked)
+
     def free(self, block: tuple[int, int]) -> None:
         """Give a block back."""
         self._give(*block)

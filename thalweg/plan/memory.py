@@ -172,12 +172,23 @@ class _Run:
         self._play(self.found.window, watch)
         self.pages.end_of_window()
         if first and not self.setting.states_on_host:
-            self.process.map("buffers", self.streamed.buffer_bytes)
+            self.process.map("buffers", self.streamed.buffer_bytes + self._left_by_first_update())
         self._play(self._update(first), watch)
         self.reductions.end_of_window()
         if self.process.heap is not None:
             self.process.heap.settle()
         self.disk_read = self.pages.read_bytes - read + self.streamed.read_bytes
+
+    def _left_by_first_update(self) -> int:
+        """What the heap of the updating thread keeps of the state it has made, before that is written."""
+        if not (self.setting.updates_early and self.setting.states.device == "nvme"):
+            return 0
+        dtypes = self.found.state_dtypes
+        made = (
+            [prod(slot.padded_shape) * dtype.itemsize for _, slot in unit for dtype in dtypes]
+            for unit in self._trained()
+        )
+        return max((sum(size for size in unit if size < LARGE_BLOCK) for unit in made), default=0)
 
     def _update(self, first: bool) -> list[Event]:
         events = self.found.first_update if first else self.found.later_update

@@ -57,7 +57,8 @@ class Process:
 
     def add(self, number: int, num_bytes: int, label: str) -> None:
         """A block of the heap."""
-        if self._large is not None and num_bytes >= self._large:  # a mapping of its own
+        fits = self.heap is not None and self.heap.has_room(num_bytes)  # glibc looks there first
+        if self._large is not None and num_bytes >= self._large and not fits:  # a mapping of its own
             self._blocks[number] = (_APART, num_bytes, label)
             self.map(label, num_bytes)
             return
