@@ -52,8 +52,8 @@ def test_gradients_wait_for_a_disk_that_is_slower_than_the_backward_pass():
 
 
 def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
-    blocks = {}
-    for kernel in ("onednn", "torch", None):
+    blocks, results = {}, {}
+    for kernel in ("onednn", "convolution", "torch", None):
         monkeypatch.setattr(KernelTable, "known", lambda *_, kernel=kernel: kernel)
         tape = Tape()
         tape.kernels = "auto"
@@ -61,9 +61,12 @@ def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
             x, weight = torch.empty(64, 32), torch.empty(48, 32, requires_grad=True)
             with tape:
                 torch.nn.functional.linear(x, weight).square().sum().backward()
-        blocks[kernel] = sum(size == 64 * 48 * 4 for number, size, _ in tape.take() if number > 0)
+        made = [size for number, size, _ in tape.take() if number > 0]
+        blocks[kernel], results[kernel] = made.count(64 * 48 * 4), made.count(48 * 32 * 4)
     assert blocks["onednn"] == blocks["torch"] + 1
-    assert blocks[None] == blocks["torch"]
+    assert results["convolution"] == results["torch"] + 1
+    assert blocks[None] == blocks["torch"] == blocks["convolution"]
+    assert results[None] == results["torch"] == results["onednn"]
 
 
 def test_what_is_not_counted_is_said():

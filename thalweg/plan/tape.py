@@ -98,10 +98,10 @@ class Tape(TorchDispatchMode):
         return result
 
     def _copied(self, func: Any, args: Any) -> int:
-        """Bytes of the operand that the kernel of a weight's gradient copies, transposed.
+        """Bytes that the kernel of a weight's gradient takes beside its result (see ``ops/products.py``).
 
-        oneDNN does, torch's own product does not (``ops/products.py``); the gradient of the logits is the
-        largest block of many a step, and so is its copy.
+        oneDNN's product copies the gradient, transposed, its convolution the result, torch's neither.  The
+        gradient of the logits is the largest block of many a step, and so is its copy.
         """
         if self.kernels != "auto" or func is not torch.ops.aten.mm.default:
             return 0
@@ -109,8 +109,10 @@ class Tape(TorchDispatchMode):
         features, rows = left.shape
         if left.stride() != (1, features) or left.dtype != right.dtype:
             return 0
-        name = default_table().known("tn", left.dtype, rows, features, right.shape[1])
-        return left.nbytes if name == "onednn" else 0
+        columns = right.shape[1]
+        name = default_table().known("tn", left.dtype, rows, features, columns)
+        copied = {"onednn": left.nbytes, "convolution": features * columns * left.itemsize}
+        return copied.get(name or "", 0)
 
     def _see(self, tensor: Tensor) -> int:
         if tensor.device.type == "meta":  # somebody asks for a shape
