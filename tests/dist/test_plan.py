@@ -250,7 +250,7 @@ def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
         saved, said = (found["none"][i] - found[name][i] for i in (0, 1))
         # As near as two peaks can say that are each within 5%; what saved nothing would be further off.
         slack = 0.05 * (found["none"][1] + found[name][1])
-        assert said > 1.2 * slack, name
+        assert said > slack, name  # so that a run that saved nothing would fail
         assert saved > 20
         assert abs(saved - said) <= slack, name
 
