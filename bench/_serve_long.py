@@ -89,7 +89,7 @@ class _Program:
         deadline, since = time.monotonic() + 30, None
         while since is None or time.monotonic() - since < 0.5:  # a heartbeat and more
             found = self.metrics()
-            held = {key: found[key] for key in found if key.startswith(_HELD)}
+            held = {key: found[key] for key in found if f"{key} ".startswith(_HELD)}
             assert len(held) == len(_HELD), held
             since = (since or time.monotonic()) if not any(held.values()) else None
             assert time.monotonic() < deadline, f"left behind: {held}"
