@@ -78,7 +78,8 @@ def draw(seed: int) -> Draw:
     paged["max_in_cpu"] = r.choice((0, 500, 5000))
     return {
         "model": r.choice((*MODELS, *FAMILIES)),
-        "zero": {"stage": stage, "offload_optimizer": state} | ({"offload_param": paged} if stage == 3 else {}),
+        "zero": {"stage": stage, "offload_optimizer": state}
+        | ({"offload_param": paged} if stage == 3 else {}),
         "bucket": r.choice((100, 5000, 10**8)),
         "accumulation": r.choice((1, 2, 3)),
         "clip": r.choice((0.0, 0.05)),
