@@ -1,4 +1,4 @@
-"""Architectures that nobody described: the derived tensor-parallel plan must find its way, or leave them whole."""
+"""Architectures that nobody described: the derived tensor-parallel plan must find its way or leave them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP side by side on one norm, with rotated queries and keys, all in the block's own forward."""
+    """Attention and MLP side by side on one norm, with rotated queries and keys, in its own forward."""
 
     def __init__(self, heads: int = 4, groups: int = 4) -> None:
         super().__init__()

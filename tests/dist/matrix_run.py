@@ -43,7 +43,7 @@ class Routed(nn.Module):
 
 
 def kind_of(combination: Combination) -> tuple[bool, int]:
-    """What its model depends on: whether the head is tied, and over how many ranks experts are spread (0: none).
+    """What its model depends on: whether the head is tied, and how many ranks share the experts (0: none).
 
     Tied by the parity of the name's length, so that both kinds occur with everything; a tied head has two
     names over stages.

@@ -46,9 +46,9 @@ def _gemma3() -> nn.Module:
     import transformers
 
     config = transformers.Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=46, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, head_dim=8, sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=46, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, head_dim=8,
+        sliding_window=4, layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
     )  # fmt: skip
     return transformers.Gemma3ForCausalLM(config)
 

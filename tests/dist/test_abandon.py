@@ -1,4 +1,4 @@
-"""After an exception in forward or backward the engine is at rest, and training goes on as if it had not been."""
+"""After an exception in forward or backward the engine is at rest, and training goes on as if it had not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention against one process: balance, masks, documents, odd lengths, with every other axis (row 39)."""
+"""Ring attention against one process: balance, masks, documents, odd lengths, other axes (row 39)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_ring_of_four_and_with_every_other_axis():
 
 
 def _controls(rank: int, world: int) -> dict[str, float]:
-    """What is lost without the late keys of a rank, without documents, or without the way home of gradients."""
+    """What is lost without the late keys of a rank, without documents, or without gradients' way home."""
     import thalweg.parallel.context as ring
     import thalweg.parallel.parts as parts
 
@@ -107,7 +107,7 @@ def _model():
 
 
 def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[int, dict[str, int]]:
-    """Bytes of live tensors at the peak of a step on ``factor`` times the base length; bytes sent for attention."""
+    """Bytes of live tensors at a step's peak at ``factor`` times the length; bytes sent for attention."""
     import thalweg
     from thalweg.plan.tape import Tape
 

@@ -1,4 +1,4 @@
-"""A disk that fails in mid-training: one clear error, and training that can go on once it works again (row 24)."""
+"""A disk that fails in mid-training: a clear error, and training that can go on once it works (row 24)."""
 
 from __future__ import annotations
 

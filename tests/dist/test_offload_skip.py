@@ -1,4 +1,4 @@
-"""A gradient that is not finite, wherever it turns up: the step is left out as a whole, with tiers as without."""
+"""A gradient that is not finite, wherever it turns up: the step is left out whole, with tiers as without."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_negative_control_a_step_that_is_taken_differs():
 
 
 def _without_room(rank, world):
-    """Where the disk has no room for second places gradients rest until the step, and nothing else changes."""
+    """Where the disk has no room for second places gradients rest until the step; nothing else changes."""
     from thalweg.optim import tiered
 
     results = []

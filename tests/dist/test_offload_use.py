@@ -227,7 +227,7 @@ def _delays(rank, world, folder):
             for name in ("preadv", "pwritev"):
                 plain = getattr(Disk, name)
 
-                def slow(self, *args, plain=plain):
+                def slow(self, *args, plain=plain, chance=chance):
                     time.sleep(chance.random() * 4e-3)
                     return plain(self, *args)
 

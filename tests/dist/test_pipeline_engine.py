@@ -1,4 +1,4 @@
-"""``initialize`` with pipeline stages against one process: stages of ZeRO, schedules, other axes, oddities."""
+"""``initialize`` with pipeline stages against one process: ZeRO, schedules, other axes, oddities."""
 
 from __future__ import annotations
 

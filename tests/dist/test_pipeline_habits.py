@@ -32,9 +32,7 @@ def _config(**extra: Any) -> dict[str, Any]:
 def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = tied_layers(num_stages=2)
-    engine, optimizer, *_ = thalweg.initialize(
-        model=model, model_parameters=list(model.parameters()), config=_config()
-    )
+    engine, *_ = thalweg.initialize(model=model, model_parameters=list(model.parameters()), config=_config())
     for call in (lambda: engine(batch(0, 4)[0]), lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(ValueError, match="train_batch"):
             call()
@@ -154,7 +152,7 @@ def test_contradictions_are_refused():
     bad = _config(pipeline={"stages": 2, "schedule": "dualpipev"}, gradient_accumulation_steps=3)
     from thalweg.config import load, resolve
 
-    with pytest.raises(ValueError, match="pipeline.schedule"):
+    with pytest.raises(ValueError, match=r"pipeline\.schedule"):
         resolve(load(bad), world_size=2)
     with pytest.raises(ValueError, match="virtual_stages"):
         resolve(load(_config(pipeline={"stages": 2, "virtual_stages": 3})), world_size=2)

@@ -43,7 +43,10 @@ def _mixes(rank: int, world: int) -> dict[str, Any]:
         ("bf16", {"bf16": {"enabled": True}}),
         ("fp16", {"fp16": {"enabled": True, "initial_scale_power": 8}}),
         ("muon", muon),
-        ("state in bf16", {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "bf16"}}}),
+        ("state in bf16", {
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "bf16"}},
+        }),
     ):  # fmt: skip
         one, two = (_losses(rank, world, tensor, **extra) for tensor in (1, 2))
         found[name] = _worst(two, one)

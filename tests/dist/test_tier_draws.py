@@ -1,7 +1,7 @@
 """Tiers drawn at random, on models of every shape: the bits of none, and one process within 2e-6.
 
-What a draw has: model, stage, placements with their keys, accumulation, clipping, optimiser, recomputation with
-its inputs somewhere, buckets, and a checkpoint in mid-run that goes on in the same placement or in memory.
+What a draw has: model, stage, placements with their keys, accumulation, clipping, optimiser, recomputation
+with its inputs somewhere, buckets, and a checkpoint in mid-run that goes on there or in memory.
 """
 
 from __future__ import annotations

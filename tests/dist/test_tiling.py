@@ -16,7 +16,7 @@ TILED = {"tiling": {"loss": True, "loss_tokens": 5, "mlp": 3}}
 
 
 def _pair(rank: int, world: int, cases: list[tuple[Case, bool]]) -> list[tuple[float, float, bool]]:
-    """For each case: the largest difference of losses and of parameters to the untiled run; changed at all?"""
+    """For each case: the largest difference of losses and parameters to the untiled run; changed at all?"""
     found = []
     for case, tied in cases:
         model = tiny_gpt(tied=tied)

@@ -80,9 +80,8 @@ def _worst(results: list[Run], plain: Run, keys: tuple[str, ...] = tuple(TOLERAN
 
 
 def test_all_ranks_and_micro_batches_together_equal_one_process():
-    loops = [replace(AT_4[0], kind="gpt", micros=micros, extra={**RAGGED["extra"], **more}) for micros, more in (
-        (1, DISK), (3, {}),
-    )]  # fmt: skip
+    extras = [(micros, {**RAGGED["extra"], **more}) for micros, more in ((1, DISK), (3, {}))]
+    loops = [replace(AT_4[0], kind="gpt", micros=micros, extra=extra) for micros, extra in extras]
     mean_of_means = replace(AT_4[1], extra={})
     half = replace(AT_4[2], extra=FP16)
     results = run_ranks(_run, 4, [*AT_4, mean_of_means, half], loops, timeout=240.0)
