@@ -30,13 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, envelope, machine_line, merge_runs, rows_for, rows_table, write_result
 
 LLAMA = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
     "vocab_size": 32000, "max_position_embeddings": 1024,
 }  # fmt: skip
 _LARGE = {"large", "quarter"}
+_RUNS = {  # what the rows of a case begin with
+    "page": "page cache", "cold": "cold disk", "accelerate": "disk_offload", "large": "GPT-2 1.5B int8",
+    "quarter": "GPT-2 1.5B bf16",
+}  # fmt: skip
 XL = {"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024}
 
 
@@ -153,7 +157,7 @@ def against_accelerate(args: argparse.Namespace, base: dict[str, Any]) -> list[R
             ours = found[name]
             equal = "greedy tokens equal" if ours["tokens"] == theirs["tokens"] else "tokens differ"
             label = "page cache" if name == "ours" else "direct reads into 128 MiB"
-            case_name = f"fp32, batch {batch}, {label}, {equal}"
+            case_name = f"disk_offload, fp32, batch {batch}, {label}, {equal}"
             rows.append(compare(case_name, "accelerate disk_offload", "decoding tok/s", ours["tok_s"],
                                 theirs["tok_s"], lower_is_better=False))  # fmt: skip
     return rows
@@ -177,7 +181,7 @@ def limited(args: argparse.Namespace, folder: Path, kind: str) -> list[Row]:
     for label in ("packed at load", "packed before"):
         name = f"GPT-2 1.5B {form}, weights of {plain['weight_bytes'] >> 20} MiB, {label}"
         with memory_group(limit) as group:
-            got = run(group, **case, stream="nvme", memory=128 << 20)
+            got = run(group, **case, stream="nvme", memory=(128 if kind == "large" else 192) << 20)
             if group is not None:
                 rows.append(compare(f"{name}, killed beyond {limit >> 20} MiB", "the limit",
                                     "bytes with page cache", group_peak(group), limit))  # fmt: skip
@@ -189,6 +193,15 @@ def limited(args: argparse.Namespace, folder: Path, kind: str) -> list[Row]:
         rows.append(compare(name, "in memory", "seconds to load", got["load_s"], plain["load_s"]))
     shutil.rmtree(model)
     return rows
+
+
+def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Return the result as Markdown, a section a run."""
+    parts = ["# Streamed weights (ZeRO-Inference)"]
+    for one in runs:
+        about = f"{one['date']}, commit {one['commit']}, {machine_line(one['machine'])}."
+        parts += [f"## {one['run']}", about, rows_table(rows_for(one["run"], rows))]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -212,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         args.turns, args.rounds, args.fio_seconds, args.cold_new = 1, 1, 2, 8
         sizes["num_hidden_layers"], forms = 4, ["int8"]
         args.cases = [case for case in args.cases if case not in _LARGE]
-    rows: list[Row] = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="thalweg-stream-", dir=args.folder) as home:
         folder = Path(home)
         base: dict[str, Any] = {
@@ -232,20 +245,19 @@ def main(argv: list[str] | None = None) -> int:
         }
         for name in args.cases:
             try:
-                rows += measures[name]()
+                rows = measures[name]()
             except RuntimeError as error:  # the others' rows are not lost
                 print(error, file=sys.stderr)
                 note = f"failed: {str(error).strip().splitlines()[-1][:200]}"
-                rows.append(compare(name, "-", "-", None, None, note=note))
-    data = envelope("stream", rows, threads=args.threads, turns=args.turns, rounds=args.rounds)
-    text = "\n".join([
-        "# Streamed weights (ZeRO-Inference)", "",
-        f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.", "",
-        rows_table(data["rows"]),
-    ])  # fmt: skip
+                rows = [compare(_RUNS[name], "-", "-", None, None, note=note)]
+            about = {"run": _RUNS[name], "threads": args.threads, "turns": args.turns, "rounds": args.rounds}
+            runs.append(envelope("stream", rows, **about))
     if args.write:
-        write_result("stream", data, text)
-    print(json.dumps(data) if args.json else text)
+        data = merge_runs("stream", runs)
+        write_result("stream", data, page(data["runs"], data["rows"]))
+    rows_made = [row for one in runs for row in one["rows"]]
+    text = json.dumps({**runs[0], "runs": runs, "rows": rows_made}) if args.json else page(runs, rows_made)
+    print(text)
     return 0
 
 
