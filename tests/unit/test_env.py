@@ -182,6 +182,7 @@ def test_any_environment_gives_consistent_ranks_or_one_clear_error(environ: dict
 
 def test_only_rank_zero_informs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logger = log.get_logger("thalweg.test_env")
+    caplog.set_level("INFO", logger="thalweg.test_env")  # a command in this process may have set another
     for rank, expected in ((0, ["a", "b"]), (1, ["b"])):
         caplog.clear()
         monkeypatch.setattr(log, "current_rank", lambda rank=rank: rank)

@@ -84,8 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(2, str(error))
     except (OSError, RuntimeError, ImportError, MemoryError) as error:
         return _report(1, str(error) or type(error).__name__)
-    except Exception as error:  # of somebody's model, or a mistake of ours
-        return _report(1, f"{type(error).__name__}: {error} (THALWEG_TRACEBACK=1 shows where)")
 
 
 def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
