@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from thalweg.infer.describe import Attention, Decoder, Layer, Norm, Unsupported, linear, rotary
-from thalweg.infer.models.llama import mlp, scaled
+from thalweg.infer.models.llama import around, mlp, scaled
 
 
 def decoder(model: Any) -> Decoder:
@@ -24,15 +24,7 @@ def decoder(model: Any) -> Decoder:
             qkv=linear(a.q_proj, a.k_proj, a.v_proj), out=linear(a.o_proj), scale=a.scaling, rotary=table,
         )  # fmt: skip
         layers.append(Layer(norm, attention, mlp(block.mlp, c), norm, parallel=True))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_tokens.weight.detach(),
-        layers=layers,
-        norm=scaled(_norm(m.norm), float(c.logit_scale)),
-        head=linear(model.lm_head),
-    )
+    return around(model, layers, scaled(_norm(m.norm), float(c.logit_scale)))
 
 
 def _norm(module: Any) -> Norm:

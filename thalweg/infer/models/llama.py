@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +30,9 @@ def decoder(model: Any) -> Decoder:
     c, m = model.config, model.model
     table = rotary(m.rotary_emb, c.max_position_embeddings)
     granite = c.model_type == "granite"
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_tokens.weight.detach(),
-        layers=[_layer(layer, c, table) for layer in m.layers],
-        norm=scaled(rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0),
-        head=linear(model.lm_head),
-        embed_scale=float(c.embedding_multiplier) if granite else 1.0,
-    )
+    norm = scaled(rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0)
+    made = around(model, [_layer(layer, c, table) for layer in m.layers], norm)
+    return replace(made, embed_scale=float(c.embedding_multiplier)) if granite else made
 
 
 def _layer(layer: Any, c: Any, table: Rotary) -> Layer:
@@ -61,6 +55,20 @@ def _layer(layer: Any, c: Any, table: Rotary) -> Layer:
     if isinstance(inner, MLP):
         inner = replace(inner, down=weakened(inner.down, factor))
     return Layer(rms_norm(layer.input_layernorm), attention, inner, rms_norm(layer.post_attention_layernorm))
+
+
+def around(model: Any, layers: Sequence[Layer], norm: Norm) -> Decoder:
+    """Return the decoder of a model whose table, head and sizes are named as Llama's."""
+    c = model.config
+    return Decoder(
+        vocab=c.vocab_size,
+        width=c.hidden_size,
+        max_length=c.max_position_embeddings,
+        embed=model.model.embed_tokens.weight.detach(),
+        layers=layers,
+        norm=norm,
+        head=linear(model.lm_head),
+    )
 
 
 def scaled(norm: Norm, factor: float) -> Norm:
@@ -129,4 +137,4 @@ def _experts(module: Any, c: Any) -> Experts:
     )
 
 
-__all__ = ["Linear", "decoder", "mlp", "per_head", "scaled", "weakened", "window"]
+__all__ = ["Linear", "around", "decoder", "mlp", "per_head", "scaled", "weakened", "window"]

@@ -15,6 +15,7 @@ from thalweg.infer.describe import (
     linear,
     rotary,
 )
+from thalweg.infer.models.llama import around
 
 
 def decoder(model: Any) -> Decoder:
@@ -32,12 +33,4 @@ def decoder(model: Any) -> Decoder:
         )  # fmt: skip
         mlp = MLP(linear(block.mlp.fc1), linear(block.mlp.fc2), activation(c.hidden_act), gated=False)
         layers.append(Layer(norm, attention, mlp, norm, parallel=True))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_tokens.weight.detach(),
-        layers=layers,
-        norm=layer_norm(m.final_layernorm),
-        head=linear(model.lm_head),
-    )
+    return around(model, layers, layer_norm(m.final_layernorm))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thalweg.infer.describe import MLP, Attention, Decoder, Layer, activation, linear, rms_norm, rotary
-from thalweg.infer.models.llama import window
+from thalweg.infer.models.llama import around, window
 
 
 def decoder(model: Any) -> Decoder:
@@ -23,12 +23,4 @@ def decoder(model: Any) -> Decoder:
         mlp = MLP(up, down, activation(c.hidden_act), gated=True)
         norms = rms_norm(block.input_layernorm), rms_norm(block.post_attention_layernorm)
         layers.append(Layer(norms[0], attention, mlp, norms[1]))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_tokens.weight.detach(),
-        layers=layers,
-        norm=rms_norm(m.norm),
-        head=linear(model.lm_head),
-    )
+    return around(model, layers, rms_norm(m.norm))

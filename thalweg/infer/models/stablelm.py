@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thalweg.infer.describe import Attention, Decoder, Layer, Unsupported, layer_norm, linear, rotary
-from thalweg.infer.models.llama import mlp
+from thalweg.infer.models.llama import around, mlp
 
 
 def decoder(model: Any) -> Decoder:
@@ -25,12 +25,4 @@ def decoder(model: Any) -> Decoder:
         parallel = c.use_parallel_residual
         second = first if parallel else layer_norm(block.post_attention_layernorm)
         layers.append(Layer(first, attention, mlp(block.mlp, c), second, parallel=parallel))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_tokens.weight.detach(),
-        layers=layers,
-        norm=layer_norm(m.norm),
-        head=linear(model.lm_head),
-    )
+    return around(model, layers, layer_norm(m.norm))
