@@ -77,7 +77,8 @@ class ThreadCache:
     grows.  :meth:`exchange` fills the cache with other chunks, so that those return to the heap.
     """
 
-    _SIZES = tuple(24 + 16 * index for index in range(64) for _ in range(7))  # what glibc caches: seven of each
+    # What glibc caches: seven of each size.
+    _SIZES = tuple(24 + 16 * index for index in range(64) for _ in range(7))
 
     def __init__(self) -> None:
         self._malloc = self._free = None
