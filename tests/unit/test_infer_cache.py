@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.infer_models import tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
@@ -126,3 +128,27 @@ def test_a_cache_for_a_whole_batch_lets_the_whole_batch_run(prompt: int) -> None
     while engine.has_work():
         engine.step()
     assert engine.stats().kv_blocks_used == 0
+
+
+@kernels
+def test_memory_is_touched_as_blocks_are_used() -> None:
+    """Not a page in each head of each layer with the first token."""
+    config = LlamaConfig(
+        hidden_size=128, num_hidden_layers=16, intermediate_size=64, num_attention_heads=8, vocab_size=64,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    options = EngineOptions(dtype="fp32", max_batch=2, max_length=4096, kv_memory=1 << 30)
+    runner = load_engine(model, options, runner="native").runner
+    pages = 16 * 2 * 8  # heads that keep something
+    wanted = options.kv_memory // (2 << 20)
+    assert runner.num_blocks * native.BLOCK * 2 * 128 * 16 * 4 > pages * (2 << 20), "would show nothing"
+    before = resident()
+    runner.tables[0, :2] = [0, 1]
+    runner.run(Batch([1] * 20, [Span(0, 0, 20)], [19]))
+    assert resident() - before < 60 << 20 < pages * (2 << 20) < wanted * (2 << 20)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from thalweg.store import PagedMemory, Ring, SwapFile, memfd
-from thalweg.store.paged import HUGE_PAGE
+from thalweg.store.paged import HUGE_PAGE, Ahead
 from thalweg.store.regions import PAGE
 
 MIB = 1 << 20
@@ -90,6 +92,29 @@ def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
     handle = memfd(MIB)
     assert not PagedMemory(MIB, handle).move(0, PAGE, PAGE)
     os.close(handle)
+
+
+def test_pages_come_ahead_of_use_and_keep_what_they_hold() -> None:
+    memory = PagedMemory(64 << 20)
+    x = memory.tensor(0, (64 << 20,), torch.uint8)
+    x[5 << 20] = 7
+    before = _resident()
+    memory.populate(4 << 20, 16 << 20)
+    assert _resident() - before >= 12 << 20  # one huge page was there
+    assert x[5 << 20] == 7
+    ahead = Ahead(memory, piece=4 << 20, margin=4)
+    assert not any(
+        _wait(lambda: _resident() - before >= 40 << 20, 0.2)
+    )  # pieces 0 to 3, of which most are there
+    ahead.reach(9)  # to piece 13
+    assert any(_wait(lambda: _resident() - before >= 45 << 20, 5.0))
+
+
+def _wait(seen: Callable[[], bool], seconds: float) -> Iterator[bool]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield seen()
+        time.sleep(0.01)
 
 
 def test_regions_and_errors() -> None:

@@ -24,7 +24,7 @@ from thalweg.ops import native
 
 Told = Sequence[tuple[Cross | None, Attention, tuple[Tensor, Tensor, int]]]
 """For each layer of a decoder: its cross attention, the self-attention that has the same shape, and the pool
-of keys and values with the bytes of a head in it."""
+of keys and values with its stripe."""
 
 
 class NativeEncoder:

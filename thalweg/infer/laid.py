@@ -18,7 +18,7 @@ from thalweg.infer.describe import MLP, Attention, Cross, Layer, Linear, Norm
 from thalweg.infer.team import Team
 from thalweg.infer.weights import Weights
 from thalweg.ops import native
-from thalweg.store.paged import PagedMemory
+from thalweg.store.paged import Ahead, PagedMemory
 
 KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
@@ -193,8 +193,8 @@ class Layout:
             native.padded(layer.outputs, 16),
         )  # fmt: skip
 
-    def layer(self, layer: Layer, keys: Tensor, values: Tensor, each: int, last: bool = False) -> None:
-        """Lay a layer down whose heads keep ``each`` bytes in ``keys`` and in ``values``.
+    def layer(self, layer: Layer, keys: Tensor, values: Tensor, stripe: int, last: bool = False) -> None:
+        """Lay a layer down whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
 
         ``last``: from its attention on, go on with the rows that are wanted.
         """
@@ -203,16 +203,16 @@ class Layout:
         qkv = self.buffer("qkv", a.qkv.outputs)
         self.product(self.prepare(layer.norm1, self.x, form), a.qkv, qkv, form)
         heads = self.heads(a)
-        self.rotate(heads, a, qkv, keys, values, each, self.tables, self.table_of)
+        self.rotate(heads, a, qkv, keys, values, stripe, self.tables, self.table_of)
         queries = self.pick(qkv, a.heads * a.dim) if last else qkv
-        attended = self.attend(heads, a, queries, keys, values, each)
+        attended = self.attend(heads, a, queries, keys, values, stripe)
         up = self.buffer("up", m.up.outputs)
         rows = self.prepare(None, attended, form, "attended")
         if layer.parallel:
             self.product(self.prepare(layer.norm2, self.x, form), m.up, up, form)
         self.add(rows, a.out, layer.post1, layer.after1)
         if layer.cross is not None:
-            self.cross(layer.cross, a, keys, values, each)
+            self.cross(layer.cross, a, keys, values, stripe)
         if not layer.parallel:
             self.product(self.prepare(layer.norm2, self.x, form), m.up, up, form)
         rows = self.rows_buffer(m.down.inputs, form, "inner")
@@ -222,7 +222,7 @@ class Layout:
         )  # fmt: skip
         self.add(rows, m.down, layer.post2, layer.after2)
 
-    def cross(self, cross: Cross, a: Attention, keys: Tensor, values: Tensor, each: int) -> None:
+    def cross(self, cross: Cross, a: Attention, keys: Tensor, values: Tensor, stripe: int) -> None:
         """Attend to a source; decoders do."""
         raise NotImplementedError
 
@@ -236,7 +236,7 @@ class Layout:
         raise NotImplementedError
 
     def rotate(
-        self, heads: native.Heads, a: Attention, qkv: Tensor, keys: Tensor, values: Tensor, each: int,
+        self, heads: native.Heads, a: Attention, qkv: Tensor, keys: Tensor, values: Tensor, stripe: int,
         tables: int, table_of: Tensor,
     ) -> None:  # fmt: skip
         """Rotate queries and keys; store keys and values in the blocks of ``tables``."""
@@ -247,19 +247,19 @@ class Layout:
         self.call(
             self.kernels.rotate(heads),
             qkv, qkv.stride(0) * 4, self.count, self.positions, tables, keys, values, cos, sin, q_norm,
-            k_norm, eps, table_of, each,
+            k_norm, eps, table_of, stripe,
         )  # fmt: skip
 
     def attend(
-        self, heads: native.Heads, a: Attention, queries: Tensor, keys: Tensor, values: Tensor, each: int
+        self, heads: native.Heads, a: Attention, queries: Tensor, keys: Tensor, values: Tensor, stripe: int
     ) -> Tensor:
         """Let tokens attend to their own sequence; returns rows (tokens, heads * dim)."""
         return self.attend_to(
-            heads, queries, keys, values, each, self._bias(a), self.tables, self.table_of, self.lasts
+            heads, queries, keys, values, stripe, self._bias(a), self.tables, self.table_of, self.lasts
         )
 
     def attend_to(
-        self, heads: native.Heads, queries: Tensor, keys: Tensor, values: Tensor, each: int, bias: Tensor,
+        self, heads: native.Heads, queries: Tensor, keys: Tensor, values: Tensor, stripe: int, bias: Tensor,
         tables: int, table_of: Tensor, lasts: Tensor,
     ) -> Tensor:  # fmt: skip
         """Let tokens attend to the blocks of any tables."""
@@ -270,7 +270,7 @@ class Layout:
         self.call(
             self.kernels.attend(heads),
             queries, queries.stride(0) * 4, self.count, self.positions, tables, keys, values, out,
-            self.scratch, self.scratch.stride(0) * 4, bias, table_of, each, lasts,
+            self.scratch, self.scratch.stride(0) * 4, bias, table_of, stripe, lasts,
         )  # fmt: skip
         return out
 
@@ -293,18 +293,21 @@ class Layout:
         )  # fmt: skip
 
     def pool(self, num_blocks: int, attentions: Sequence[Attention]) -> list[tuple[Tensor, Tensor, int]]:
-        """Return room for keys and values of each layer, and the bytes of one head's blocks in it.
+        """Return room for keys and values of each layer, and the bytes from one stripe of blocks to the next.
 
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         """
-        sizes = [num_blocks * self.heads(a).head_bytes for a in attentions]
-        total = sum(2 * a.kv_heads * each for a, each in zip(attentions, sizes, strict=True))
+        sizes = [a.kv_heads * native.STRIPE * self.heads(a).head_bytes for a in attentions]
+        stripe = 2 * sum(sizes)
+        total = -(-num_blocks // native.STRIPE) * stripe
         memory, at, found = PagedMemory(total), 0, []
         self.keep.append(memory)
-        for a, each in zip(attentions, sizes, strict=True):
-            nbytes = a.kv_heads * each
-            keys, values = (memory.tensor(at + i * nbytes, (nbytes,), torch.uint8) for i in range(2))
-            found.append((keys, values, each))
+        self.ahead = Ahead(memory, stripe)
+        for nbytes in sizes:
+            keys, values = (
+                memory.tensor(start, (total - start,), torch.uint8) for start in (at, at + nbytes)
+            )
+            found.append((keys, values, stripe))
             at += 2 * nbytes
         return found
 

@@ -106,6 +106,7 @@ class NativeRunner:
         self._np_sources = [t.numpy() for t in laid.source_inputs]
         self._body, self._head = laid.lay(laid.body, laid.head)
         self._out, self._final, self._best = laid.out, laid.final, laid.best
+        self._ahead = laid.ahead
         self._last = 0
         self.weight_bytes = laid.weight_bytes
         self._encoder: NativeEncoder | None = None
@@ -182,6 +183,9 @@ class NativeRunner:
                 positions[at : at + length] = np.arange(start, start + length)
                 table_of[at : at + length] = slot * stride
             at += length
+            end = start + length
+            if length > 1 or start % native.BLOCK == 0:
+                self._ahead.reach(int(self.tables[slot, (end - 1) // native.BLOCK]) // native.STRIPE)
         if self._adapted:
             self._adapters[:count] = self.adapter_of[table_of[:count] // stride]
         if self._encoder is not None:
@@ -265,13 +269,13 @@ class _Decoder(Layout):
         """A token sees the positions up to its own."""
         return self.positions
 
-    def cross(self, cross: Cross, a: Attention, keys: Tensor, values: Tensor, each: int) -> None:
+    def cross(self, cross: Cross, a: Attention, keys: Tensor, values: Tensor, stripe: int) -> None:
         """Attend to the source, whose keys and values lie in the layer's own pool."""
         heads = plain_heads(self.heads(a), cross.scale)
         queries = self.buffer("cross", cross.q.outputs)
         self.product(self.prepare(cross.norm, self.x, self.form), cross.q, queries, self.form)
         attended = self.attend_to(
-            heads, queries, keys, values, each, self.vector(None, 1), self._sources, self._source_of,
+            heads, queries, keys, values, stripe, self.vector(None, 1), self._sources, self._source_of,
             self._source_ends,
         )  # fmt: skip
         self.add(self.prepare(None, attended, self.form, "attended"), cross.out, None, cross.after)

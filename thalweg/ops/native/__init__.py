@@ -10,18 +10,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
-    from thalweg.ops.native.kept import BLOCK, CACHES, Heads
+    from thalweg.ops.native.kept import BLOCK, CACHES, STRIPE, Heads
     from thalweg.ops.native.layout import Call, Kernels, Rows, lay, row_buffer
     from thalweg.ops.native.panels import FORMATS, pack, pack_blocks, packed_sizes, padded
     from thalweg.ops.native.tape import Tape, runnable
 
     _FOUND = True
 else:
-    BLOCK, CACHES, FORMATS, _FOUND = 16, {}, {}, False
+    BLOCK, STRIPE, CACHES, FORMATS, _FOUND = 16, 16, {}, {}, False
 
 __all__ = [
-    "BLOCK", "CACHES", "FORMATS", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing", "pack",
-    "pack_blocks", "packed_sizes", "padded", "row_buffer",
+    "BLOCK", "CACHES", "FORMATS", "STRIPE", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing",
+    "pack", "pack_blocks", "packed_sizes", "padded", "row_buffer",
 ]  # fmt: skip
 
 

@@ -1,7 +1,10 @@
 """Rotate, store and attend: the part of a decoder that sees the paged KV cache.
 
-The cache of a layer is a pool of blocks of 16 positions, head by head, so that blocks that follow each other
-are one stream; how they lie is ``kept.py``'s.  A token knows its position, the row of its sequence's block
+The cache of a layer is a pool of blocks of 16 positions, in stripes of 16 blocks: within a stripe head by
+head, so that blocks that follow each other are one stream, and stripes of all layers side by side, so that
+memory is first touched as blocks are first used (were the whole pool head by head, one block more would touch
+a page in each head of each layer: half a gigabyte of huge pages in one step).  How a block lies is
+``kept.py``'s.  A token knows its position, the row of its sequence's block
 table, and nothing else: a step may mix decoding tokens and pieces of prompts freely, and each token attends
 to the positions up to its own.
 
@@ -15,18 +18,18 @@ from typing import Any
 from llvmlite import ir
 
 from thalweg.ops.native.ir import F32, I64, VOID, Code, vec
-from thalweg.ops.native.kept import BLOCK, Heads, layout
+from thalweg.ops.native.kept import BLOCK, STRIPE, Heads, layout
 from thalweg.ops.native.pointwise import exp, normalise
 
 ROTATE = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "cos", "sin", "q_norm", "k_norm",
-    "eps", "table_of", "head_stride",
+    "eps", "table_of", "stripe",
 )  # fmt: skip
 """``tables``: address of int32 block tables, ``table_of``: of each token's table as an offset in bytes;
-``head_stride``: bytes of one head's blocks."""
+``stripe``: bytes from a stripe of blocks to the next."""
 ATTEND = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "out", "scratch", "scratch_stride",
-    "slopes", "table_of", "head_stride", "lasts",
+    "slopes", "table_of", "stripe", "lasts",
 )  # fmt: skip
 """``positions``: where each token is, ``lasts``: the last position it sees.  ``slopes``: ALiBi's, or a table
 of relative biases, (heads, 2 * reach + 16) floats with that of key j before query i at reach + j - i."""
@@ -34,6 +37,13 @@ of relative biases, (heads, 2 * reach + 16) floats with that of key j before que
 
 def _arguments(code: Code, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: code.arg(index) for index, name in enumerate(names)}
+
+
+def _offset(code: Code, h: Heads, number: Any, stripe: Any) -> Any:
+    """Where a block of a head lies behind the head's first one."""
+    return code.add(
+        code.mul(code.div(number, STRIPE), stripe), code.mul(code.rem(number, STRIPE), h.head_bytes)
+    )
 
 
 def rotate(module: Any, h: Heads) -> str:
@@ -61,15 +71,15 @@ def rotate(module: Any, h: Heads) -> str:
         with code.when(stored):
             table = code.add(a["tables"], code.load(I64, code.add(a["table_of"], code.mul(token, 8))))
             number = code.load(ir.IntType(32), code.add(table, code.mul(code.div(position, BLOCK), 4)))
-            block = code.mul(code.b.sext(number, I64), h.head_bytes)
+            block = _offset(code, h, code.b.sext(number, I64), a["stripe"])
             slot = code.rem(position, BLOCK)
             is_key = code.b.icmp_signed("<", head, code.i(h.heads + h.kv_heads))
             with code.b.if_else(is_key) as (then, otherwise):
                 with then:
-                    start = code.mul(code.sub(head, h.heads), a["head_stride"])
+                    start = code.mul(code.sub(head, h.heads), STRIPE * h.head_bytes)
                     kept.store_key(row, code.add(a["keys"], block, start), slot)
                 with otherwise:
-                    start = code.mul(code.sub(head, h.heads + h.kv_heads), a["head_stride"])
+                    start = code.mul(code.sub(head, h.heads + h.kv_heads), STRIPE * h.head_bytes)
                     kept.store_value(row, code.add(a["values"], block, start), slot)
     code.ret()
     return name
@@ -107,18 +117,19 @@ def attend(module: Any, h: Heads) -> str:
         last_seen = code.load(I64, code.add(a["lasts"], code.mul(token, 8)))
         slope = code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if h.alibi else code.f(0.0)
         bias = code.add(a["slopes"], code.mul(head, 4 * (2 * h.reach + BLOCK))) if h.reach else code.i(0)
-        kv = code.mul(code.div(head, h.heads // h.kv_heads), a["head_stride"])
+        kv = code.mul(code.div(head, h.heads // h.kv_heads), STRIPE * h.head_bytes)
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
-        code.b.call(one, [query, position, last_seen, table, keys, values, out, scratch, bias, slope])
+        places = [query, position, last_seen, table, keys, values, a["stripe"], out, scratch, bias]
+        code.b.call(one, [*places, slope])
     code.ret()
     return name
 
 
 def _one_head(module: Any, h: Heads) -> Any:
-    code = Code(module, h.name("head"), ir.FunctionType(VOID, [I64] * 9 + [F32]))
+    code = Code(module, h.name("head"), ir.FunctionType(VOID, [I64] * 10 + [F32]))
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
-    query, position, last, table, keys, values, out, scratch, bias, slope = code.function.args
+    query, position, last, table, keys, values, stripe, out, scratch, bias, slope = code.function.args
     start = code.max(code.sub(code.add(position, 1), h.window), 0) if h.window else code.i(0)
     block0, blocks = code.div(start, BLOCK), code.add(code.div(last, BLOCK), 1)
     if h.reach:
@@ -129,7 +140,7 @@ def _one_head(module: Any, h: Heads) -> Any:
 
     def block_of(pool: Any, number: Any) -> Any:
         index = code.load(ir.IntType(32), code.add(table, code.mul(number, 4)))
-        return code.add(pool, code.mul(code.b.sext(index, I64), h.head_bytes))
+        return code.add(pool, _offset(code, h, code.b.sext(index, I64), stripe))
 
     kept = layout(code, h)
     scores = kept.scores(query)

@@ -27,6 +27,7 @@ from llvmlite import ir
 from thalweg.ops.native.ir import BF16, F32, I1, I8, I16, I32, I64, VOID, Code, Var, vec
 
 BLOCK = 16
+STRIPE = 16  # blocks of a head that lie side by side
 CACHES = {"fp32": 4, "bf16": 2, "int8": 1}
 _SCALES = 4 * BLOCK  # bytes, in an 8-bit cache
 
