@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,13 @@ def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_name[name] for name in map(name_of, CASES) if name in by_name]
 
 
+def _last_run() -> str:
+    """Return when, and with which commit, the runs of results/plan.json were."""
+    text = (ROOT / "results" / "plan.md").read_text()
+    before = re.search(r"of runs measured (.*? UTC, commit [^ ,]+)", text)
+    return before[1] if before else re.findall(r"(\S+ \S+ UTC, commit [^ ,]+)", text)[0]
+
+
 def main() -> int:
     """Run the cases and print or write the table."""
     parser = argparse.ArgumentParser(
@@ -210,6 +218,8 @@ def main() -> int:
     text = show(found)
     if args.write:
         head = f"# The plan: predicted and measured peaks\n\n{data['date']}, commit {data['commit']}, "
+        if args.measured:
+            head += f"of runs measured {_last_run()}, "
         write_result("plan", data, f"{head}{machine_line(data['machine'])}.\n\n{text}")
     print(json.dumps(data) if args.json else text)
     return 0

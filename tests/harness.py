@@ -4,7 +4,8 @@
 processes and returns their results by rank.  The processes are forked from one server
 that has torch loaded (multiprocessing's forkserver), so four ranks start in a fraction
 of a second; ``fn`` must be a module-level function.  A rank that raises fails the test
-with its traceback; one that hangs is killed by its process handle after ``timeout`` s.
+with its traceback; one that hangs is killed by its process handle after twice ``timeout`` s,
+which is what two cores with nothing else to do may take.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_PATIENCE = 2.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tests.preload"])
 
@@ -59,7 +61,7 @@ def run_ranks(
         for process in processes:
             process.start()
         try:
-            return _collect(processes, results, world_size, timeout)
+            return _collect(processes, results, world_size, _PATIENCE * timeout)
         finally:
             for process in processes:
                 if process.is_alive():

@@ -138,15 +138,14 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
         max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    options = EngineOptions(dtype="fp32", max_batch=2, max_length=4096, kv_memory=1 << 30)
-    runner = load_engine(model, options, runner="native").runner
-    pages = 16 * 2 * 8  # heads that keep something
-    wanted = options.kv_memory // (2 << 20)
-    assert runner.num_blocks * native.BLOCK * 2 * 128 * 16 * 4 > pages * (2 << 20), "would show nothing"
+    options = EngineOptions(dtype="fp32", max_batch=2, max_length=4096, kv_memory=256 << 20)
     before = resident()
+    runner = load_engine(model, options, runner="native").runner
+    # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
+    assert runner.num_blocks * native.BLOCK * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
     runner.tables[0, :2] = [0, 1]
     runner.run(Batch([1] * 20, [Span(0, 0, 20)], [19]))
-    assert resident() - before < 60 << 20 < pages * (2 << 20) < wanted * (2 << 20)
+    assert resident() - before < 160 << 20  # a quarter of it is there from the start
 
 
 def resident() -> int:

@@ -128,20 +128,26 @@ class Ahead:
     memory yet thirty times that: too long for a step that somebody waits for.
     """
 
-    def __init__(self, memory: PagedMemory, piece: int, margin: int = 8) -> None:
-        """``piece``: bytes that are used together; ``margin``: pieces that are there beyond those in use."""
-        self._memory, self._piece, self._margin = memory, piece, margin
-        self._there = 0  # pieces
-        self.reach(-1)
+    def __init__(
+        self, memory: PagedMemory, piece: int, *, first: int = 256 << 20, margin: int = 64 << 20
+    ) -> None:
+        """``piece``: bytes that are used together; ``first``: bytes that come at once (at most a quarter of
+        the memory), ``margin``: bytes that are there beyond those in use (at most an eighth)."""
+        self._memory, self._piece = memory, piece
+        self._margin = min(margin, memory.num_bytes // 8)
+        self._there = 0
+        self._extend(min(first, memory.num_bytes // 4))
 
     def reach(self, piece: int) -> None:
         """Note that this piece is in use."""
-        if self._there - piece > self._margin // 2 or self._there * self._piece >= self._memory.num_bytes:
-            return
-        start, self._there = self._there, piece + 1 + self._margin
-        room = (start * self._piece, (self._there - start) * self._piece)
-        if room[1] >= HUGE_PAGE:  # less comes quickly enough by itself
-            threading.Thread(target=self._memory.populate, args=room, daemon=True).start()
+        used = (piece + 1) * self._piece
+        if self._there < min(used + self._margin // 2, self._memory.num_bytes):
+            self._extend(used + self._margin)
+
+    def _extend(self, stop: int) -> None:
+        start, self._there = self._there, stop
+        if stop - start >= HUGE_PAGE:  # less comes quickly enough by itself
+            threading.Thread(target=self._memory.populate, args=(start, stop - start), daemon=True).start()
 
 
 def remap(source: int, target: int, nbytes: int) -> None:
