@@ -70,6 +70,12 @@ def test_plan_names_the_cure_of_wrong_use(files, tmp_path):
     assert "h100" in done.stderr
 
 
+def test_tune_says_before_it_measures_that_it_cannot_write(files, tmp_path):
+    done = thalweg("tune", *files, "--best", "3", "--output", str(tmp_path / "none" / "tuned.json"))
+    assert done.returncode == 2
+    assert "no folder" in done.stderr and "measuring" not in done.stderr
+
+
 def test_tune_measures_the_best_and_writes_a_config(files, tmp_path):
     output = tmp_path / "tuned.json"
     done = thalweg(

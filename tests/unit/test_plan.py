@@ -303,6 +303,38 @@ def test_a_model_with_other_inputs_asks_for_a_batch():
     assert found.per_rank.total > 0
 
 
+def test_more_tokens_than_positions_are_an_error_before_the_run():
+    learnt = GPT(GPTConfig(64, 1, 2, 32, 16))
+    turned = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="16 positions"):
+        thalweg.plan(learnt, CONFIG, sequence_length=17)
+    assert thalweg.plan(learnt, CONFIG, sequence_length=16).per_rank.total > 0
+    assert thalweg.plan(turned, CONFIG, sequence_length=17).per_rank.total > 0
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_texts_beside_images_are_planned(family):
+    """Positions of images are no bound for texts, and those of texts are for them."""
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(
+        family,
+        text_config={**text, "vocab_size": 99, "max_position_embeddings": 20},
+        vision_config={**text, "image_size": 24, "patch_size": 8},  # 9 patches
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    found = thalweg.plan(model, CONFIG)
+    trained = sum(p.numel() for p in model.parameters())
+    assert found.per_rank.activations > 0 and found.per_rank.optimizer >= 8 * trained
+    fields = batch_of(model, 2).kwargs
+    assert fields["input_ids"].shape == (2, 20) and fields["pixel_values"].shape == (2, 3, 24, 24)
+    with pytest.raises(ValueError, match="20 positions"):
+        thalweg.plan(model, CONFIG, sequence_length=21)
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("80GiB", 80 << 30), ("16 GB", 16 * 10**9), ("512m", 512 << 20), (7, 7)]
 )

@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.plan.tuner import tune
     from thalweg.zero.options import model_facts
 
+    if args.output and not Path(args.output).absolute().parent.is_dir():  # minutes of measuring come first
+        raise ValueError(f"--output {args.output}: there is no folder {Path(args.output).absolute().parent}")
     question = question_of(args.model, **cluster_options(args))
     source = read_config(args)
     config = resolve(

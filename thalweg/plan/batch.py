@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ class Field:
     shape: tuple[int, ...]
     dtype: torch.dtype
     high: int = 2
+
+
+_LEARNT, _NO_TEXT = re.compile(r"(^|\.)(wpe|\w*position\w*)$"), re.compile("vision|visual|image|audio")
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,16 @@ def batch_of(model: nn.Module, micro_batch: int, sequence_length: int | None = N
     ``sequence_length`` in tokens; None takes the longest that the model's config allows, at most 1,024.
 
     Raises:
-        ValueError: the model's arguments tell nothing; the message says what to give instead.
+        ValueError: the model's arguments tell nothing, or it has learnt fewer positions; the message says
+            what to give instead.
     """
     names = list(inspect.signature(model.forward).parameters)
     config = getattr(model, "config", None)
-    length = sequence_length or default_length(config)
     if "pixel_values" in names and "input_ids" not in names:
         return _images(config, names, micro_batch)
+    if "pixel_values" in names and "return_loss" in names and hasattr(config, "vision_config"):
+        return _pairs(model, config, micro_batch, sequence_length)
+    length = _length(model, config, sequence_length)
     vocabulary = _first(config, "vocab_size") or 2
     tokens = next((name for name in names if name in ("input_ids", "tokens", "tokens_BT", "idx")), None)
     if tokens is None:
@@ -84,6 +91,24 @@ def batch_of(model: nn.Module, micro_batch: int, sequence_length: int | None = N
     if labels is not None:
         inputs[labels] = _labels(model, config, micro_batch, length, vocabulary)
     return Batch(kwargs=inputs)
+
+
+def _length(model: nn.Module, config: Any, wanted: int | None) -> int:
+    """Tokens of a sequence: a lookup of shapes alone would not fail where that of a run does."""
+    learnt = {
+        name: module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _LEARNT.search(name) and not _NO_TEXT.search(name)
+    }
+    fewest = min(learnt, key=lambda name: learnt[name], default=None)
+    if fewest is None:
+        return wanted or default_length(config)
+    if wanted is not None and wanted > learnt[fewest]:
+        raise ValueError(
+            f"sequence_length {wanted} is longer than the {learnt[fewest]} positions that "
+            f"{type(model).__name__} has learnt ({fewest}): give at most {learnt[fewest]}"
+        )
+    return wanted or min(default_length(config), learnt[fewest])
 
 
 def default_length(config: Any) -> int:
@@ -118,6 +143,17 @@ def _images(config: Any, names: list[str], rows: int) -> Batch:
     if "labels" in names:
         inputs["labels"] = Field((rows,), torch.int64, _first(config, "num_labels") or 2)
     return Batch(kwargs=inputs)
+
+
+def _pairs(model: nn.Module, config: Any, rows: int, wanted: int | None) -> Batch:
+    """What CLIP and its like compare: as many texts as images."""
+    text = getattr(config, "text_config", config)
+    length = _length(model, text, wanted)
+    inputs: dict[str, Any] = {
+        "input_ids": Field((rows, length), torch.int64, _first(text, "vocab_size") or 2),
+        **_images(config.vision_config, ["pixel_values"], rows).kwargs,
+    }
+    return Batch(kwargs={**inputs, "return_loss": True})
 
 
 def _first(config: Any, *names: str) -> int | None:
