@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _peers import ROOT, deepspeed_environment, deepspeed_missing, python_for
+from _peers import ROOT, deepspeed_environment, deepspeed_missing, deepspeed_residue, python_for
 from _report import (
     Row,
     compare,
@@ -63,6 +63,9 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
         )
     except subprocess.TimeoutExpired:
         return f"not done after {timeout:.0f} s"
+    finally:
+        if engine == "deepspeed":
+            deepspeed_residue("29533")
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
