@@ -192,6 +192,24 @@ def test_blocks_of_the_heap_never_overlap(steps):
     assert heap.free_bytes == 0  # all of it is one block again, and that is the top
 
 
+def test_large_holes_outlast_setting_up_and_small_ones_do_not():
+    heap = Heap()
+    large, small = (heap.malloc(size) for size in (8 << 20, 1 << 20))
+    heap.malloc(64)
+    heap.free(large)
+    heap.settle()
+    heap.seal(below=4 << 20)
+    top = heap.top
+    heap.malloc(6 << 20)
+    assert heap.top == top
+    heap.seal(below=4 << 20)  # what is left of the large hole is small
+    heap.free(small)
+    heap.settle()
+    heap.seal(below=4 << 20)
+    heap.malloc(1 << 19)
+    assert heap.top > top
+
+
 def test_a_hole_is_too_small_for_its_like_while_the_graph_lives():
     heap = Heap()
     blocks = [heap.malloc(1 << 20) for _ in range(4)]

@@ -84,11 +84,12 @@ class Heap:
         """Heads and tails that small objects hold now."""
         return len(self._taken)
 
-    def seal(self) -> None:
-        """Holes that are there now are lost: long-lived small objects settle in them."""
-        for size, start in self._by_size:
+    def seal(self, below: int) -> None:
+        """Holes of fewer bytes that are there now are lost: long-lived small objects settle in them."""
+        lost = bisect_left(self._by_size, (below, 0))
+        for size, start in self._by_size[:lost]:
             del self._starts[start], self._ends[start + size]
-        self._by_size.clear()
+        del self._by_size[:lost]
         self._taken.clear()
 
     @property
