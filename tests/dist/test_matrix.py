@@ -35,7 +35,7 @@ def found(
             ]
             folder = str(tmp_path_factory.mktemp("tiers"))
             try:
-                results[one.world] = run_ranks(compare, one.world, same, folder, timeout=450)[0]
+                results[one.world] = run_ranks(compare, one.world, same, folder, timeout=300)[0]
             except (
                 AssertionError
             ) as error:  # it is the error of all of them: one that hangs takes the rest along

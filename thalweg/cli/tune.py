@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.plan.tuner import tune
     from thalweg.zero.options import model_facts
 
-    if args.output and not Path(args.output).absolute().parent.is_dir():  # minutes of measuring come first
-        raise ValueError(f"--output {args.output}: there is no folder {Path(args.output).absolute().parent}")
+    folder = Path(args.output or ".").absolute().parent
+    if not folder.is_dir():  # minutes of measuring come first
+        raise ValueError(f"--output {args.output}: there is no folder {folder}")
     question = question_of(args.model, **cluster_options(args))
     source = read_config(args)
     config = resolve(

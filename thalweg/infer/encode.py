@@ -141,7 +141,7 @@ class _Layout(Layout):
         for layer in e.layers:
             a = layer.attention
             if (a.kv_heads, a.dim) not in room:
-                room[a.kv_heads, a.dim] = self.pool(num_blocks, [a])[0]
+                room[a.kv_heads, a.dim] = self.pool(num_blocks, [a])[1][0]
             self.layer(layer, *room[a.kv_heads, a.dim])
         self.final = self.x
         if e.norm is not None:

@@ -18,7 +18,7 @@ from thalweg.infer.describe import MLP, Attention, Cross, Layer, Linear, Norm
 from thalweg.infer.team import Team
 from thalweg.infer.weights import Weights
 from thalweg.ops import native
-from thalweg.store.paged import Ahead, PagedMemory
+from thalweg.store.paged import PagedMemory
 
 KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
@@ -292,8 +292,11 @@ class Layout:
             reach=0 if a.relative is None else self.reach,
         )  # fmt: skip
 
-    def pool(self, num_blocks: int, attentions: Sequence[Attention]) -> list[tuple[Tensor, Tensor, int]]:
-        """Return room for keys and values of each layer, and the bytes from one stripe of blocks to the next.
+    def pool(
+        self, num_blocks: int, attentions: Sequence[Attention]
+    ) -> tuple[PagedMemory, list[tuple[Tensor, Tensor, int]]]:
+        """Return memory, and in it each layer's room for keys and values with the bytes from one stripe of
+        blocks to the next.
 
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         """
@@ -302,14 +305,13 @@ class Layout:
         total = -(-num_blocks // native.STRIPE) * stripe
         memory, at, found = PagedMemory(total), 0, []
         self.keep.append(memory)
-        self.ahead = Ahead(memory, stripe)
         for nbytes in sizes:
             keys, values = (
                 memory.tensor(start, (total - start,), torch.uint8) for start in (at, at + nbytes)
             )
             found.append((keys, values, stripe))
             at += 2 * nbytes
-        return found
+        return memory, found
 
     def _rotary_tables(self, a: Attention) -> tuple[Tensor, Tensor]:
         if a.rotary is None:

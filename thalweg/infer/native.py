@@ -28,6 +28,7 @@ from thalweg.infer.laid import Layout, plain_heads
 from thalweg.infer.team import Team
 from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
+from thalweg.store.paged import Ahead
 
 
 def check(decoder: Decoder | Encoder, form: str, cache: str = "fp32") -> None:
@@ -183,9 +184,9 @@ class NativeRunner:
                 positions[at : at + length] = np.arange(start, start + length)
                 table_of[at : at + length] = slot * stride
             at += length
-            end = start + length
             if length > 1 or start % native.BLOCK == 0:
-                self._ahead.reach(int(self.tables[slot, (end - 1) // native.BLOCK]) // native.STRIPE)
+                block = int(self.tables[slot, (start + length - 1) // native.BLOCK])
+                self._ahead.reach(block // native.STRIPE)
         if self._adapted:
             self._adapters[:count] = self.adapter_of[table_of[:count] // stride]
         if self._encoder is not None:
@@ -241,7 +242,8 @@ class _Decoder(Layout):
         self.source_inputs = [self.hold(torch.zeros(tokens, dtype=torch.int64)) for _ in range(2)]
         # Each token's source: its table as an offset in bytes, and its last position.
         self._source_of, self._source_ends = self.source_inputs
-        self.pools = self.pool(owner.num_blocks, [x.attention for x in d.layers])
+        memory, self.pools = self.pool(owner.num_blocks, [x.attention for x in d.layers])
+        self.ahead = Ahead(memory, piece=self.pools[0][2])
         if d.embed_norm is not None:
             self.norm_into(d.embed_norm, self.x, self.x)
         speaks = owner.team is None or owner.team.last
