@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, merge_runs, rows_for, rows_table, write_result
+from _report import Row, compare, envelope, machine_line, publish_runs, rows_table
 
 LLAMA = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
@@ -195,13 +195,10 @@ def limited(args: argparse.Namespace, folder: Path, kind: str) -> list[Row]:
     return rows
 
 
-def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
-    """Return the result as Markdown, a section a run."""
-    parts = ["# Streamed weights (ZeRO-Inference)"]
-    for one in runs:
-        about = f"{one['date']}, commit {one['commit']}, {machine_line(one['machine'])}."
-        parts += [f"## {one['run']}", about, rows_table(rows_for(one["run"], rows))]
-    return "\n\n".join(parts) + "\n"
+def render(run: dict[str, Any]) -> str:
+    """Return a run as Markdown."""
+    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
+    return f"## {run['run']}\n\n{about}\n\n{rows_table(run['rows'])}\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -249,15 +246,11 @@ def main(argv: list[str] | None = None) -> int:
             except RuntimeError as error:  # the others' rows are not lost
                 print(error, file=sys.stderr)
                 note = f"failed: {str(error).strip().splitlines()[-1][:200]}"
-                rows = [compare(_RUNS[name], "-", "-", None, None, note=note)]
+                rows = [compare(f"{_RUNS[name]}, {name}", "-", "-", None, None, note=note)]
             about = {"run": _RUNS[name], "threads": args.threads, "turns": args.turns, "rounds": args.rounds}
             runs.append(envelope("stream", rows, **about))
-    if args.write:
-        data = merge_runs("stream", runs)
-        write_result("stream", data, page(data["runs"], data["rows"]))
-    rows_made = [row for one in runs for row in one["rows"]]
-    text = json.dumps({**runs[0], "runs": runs, "rows": rows_made}) if args.json else page(runs, rows_made)
-    print(text)
+    title = "Streamed weights (ZeRO-Inference)"
+    publish_runs("stream", title, runs, render, write=args.write, as_json=args.json)
     return 0
 
 
