@@ -30,19 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT, deepspeed_environment, deepspeed_missing, deepspeed_residue, python_for
-from _report import (
-    Row,
-    compare,
-    envelope,
-    machine_line,
-    merge_runs,
-    rows_for,
-    rows_table,
-    write_result,
-)
+from _report import Row, compare, envelope, machine_line, publish_runs, rows_table
 
 WORKER = Path(__file__).with_name("_offload_worker.py")
 CASES = ("equality", "nvme", "host", "gpt2-1.5b")
+_DEEPSPEED_PORT = "29533"
 
 
 def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3600, **options: Any) -> Any:
@@ -55,7 +47,7 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
     if engine == "deepspeed":
         store = tempfile.mktemp(dir=folder)
         command += ["--store", store]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "RANK": "0", "WORLD_SIZE": "1"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _DEEPSPEED_PORT, "RANK": "0", "WORLD_SIZE": "1"}
         environment |= {**deepspeed_environment(), **address, "LOCAL_RANK": "0"}
     try:
         done = subprocess.run(
@@ -65,7 +57,7 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
         return f"not done after {timeout:.0f} s"
     finally:
         if engine == "deepspeed":
-            deepspeed_residue("29533")
+            deepspeed_residue(_DEEPSPEED_PORT)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
@@ -209,6 +201,12 @@ def largest(folder: str, quick: bool) -> list[Row]:
     ]
 
 
+def render(run: dict[str, Any]) -> str:
+    """One run as Markdown."""
+    head = f"{run['date']}, {run['commit']}, {machine_line(run['machine'])}"
+    return f"## {run['run']}\n\n{head}\n\n{rows_table(run['rows'])}\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cases and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -223,15 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="thalweg-bench-") as folder:
         for case in args.case:
             runs.append(envelope("offload", run[case](folder, args.quick), run=case))
-    rows = [row for one in runs for row in one["rows"]]
-    print(json.dumps({**runs[0], "rows": rows, "runs": runs}) if args.json else rows_table(rows))
-    if args.write:
-        data = merge_runs("offload", runs)
-        texts = ["# Parameters and optimiser state outside of memory"]
-        for one in data["runs"]:
-            head = f"{one['date']}, {one['commit']}, {machine_line(one['machine'])}"
-            texts += [f"## {one['run']}\n\n{head}", rows_table(rows_for(one["run"], data["rows"]))]
-        write_result("offload", data, "\n\n".join(texts))
+    title = "Parameters and optimiser state outside of memory"
+    publish_runs("offload", title, runs, render, write=args.write, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
 from _plan_cases import CASES, HELD_OUT, name_of
-from _report import Row, envelope, machine_line, table, write_result
+from _report import Row, commit, envelope, machine_line, table, write_result
 
 WORKER = Path(__file__).resolve().parent / "_plan_worker.py"
 
@@ -146,11 +146,12 @@ def show(found: list[dict[str, Any]]) -> str:
     )
 
 
-def _read_kept(path: str | None) -> dict[str, list[dict[str, Any]]]:
+def _read_kept(path: str | None) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Return, by case, when it was measured and what its ranks reported."""
     if path is None:
         return {}
     lines = (json.loads(line) for line in Path(path).read_text().splitlines())
-    return {line["name"]: line["ranks"] for line in lines}
+    return {line["name"]: (line["measured_at"], line["ranks"]) for line in lines}
 
 
 def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,11 +162,10 @@ def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_name[name] for name in map(name_of, CASES) if name in by_name]
 
 
-def _last_run() -> str:
-    """Return when, and with which commit, the runs of results/plan.json were."""
-    text = (ROOT / "results" / "plan.md").read_text()
-    before = re.search(r"of runs measured (.*? UTC, commit [^ ,]+)", text)
-    return before[1] if before else re.findall(r"(\S+ \S+ UTC, commit [^ ,]+)", text)[0]
+def _about_runs(found: list[dict[str, Any]]) -> str:
+    """Return when, and with which commits, the cases were measured."""
+    times = sorted({one["measured_at"] for one in found})
+    return times[0] if len(times) == 1 else f"{times[0]}, to {times[-1]}"
 
 
 def main() -> int:
@@ -194,14 +194,16 @@ def main() -> int:
     found = []
     for case in cases:
         try:
-            reports = kept.get(name_of(case)) or measure(case)
-            found.append(compare(case, reports))
+            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+            at, reports = kept.get(name_of(case)) or (f"{now}, commit {commit()}", measure(case))
+            found.append({**compare(case, reports), "measured_at": at})
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{name_of(case)} failed: {error}", file=sys.stderr)
             continue
         if args.keep:
             with Path(args.keep).open("a") as file:
-                file.write(json.dumps({"name": name_of(case), "case": case, "ranks": reports}) + "\n")
+                kept_line = {"name": name_of(case), "measured_at": at, "case": case, "ranks": reports}
+                file.write(json.dumps(kept_line) + "\n")
         one = found[-1]
         print(
             f"{one['case']}: {100 * one['error']:+.1f}% of {one['measured_mib']:.0f}",
@@ -218,9 +220,8 @@ def main() -> int:
     text = show(found)
     if args.write:
         head = f"# The plan: predicted and measured peaks\n\n{data['date']}, commit {data['commit']}, "
-        if args.measured:
-            head += f"of runs measured {_last_run()}, "
-        write_result("plan", data, f"{head}{machine_line(data['machine'])}.\n\n{text}")
+        head += f"of runs measured {_about_runs(found)}, {machine_line(data['machine'])}."
+        write_result("plan", data, f"{head}\n\n{text}")
     print(json.dumps(data) if args.json else text)
     return 0
 

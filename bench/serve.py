@@ -25,7 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, merge_runs, rows_for, rows_table, write_result
+from _report import (
+    Row,
+    compare,
+    envelope,
+    machine_line,
+    merge_runs,
+    publish_runs,
+    rows_for,
+    rows_table,
+    write_result,
+)
 from _serve_load import drive, median, schedule, summary
 from _serve_peers import NAMES, Server, missing
 
@@ -145,13 +155,10 @@ def page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def long_page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
-    """Return the long tiers as Markdown."""
-    parts = ["# The server's long tiers (R23 to R25)"]
-    for run in runs:
-        head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['note']}"
-        parts += [f"## {run['run']}", head, rows_table(rows_for(run["run"], table))]
-    return "\n\n".join(parts) + "\n"
+def long_section(run: dict[str, Any]) -> str:
+    """Return one of the long tiers as Markdown."""
+    head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['note']}"
+    return f"## {run['run']}\n\n{head}\n\n{rows_table(run['rows'])}\n"
 
 
 def _section(run: dict[str, Any], table: list[dict[str, Any]]) -> list[str]:
@@ -210,14 +217,9 @@ def main() -> None:
         from _serve_long import run_long
 
         parts = run_long(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
-        table = [row for part in parts for row in part["rows"]]
-        data = envelope("serve_long", table)
-        about = {key: data[key] for key in ("date", "commit", "machine")}
-        runs = [{**part, **about, "rows": rows_for(part["run"], data["rows"])} for part in parts]
-        if args.write:
-            data = merge_runs("serve_long", runs)
-            write_result("serve_long", data, long_page(data["runs"], data["rows"]))
-        print(json.dumps(data) if args.json else long_page(runs, data["rows"]))
+        runs = [envelope("serve_long", **part) for part in parts]
+        title = "The server's long tiers (R23 to R25)"
+        publish_runs("serve_long", title, runs, long_section, write=args.write, as_json=args.json)
         return
     compare_servers(args)
 

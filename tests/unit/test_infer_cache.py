@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.memory import resident_bytes
 from tests.unit.infer_models import tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.batch import Batch, Span
@@ -139,15 +139,10 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     options = EngineOptions(dtype="fp32", max_batch=2, max_length=4096, kv_memory=256 << 20)
-    before = resident()
+    before = resident_bytes()
     runner = load_engine(model, options, runner="native").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
     assert runner.num_blocks * native.BLOCK * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
     runner.tables[0, :2] = [0, 1]
     runner.run(Batch([1] * 20, [Span(0, 0, 20)], [19]))
-    assert resident() - before < 160 << 20  # a quarter of it is there from the start
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    assert resident_bytes() - before < 160 << 20  # a quarter of it is there from the start

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.memory import resident_bytes
 from thalweg.store import Disk, NvmeTier, Ring, SwapError, SwapFile, aligned_empty, together
 from thalweg.store.regions import PAGE, Regions
 
@@ -96,17 +97,13 @@ def test_trim_returns_memory_and_keeps_bytes(tmp_path: Path) -> None:
     count = 32 * MIB
     with SwapFile(tmp_path, count) as swap:
         view = swap.view(0, (count,), torch.uint8)
-        before = _resident()
+        before = resident_bytes()
         view.fill_(7)
-        filled = _resident()
+        filled = resident_bytes()
         assert filled - before > 0.9 * count
         swap.trim()
-        assert _resident() - before < 0.2 * count
+        assert resident_bytes() - before < 0.2 * count
         assert int(view.sum(dtype=torch.int64)) == 7 * count
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_locate(tmp_path: Path) -> None:

@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.memory import resident_bytes
 from thalweg.store import PagedMemory, Ring, SwapFile, memfd
 from thalweg.store.paged import HUGE_PAGE, Ahead
 from thalweg.store.regions import PAGE
 
 MIB = 1 << 20
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -29,13 +26,13 @@ def test_pages_leave_and_tensors_stay(shared: bool) -> None:
     keep = memory.region(MIB)
     tensor = memory.tensor(start, (8 * MIB,), torch.float32)
     neighbour = memory.tensor(keep, (1000,), torch.float32)
-    before = _resident()
+    before = resident_bytes()
     tensor.fill_(3)
     neighbour.fill_(4)
     address = tensor.data_ptr()
-    assert _resident() - before > 28 * MIB
+    assert resident_bytes() - before > 28 * MIB
     memory.drop(start, 32 * MIB)
-    assert _resident() - before < 6 * MIB
+    assert resident_bytes() - before < 6 * MIB
     tensor[:5] = 2
     assert tensor.data_ptr() == address and tensor[:5].sum() == 10
     assert neighbour.sum() == 4000
@@ -79,7 +76,7 @@ def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
     first, second = (memory.tensor(at, (4 * MIB,), torch.uint8) for at in (one, two))
     first.fill_(3)
     second.fill_(7)
-    before = _resident()
+    before = resident_bytes()
     for _ in range(3):
         if not memory.move(one, two, 4 * MIB):
             pytest.skip("this kernel moves no pages")
@@ -88,7 +85,7 @@ def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
         memory.drop(one, 4 * MIB)
         assert memory.move(two, one, 4 * MIB)
         assert int(first.min()) == 3
-    assert _resident() <= before - 2 * MIB
+    assert resident_bytes() <= before - 2 * MIB
     handle = memfd(MIB)
     assert not PagedMemory(MIB, handle).move(0, PAGE, PAGE)
     os.close(handle)
@@ -98,17 +95,17 @@ def test_pages_come_ahead_of_use_and_keep_what_they_hold() -> None:
     memory = PagedMemory(64 << 20)
     x = memory.tensor(0, (64 << 20,), torch.uint8)
     x[5 << 20] = 7
-    before = _resident()
+    before = resident_bytes()
     memory.populate(4 << 20, 16 << 20)
-    assert _resident() - before >= 12 << 20  # one huge page was there
+    assert resident_bytes() - before >= 12 << 20  # one huge page was there
     assert x[5 << 20] == 7
     ahead = Ahead(memory, piece=4 << 20, margin=8 << 20)
     # The first quarter, most of which is there: it stays at that, as long as enough of it is left.
-    assert not any(_wait(lambda: _resident() - before >= 24 << 20, 0.2))
+    assert not any(_wait(lambda: resident_bytes() - before >= 24 << 20, 0.2))
     ahead.reach(2)
-    assert not any(_wait(lambda: _resident() - before >= 24 << 20, 0.2))
+    assert not any(_wait(lambda: resident_bytes() - before >= 24 << 20, 0.2))
     ahead.reach(9)
-    assert any(_wait(lambda: _resident() - before >= 42 << 20, 5.0))
+    assert any(_wait(lambda: resident_bytes() - before >= 42 << 20, 5.0))
 
 
 def _wait(seen: Callable[[], bool], seconds: float) -> Iterator[bool]:
