@@ -55,7 +55,11 @@ class Served:
             response = connection.getresponse()
             data = response.read()
             kind = response.headers.get("content-type", "")
-            return response.status, response.headers, json.loads(data) if "json" in kind else data.decode()
+            return (
+                response.status,
+                response.headers,
+                json.loads(data) if data and "json" in kind else data.decode(),
+            )
         finally:
             connection.close()
 

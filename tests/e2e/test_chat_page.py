@@ -51,6 +51,18 @@ def test_it_streams_stops_and_goes_on(tmp_path: Path) -> None:
         page.wait(
             "document.querySelectorAll('.assistant').length === 3 && document.getElementById('stop').disabled"
         )
+
+        page.run("document.getElementById('tokens').value = 1500; true")
+        page.run(say("of another conversation"))
+        page.wait(f"({LAST}).length > 5 && !document.getElementById('stop').disabled")
+        page.run("document.getElementById('new').click(); true")
+        page.wait("document.getElementById('stop').disabled")
+        page.run("document.getElementById('tokens').value = 20; true")
+        page.run(say("fresh"))
+        page.wait(f"({LAST}).length > 2 && document.getElementById('stop').disabled")
+        assert page.run(LAST) == expected("User: fresh\nAssistant:", 20).removeprefix(" ")
+        assert "stopped" not in page.run("document.body.innerText"), "of what is no longer shown"
+
         urls = [
             e["params"]["request"]["url"]
             for e in page.events

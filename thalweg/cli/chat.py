@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converse until the reader has had enough."""
+    from thalweg.serve.errors import ApiError
+
     if (args.url is None) == (args.model is None):
         raise ValueError("give a model, or --url of a server that has one")
     answer = _remote(args) if args.url else _local(args)
@@ -70,44 +69,39 @@ def run(args: argparse.Namespace) -> int:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             pass
+        except BrokenPipeError:
+            raise
+        except (ApiError, ValueError, ConnectionError) as error:
+            if not sys.stdin.isatty():
+                raise RuntimeError(str(error)) from None
+            print(("\n" if said else "") + f"thalweg: {error}", file=sys.stderr, flush=True)
+            del messages[-1]  # the next question may do better, or /new
+            continue
         print(flush=True)
         messages.append({"role": "assistant", "content": said})
 
 
 def _remote(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
-    headers = {"Content-Type": "application/json"}
-    if args.api_key:
-        headers["Authorization"] = f"Bearer {args.api_key}"
+    from thalweg.serve.ask import events, post
+    from thalweg.serve.errors import ApiError
+
+    base = args.url if "://" in args.url else f"http://{args.url}"
+    url = f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
 
     def answer(messages: Messages) -> Iterator[str]:
         body: dict[str, Any] = {"messages": messages, "stream": True, "max_tokens": args.max_tokens}
         body |= {"temperature": args.temperature, "seed": args.seed}
-        url = f"{args.url.rstrip('/')}/v1/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
-            response = urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            raise RuntimeError(f"the server says {error.code}: {_message(text)}") from None
-        except urllib.error.URLError as error:
-            raise ConnectionError(f"{args.url} does not answer ({error.reason}): is it serving?") from None
+            response = post(url, body, args.api_key)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            response = post(url, body | {"max_tokens": None}, args.api_key)  # as long as there is room
         with response:
-            for line in response:
-                data = line.removeprefix(b"data: ").strip()
-                if data and data != b"[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise RuntimeError(event["error"]["message"])
-                    yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+            for event in events(response):
+                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
 
     return answer
-
-
-def _message(text: str) -> str:
-    try:
-        return json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return text[:500]
 
 
 def _local(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:

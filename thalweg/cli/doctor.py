@@ -34,7 +34,9 @@ _EXTRAS = {
     "plots": ("matplotlib",),
     "monitor": ("tensorboard",),
     "quant": ("torchao",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "native": ("llvmlite",),
+    "serve": ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client", "llguidance", "transformers"),
+    "diffusion": ("diffusers", "transformers"),
     "test": ("pytest", "hypothesis", "psutil"),
 }
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")

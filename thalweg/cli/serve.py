@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -113,6 +114,8 @@ def engine_task(args: argparse.Namespace) -> Any:
     from thalweg.infer.api import EngineOptions
     from thalweg.serve.spawn import LOADER, EngineTask
 
+    if args.loader is None and importlib.util.find_spec("transformers") is None:
+        raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
     options = EngineOptions(
         dtype=args.dtype,
         quantize=args.quantize,
@@ -188,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({"url": url, "model": options.model, "pid": os.getpid()}), flush=True)
             else:
-                print(f"serving {options.model} at {url} (chat page: {url}/)", file=sys.stderr, flush=True)
+                say(f"serving {options.model} at {url} (chat page: {url}/)")
             if args.deployment:
                 stack.enter_context(_deployed(args.deployment, url, options.api_keys))
 
@@ -200,11 +203,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def say(text: str) -> None:
+    """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
 def require_packages() -> None:
     """Raise ImportError that names the cure where the server's packages are missing."""
     try:
         import fastapi  # noqa: F401
         import httptools  # noqa: F401
+        import jinja2  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -8,11 +8,11 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from thalweg.cli.serve import say
 from thalweg.serve.join import Lobby, Rank, Worker, parse_address
 from thalweg.serve.spawn import EngineTask, Place, Running
 
@@ -62,7 +62,7 @@ class Hosts:
         try:
             if self.rank is not None:
                 store = self.rank.tell(lobby.port, key)
-            print(f"waiting for {self.workers} replicas at port {lobby.port}", file=sys.stderr, flush=True)
+            say(f"waiting for {self.workers} replicas at port {lobby.port}")
             yield lobby
         finally:
             lobby.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import importlib.resources
-import struct
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,14 +14,18 @@ from starlette.exceptions import HTTPException
 from thalweg.serve import lower
 from thalweg.serve.chat import chat
 from thalweg.serve.completions import completions
+from thalweg.serve.embeddings import embeddings
 from thalweg.serve.errors import ApiError, bad_request, unavailable
-from thalweg.serve.generation import ClientGone, Generation, Service, unless_gone
+from thalweg.serve.generation import ClientGone, Generation, Service, start_stream, unless_gone
 from thalweg.serve.schema import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, parse
 
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+
+_READ = ["GET", "HEAD"]
 
 
 def build_app(service: Service, deployment: str | None = None) -> FastAPI:
@@ -31,7 +35,7 @@ def build_app(service: Service, deployment: str | None = None) -> FastAPI:
     _add_openai(app, service)
     _add_operations(app, service)
 
-    @app.post("/mii/{name}")
+    @app.post("/mii/{name:path}")
     async def mii(name: str, http: Request) -> Response:
         if name != (deployment or service.model):
             raise ApiError(404, f"there is no deployment {name[:100]!r}: use {deployment or service.model}")
@@ -41,11 +45,11 @@ def build_app(service: Service, deployment: str | None = None) -> FastAPI:
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service, name) for name in service.models]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> dict[str, Any]:
         service.adapter(name)
         return _model(service, name)
@@ -62,24 +66,25 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embed(http: Request) -> Response:
-        return await _embeddings(service, parse(EmbeddingRequest, await http.body()), http)
+        _needs(service, "embeddings", generating=False)
+        return await embeddings(service, parse(EmbeddingRequest, await http.body()), http)
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         healthy, reason = service.pool.health()
         if not healthy:
             raise unavailable(reason, "unhealthy")
         return JSONResponse({"status": "ok", "replicas": len(service.pool.ready())})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/")
+    @app.api_route("/", methods=_READ)
     async def root() -> Response:
         return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
 
@@ -124,29 +129,6 @@ def _needs(service: Service, what: str, generating: bool) -> None:
         raise bad_request(f"{service.model} cannot do {what}: use {other}", "model")
 
 
-async def _embeddings(service: Service, ask: EmbeddingRequest, http: Request) -> Response:
-    service.adapter(ask.model)
-    _needs(service, "embeddings", generating=False)
-    if ask.dimensions is not None:
-        raise bad_request("dimensions is not supported: leave it out, and cut the vectors", "dimensions")
-    num_prompts = lower.num_prompts(ask.input)
-    service.pool.check(num_prompts)
-    prompts = await lower.prompts(ask.input, service.text, service.facts, "input")
-    with service.pool.admit(num_prompts):
-        rows = await unless_gone(http.receive, service.pool.embed(prompts))
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(row, ask.encoding_format)}
-        for index, row in enumerate(rows)
-    ]
-    total = sum(map(len, prompts))
-    usage = {"prompt_tokens": total, "total_tokens": total}
-    return JSONResponse({"object": "list", "data": data, "model": service.model, "usage": usage})
-
-
-def _encoded(row: list[float], form: str) -> list[float] | str:
-    return row if form == "float" else base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode()
-
-
 async def _mii(service: Service, http: Request) -> Response:
     """DeepSpeed-MII's REST form: a list of ``{generated_text, prompt_length, generated_length, ...}``."""
     ask = parse(MiiRequest, await http.body())
@@ -155,8 +137,13 @@ async def _mii(service: Service, http: Request) -> Response:
     if not texts:
         raise bad_request("prompts is empty: send at least one", "prompts")
     service.pool.check(len(texts))
+    if ask.stream and len(texts) > 1:
+        raise bad_request("stream takes one prompt at a time: send the others apart", "stream")
     prompts = await lower.prompts(list(texts), service.text, service.facts, "prompts")
     requests = [lower.request(p, lower.mii_params(ask, len(p), service.facts)) for p in prompts]
+    if ask.stream:
+        before = texts[0] if ask.return_full_text else ""
+        return await start_stream(service, http.receive, _mii_stream(Generation(service, requests), before))
     samples = await unless_gone(http.receive, Generation(service, requests).collect())
     answer = []
     for text, prompt, (sample,) in zip(texts, prompts, samples, strict=True):
@@ -169,3 +156,16 @@ async def _mii(service: Service, http: Request) -> Response:
             }
         )
     return JSONResponse(answer)
+
+
+async def _mii_stream(generation: Generation, before: str) -> AsyncGenerator[dict[str, Any]]:
+    async with contextlib.aclosing(generation.stream()) as outputs:
+        async for _, output in outputs:
+            if before or output.text or output.finished:
+                yield {
+                    "generated_text": before + output.text,
+                    "prompt_length": output.num_prompt_tokens,
+                    "generated_length": output.num_generated_tokens,
+                    "finish_reason": output.finish_reason,
+                }
+            before = ""

@@ -58,7 +58,7 @@ class _Answer:
         message: dict[str, Any] = {"role": "assistant", "content": self._first(sample.text), "refusal": None}
         reason = sample.finish_reason
         if self._calls:
-            content, calls = ToolParser(self._forced).feed(message["content"], last=True)
+            content, calls = self._parser().feed(message["content"], last=True)
             if calls:
                 message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
                 content, reason = content.strip() or None, "tool_calls"
@@ -72,7 +72,7 @@ class _Answer:
         }
 
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
-        parsers: defaultdict[int, ToolParser] = defaultdict(lambda: ToolParser(self._forced))
+        parsers: defaultdict[int, ToolParser] = defaultdict(self._parser)
         begun: set[int] = set()
         async with contextlib.aclosing(generation.stream()) as outputs:
             async for _, output in outputs:
@@ -95,6 +95,9 @@ class _Answer:
         if self._wants_usage:
             usage = generation.usage.to_dict()
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+    def _parser(self) -> ToolParser:
+        return ToolParser(self._forced, [tool.function.name for tool in self._ask.tools or ()])
 
     @property
     def _wants_usage(self) -> bool:

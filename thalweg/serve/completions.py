@@ -29,9 +29,11 @@ async def completions(service: Service, ask: CompletionRequest, http: HttpReques
     params = lower.completion_params(ask, service.facts)
     service.pool.check(lower.num_prompts(ask.prompt) * params.n)
     prompts = await lower.prompts(ask.prompt, service.text, service.facts, special=ask.add_special_tokens)
-    for prompt in prompts:
-        lower.room_for(prompt, params.max_tokens, service.facts, "max_tokens")
-    requests = [lower.request(prompt, _seeded(params, i), ask, adapter) for i, prompt in enumerate(prompts)]
+    fitting = [lower.fitting(prompt, params, ask, service.facts) for prompt in prompts]
+    requests = [
+        lower.request(prompt, _seeded(params, i), ask, adapter)
+        for i, (prompt, params) in enumerate(zip(prompts, fitting, strict=True))
+    ]
     generation = Generation(service, requests)
     answer = _Answer(service, ask, prompts)
     if ask.stream:

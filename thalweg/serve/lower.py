@@ -8,7 +8,15 @@ from typing import Any
 
 from thalweg.infer.api import ModelFacts, Request, SamplingParams, Structure
 from thalweg.serve.errors import bad_request
-from thalweg.serve.schema import ChatMessage, ChatRequest, CompletionRequest, MiiRequest, Prompt, Sampling
+from thalweg.serve.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    MiiRequest,
+    Prompt,
+    Sampling,
+    ToolCall,
+)
 from thalweg.serve.text import DEFAULT_STOP, Text, too_long
 from thalweg.serve.tools import forced
 
@@ -90,6 +98,17 @@ def room_for(prompt: list[int], max_tokens: int | None, facts: ModelFacts, param
             "context_length_exceeded",
         )
     return max_tokens
+
+
+def fitting(
+    prompt: list[int], params: SamplingParams, ask: CompletionRequest, facts: ModelFacts
+) -> SamplingParams:
+    """Check a prompt's room; where nobody asked for a length, what there is must do."""
+    room = facts.max_length - len(prompt)
+    if facts.kind == "causal" and "max_tokens" not in ask.model_fields_set and params.min_tokens <= room:
+        return replace(params, max_tokens=min(params.max_tokens or room, room))
+    room_for(prompt, params.max_tokens, facts, "max_tokens")
+    return params
 
 
 def structure(ask: Sampling) -> Structure | None:
@@ -206,18 +225,19 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        fields["tool_calls"] = [
-            _called(call.function.name, call.function.arguments) for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [_called(call) for call in message.tool_calls]
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
     return fields
 
 
-def _called(name: str, arguments: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(arguments)  # templates expect an object, OpenAI's form is its text
+def _called(call: ToolCall) -> dict[str, Any]:
+    name, arguments = call.function.name, call.function.arguments
+    try:  # templates expect an object, OpenAI's form is its text: of a function without any, often none
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         raise bad_request(f"the arguments of the call of {name[:80]} are not JSON", "messages") from None
-    return {"type": "function", "function": {"name": name, "arguments": parsed}}
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
 def _bias(given: dict[str, float], facts: ModelFacts) -> dict[int, float]:

@@ -18,14 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_START_SECONDS = 600.0
+from thalweg.serve.ask import events, post
+from thalweg.serve.errors import ApiError
+
+_REST_PORT = 28080  # MII's
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,18 @@ def serve(
     tensor_parallel: int = 1,
     host: str = "127.0.0.1",
     port: int = 0,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+    enable_restful_api: bool = False,
+    restful_api_host: str | None = None,
+    restful_api_port: int | None = None,
     arguments: Sequence[str] = (),
 ) -> Client:
     """Start `thalweg serve MODEL` as a process that goes on when this program ends; returns a client of it.
 
-    ``arguments`` are further options of the command.  The server has a random key unless one is among them.
+    ``arguments`` are further options of the command.  The server has a random key unless one is among them,
+    or ``enable_restful_api`` says that others are to reach it: then it is as `thalweg serve` is, at
+    ``restful_api_host`` and ``restful_api_port`` (28080), with a key only from THALWEG_API_KEY.
     Raises RuntimeError with the server's own words when it does not start, ValueError for a name in use.
     """
     name = deployment_name or f"{Path(model.rstrip('/')).name}-deployment"
@@ -63,9 +72,16 @@ def serve(
             f"a deployment {name!r} is running: take another name, or client(name).terminate_server()"
         )
     command = [sys.executable, "-m", "thalweg", "serve", model, "--deployment", name, "--json"]
+    if enable_restful_api:
+        host, port = restful_api_host or host, restful_api_port or port or _REST_PORT
     command += ["--host", host, "--port", str(port), "--replicas", str(replica_num)]
-    command += ["--tensor-parallel", str(tensor_parallel), *arguments]
-    environ = {**os.environ, "THALWEG_API_KEY": os.environ.get("THALWEG_API_KEY") or secrets.token_hex(16)}
+    command += ["--tensor-parallel", str(tensor_parallel)]
+    command += ["--max-length", str(max_length)] if max_length is not None else []
+    command += ["--trust-remote-code"] * trust_remote_code
+    environ = dict(os.environ)
+    if not (environ.get("THALWEG_API_KEY") or enable_restful_api):
+        environ["THALWEG_API_KEY"] = secrets.token_hex(16)
+    command += arguments
     with tempfile.TemporaryFile() as said:  # has no name, so nothing is left of it
         process = subprocess.Popen(
             command,
@@ -123,7 +139,7 @@ class Client:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if streaming_fn is not None:
             return self._stream(texts, streaming_fn, options)
-        with self._open(f"/mii/{self.name}", {"prompts": texts, **options}) as answer:
+        with self._open({"prompts": texts, **options}) as answer:
             return [Response(**fields) for fields in json.load(answer)]
 
     __call__ = generate
@@ -144,43 +160,24 @@ class Client:
     ) -> list[Response]:
         if len(texts) != 1:
             raise ValueError("streaming_fn takes one prompt at a time")
-        fields = {"max_tokens": options.get("max_new_tokens", 1024), "top_p": options.get("top_p", 0.9)}
-        if not options.get("do_sample", True):
-            fields = {**fields, "temperature": 0.0, "top_p": 1.0}
-        fields |= {
-            name: options[name] for name in ("temperature", "top_k", "stop", "seed") if name in options
-        }
-        body = {"prompt": texts[0], "stream": True, "stream_options": {"include_usage": True}, **fields}
-        whole, reason, usage = "", None, {}
-        with self._open("/v1/completions", body) as lines:
-            for line in lines:
-                data = line.removeprefix(b"data: ").strip()
-                if not data or data == b"[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    whole, reason = whole + choice["text"], choice["finish_reason"]
-                    streaming_fn([Response(choice["text"], 0, 0, reason)])
-        return [Response(whole, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), reason)]
+        whole, last = "", Response("", 0, 0, None)
+        with self._open({"prompts": texts, **options, "stream": True}) as lines:
+            try:
+                for event in events(lines):
+                    last = Response(**event)
+                    whole += last.generated_text
+                    if last.generated_text:
+                        streaming_fn([last])
+            except ApiError as error:
+                raise RuntimeError(error.message) from None
+        return [replace(last, generated_text=whole)]
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+    def _open(self, body: dict[str, Any]) -> Any:
         try:
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                text = json.loads(text)["error"]["message"]
-            kind = ValueError if error.code < 500 and error.code != 429 else RuntimeError
-            raise kind(f"{error.code}: {text}") from None
-        except urllib.error.URLError as error:
-            raise ConnectionError(f"{self.name} at {self.url} does not answer: {error.reason}") from None
+            return post(f"{self.url}/mii/{urllib.parse.quote(self.name, safe='')}", body, self._key)
+        except ApiError as error:
+            kind = ValueError if error.status < 500 and error.status != 429 else RuntimeError
+            raise kind(f"{error.status}: {error.message}") from None
 
 
 def record_deployment(name: str, url: str, key: str | None) -> None:

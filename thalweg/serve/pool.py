@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from thalweg.infer.api import ModelFacts, Request, RequestOutput
 from thalweg.serve.errors import ApiError, bad_request, overloaded, unavailable
@@ -33,6 +34,9 @@ _PAUSES = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before a replica that keeps
 _PROVEN = 60.0  # a replica that lived so long starts that list from its beginning
 _HOPELESS = 3  # deaths in a row after which a request does not wait for the next life
 _FAIR = 16  # outputs of one request that are passed on in one turn of the event loop
+EMBED_PROMPTS = 64
+"""Prompts of one request that an engine embeds at a time; more need no more room in the queue."""
+_EMBED_TOKENS = 4096
 _WAIT_FOR_ANOTHER = 30.0  # seconds that a retry waits for a replica to be ready
 
 
@@ -180,14 +184,28 @@ class Pool:
             for flight in flights:
                 flight.abort()
 
-    async def embed(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return a row for each prompt."""
+    async def embed(self, prompts: list[list[int]], seconds: float | None = None) -> list[list[float]]:
+        """Return a row for each prompt; ``seconds`` is the time allowed.
+
+        An engine does nothing else while it embeds, not even say that it gets on: it has them in parts.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        over = asyncio.create_task(self._gave_up.wait())
+        try:
+            parts = [await self._embed(part, over, deadline) for part in _parts(prompts)]
+        finally:
+            over.cancel()
+        return [row for part in parts for row in part]
+
+    async def _embed(
+        self, prompts: list[list[int]], over: asyncio.Task, deadline: float | None
+    ) -> list[list[float]]:
         inbox: asyncio.Queue[object] = asyncio.Queue()
         for last in (False, True):
             name, replica = f"e{next(self._names)}", await self._choose()
             try:
                 replica.embed(name, prompts, inbox.put_nowait)
-                answer = await inbox.get()
+                answer = await _next(inbox, over, deadline)
             finally:
                 replica.abort(name)
             if isinstance(answer, list):
@@ -276,7 +294,20 @@ class _Flight:
         self._inbox.put_nowait((self, event))
 
 
-async def _next(inbox: asyncio.Queue, over: asyncio.Task, deadline: float | None) -> tuple[_Flight, object]:
+def _parts(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Cut a list of prompts into what an engine embeds at a time."""
+    part: list[list[int]] = []
+    num_tokens = 0
+    for prompt in prompts:
+        if part and (len(part) == EMBED_PROMPTS or num_tokens + len(prompt) > _EMBED_TOKENS):
+            yield part
+            part, num_tokens = [], 0
+        part.append(prompt)
+        num_tokens += len(prompt)
+    yield part
+
+
+async def _next(inbox: asyncio.Queue, over: asyncio.Task, deadline: float | None) -> Any:
     """The next event; raises when the pool has given up waiting, or at the deadline."""
     left = None if deadline is None else deadline - time.monotonic()
     if left is not None and left <= 0:

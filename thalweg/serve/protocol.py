@@ -20,6 +20,8 @@ HEADER_SECONDS = 10.0
 WRITE_SECONDS = 30.0
 """For which a client may leave 64 KiB of answer unread."""
 HEADER_BYTES = 32 * 1024
+TAIL_SECONDS = 1.0
+"""For what is left of a body that nobody wanted, after its answer."""
 MAX_CONNECTIONS = 1024
 _REASONS = {
     400: b"Bad Request",
@@ -34,12 +36,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     header_seconds = HEADER_SECONDS
     write_seconds = WRITE_SECONDS
+    tail_seconds = TAIL_SECONDS
     max_connections = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._tail_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True
 
@@ -76,7 +80,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._end_tail_timer()
         self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
+            # Any byte of it would end the keep-alive timer, and nothing would end the connection.
+            self._tail_timer = self.loop.call_later(self.tail_seconds, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         text = "this is not HTTP that the server understands: check request line, headers and body length"
@@ -93,6 +104,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._end_write_timer()
+        self._end_tail_timer()
         super().connection_lost(exc)
 
     def _arm(self) -> None:
@@ -108,6 +120,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+    def _end_tail_timer(self) -> None:
+        if self._tail_timer is not None:
+            self._tail_timer.cancel()
+            self._tail_timer = None
 
     def _too_slow(self) -> None:
         self._header_timer = None

@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from thalweg.serve.errors import ApiError, bad_request
 
@@ -26,12 +27,17 @@ IGNORED = frozenset(
         "reasoning_effort",
         "verbosity",
         "modalities",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
     ]
 )
 """Fields of OpenAI's that are accepted and change nothing."""
+_NULL = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
+"""Fields of OpenAI's that would change something: taken as null alone, which some clients send for all."""
 
 _MAX_EXPLAINED = 3  # problems that a message names
-_MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS = 128, 16, 256, 256
+_MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
 Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | list[Token]
@@ -147,6 +153,8 @@ class ToolCall(_Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
+    """From the pieces of a stream; changes nothing."""
 
 
 class ChatMessage(_Strict):
@@ -158,10 +166,12 @@ class ChatMessage(_Strict):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
     audio: None = None
     function_call: None = None
-    """The last three stand in an answer that a client sends back as it came; they change nothing."""
+    """The last four stand in an answer that a client sends back as it came; they change nothing."""
 
     @property
     def text(self) -> str:
@@ -192,7 +202,7 @@ class EmbeddingRequest(_Strict):
     input: (
         str
         | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
@@ -213,7 +223,8 @@ class MiiRequest(_Strict):
     temperature: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
-    stream: Literal[False] = False
+    stream: bool = False
+    """Of one prompt: server-sent events, each with a piece of the text."""
 
 
 T = TypeVar("T", bound=BaseModel)
@@ -226,16 +237,27 @@ def parse(model: type[T], body: bytes) -> T:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-    problems = [p for p in problems if not (p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED)]
-    if not problems:
-        return model.model_validate_json(_without_ignored(body))
+        problems = _problems(error)
+    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED | _NULL for p in problems):
+        return _parse_without_ignored(model, body)
     raise _explain(model, problems)
 
 
-def _without_ignored(body: bytes) -> bytes:
-    fields = json.loads(body)
-    return json.dumps({name: value for name, value in fields.items() if name not in IGNORED}).encode()
+def _parse_without_ignored(model: type[T], body: bytes) -> T:
+    fields = from_json(body)
+    kept = {
+        name: value
+        for name, value in fields.items()
+        if name in model.model_fields or not (name in IGNORED or (name in _NULL and value is None))
+    }
+    try:
+        return model.model_validate_json(json.dumps(kept))
+    except ValidationError as error:
+        raise _explain(model, _problems(error)) from None
+
+
+def _problems(error: ValidationError) -> list[Any]:
+    return error.errors(include_url=False, include_input=False, include_context=False)
 
 
 def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:

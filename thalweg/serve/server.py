@@ -33,7 +33,7 @@ from thalweg.serve.tls import secured, tls_context
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
-_SPARE_DESCRIPTORS = 64
+_SPARE_DESCRIPTORS, _FEW = 64, 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ async def serve(
     stop: asyncio.Event | None = None,
 ) -> None:
     """The same on a running event loop; setting ``stop`` is the first signal."""
-    _raise_descriptor_limit()
+    room = _room_for_connections()
     with contextlib.closing(_bind(options.host, options.port)) as sock:
         pool = Pool(start, options.replicas, options.pool)
         text_loading = asyncio.ensure_future(asyncio.to_thread(load_text))
@@ -120,7 +120,7 @@ async def serve(
                 created=int(time.time()),
                 request_seconds=options.request_seconds,
             )
-            server = _Server(_config(options, service), pool, options.drain_seconds)
+            server = _Server(_config(options, service, room), pool, options.drain_seconds)
             url = _url(options, sock.getsockname()[1])
             await server.serve_until(stop, sock, lambda: ready(url))
         finally:
@@ -129,15 +129,15 @@ async def serve(
             await pool.close()
 
 
-def _config(options: ServeOptions, service: Service) -> uvicorn.Config:
+def _config(options: ServeOptions, service: Service, room: int) -> uvicorn.Config:
     app = Gate(
         build_app(service, options.deployment), options.api_keys, options.gate, service.metrics.response
     )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    http: Any = GuardedProtocol
+    http: Any = type("_Protocol", (GuardedProtocol,), {"max_connections": room})
     if options.tls_cert and options.tls_key:
-        http = secured(tls_context(options.tls_cert, options.tls_key))
+        http = secured(tls_context(options.tls_cert, options.tls_key), http)
     return uvicorn.Config(
         app,
         http=http,
@@ -236,11 +236,21 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _raise_descriptor_limit() -> None:
-    """Each connection is a descriptor, and the usual soft limit of 1,024 is too few for a server."""
+def _room_for_connections() -> int:
+    """Return how many connections to take, after raising the limit of descriptors, of which each is one.
+
+    The usual soft limit of 1,024 is too few for a server.  Where it cannot be raised, connections beyond it
+    would be left waiting with no answer, and a lost replica could not be replaced.
+    """
+    most = GuardedProtocol.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted: Any = GuardedProtocol.max_connections + _SPARE_DESCRIPTORS * 8
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    wanted: Any = most + _SPARE_DESCRIPTORS * 8
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return most
+    room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS)
+    if most < _FEW:
+        raise OSError(f"{most} descriptors are left for connections: raise the limit (ulimit -n 4096)")
+    return most

@@ -14,19 +14,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from thalweg.serve.errors import bad_request
+from thalweg.utils.log import get_logger
 
+_LOG = get_logger(__name__)
 _SHORT = 2048  # characters that are encoded on the spot
 DEFAULT_STOP = "\nUser:"
 """Where an answer ends that was asked for by the plain template."""
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a Hugging Face model's directory; None where it has none."""
+    """Load the tokenizer of a Hugging Face model's directory; None, with a warning, where it has none."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        cause = (str(error) or type(error).__name__).strip().splitlines()[0]
+        _LOG.warning("%s has no tokenizer that can be read (%s): requests must send token ids", model, cause)
         return None
 
 
@@ -43,7 +47,10 @@ class Text:
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self.tokenizer = tokenizer
-        self.template = template or getattr(tokenizer, "chat_template", None)
+        given = template or getattr(tokenizer, "chat_template", None)
+        named = given if isinstance(given, dict) else {"default": given}
+        self.template: str | None = named.get("default") or next(iter(named.values()), None)
+        self._with_tools: str | None = named.get("tool_use")
         self._rust = getattr(tokenizer, "backend_tokenizer", None)
         self._lock = asyncio.Lock()
         self._spellings: dict[int, tuple[str, list[int]]] = {}
@@ -52,7 +59,7 @@ class Text:
     @property
     def knows_tools(self) -> bool:
         """Whether the chat template says what to do with tools."""
-        return isinstance(self.template, str) and "tools" in self.template
+        return self._with_tools is not None or "tools" in (self.template or "")
 
     async def encode(self, text: str, special: bool, at_most: int, param: str) -> list[int]:
         """Return the tokens of ``text``; raises 400 when there must be more than ``at_most``."""
@@ -87,7 +94,7 @@ class Text:
             prompt = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self.template,
+                chat_template=self._with_tools if tools and self._with_tools else self.template,
                 tokenize=False,
                 add_generation_prompt=not go_on,
                 continue_final_message=go_on,

@@ -32,11 +32,13 @@ def _nobody_to_ask() -> str:
     raise ValueError("the TLS key is encrypted: give one without a passphrase, which only this user may read")
 
 
-def secured(context: ssl.SSLContext) -> Callable[..., asyncio.Protocol]:
+def secured(
+    context: ssl.SSLContext, protocol: type[GuardedProtocol] = GuardedProtocol
+) -> Callable[..., asyncio.Protocol]:
     """Return what makes protocols for uvicorn, as ``http=``."""
 
     def make(**fields: Any) -> Door:
-        return Door(GuardedProtocol(**fields), context)
+        return Door(protocol(**fields), context)
 
     return make
 

@@ -1,17 +1,23 @@
 """Calls of tools in what a model writes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-That is the form that Hermes, Qwen and many others are trained on.  The parser takes text in pieces, lets
-through what is not a call, and holds back what may be the beginning of one.
+That is the form that Hermes, Qwen and many others are trained on.  Llama, Mistral, Granite and others write
+nothing but the JSON (behind a mark, which often is a special token and so no text), with ``parameters`` for
+``arguments``, several in a list or one behind the other.  The parser takes text in pieces, lets through what
+is not a call, and holds back what may be the beginning of one.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
+_KEYS = ("name", "type", "function", "arguments", "parameters", "id")
+"""With which a call in JSON may begin."""
 
 
 def forced(
@@ -47,21 +53,34 @@ def forced(
 
 
 class ToolParser:
-    """Parts one answer into text and calls; ``bare``: all of it is a call, as :func:`forced` demands."""
+    """Parts one answer into text and calls; ``bare``: all of it is a call, as :func:`forced` demands.
 
-    def __init__(self, bare: bool = False) -> None:
+    ``names`` are the tools': an answer that is nothing but calls of them in JSON needs no tags.
+    """
+
+    def __init__(self, bare: bool = False, names: Iterable[str] = ()) -> None:
         self.num_calls = 0
-        self._held, self._bare = "", bare
+        self._held, self._bare, self._names = "", bare, frozenset(names)
+        self._untagged = bool(self._names)  # all of it so far may be calls without tags
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return the text that is surely none of a call, and the calls that are complete."""
         self._held += text
-        out, calls = "", []
         if self._bare:
             if not last:
                 return "", []
-            call = self._read(self._held)
-            return (self._held, []) if call is None else ("", [call])
+            calls = self._read(self._held)
+            return ("", calls) if calls else (self._held, [])
+        if self._untagged and _may_be_calls(self._held):
+            if not last:
+                return "", []
+            if calls := self._read(_unmarked(self._held), self._names):
+                return "", calls
+        self._untagged = False
+        return self._tagged(last)
+
+    def _tagged(self, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        out, calls = "", []
         while True:
             start = self._held.find(_OPEN)
             if start < 0:
@@ -75,30 +94,67 @@ class ToolParser:
                 return out, calls
             stop = end if end >= 0 else len(self._held)
             body, after = self._held[start + len(_OPEN) : stop], self._held[stop + len(_CLOSE) :]
-            call = self._read(body)
+            found = self._read(body)
             out += self._held[:start]
-            if call is None:  # not a call after all: the client sees what the model wrote
+            if not found:  # not a call after all: the client sees what the model wrote
                 out += self._held[start : stop + len(_CLOSE)]
-            else:
-                calls.append(call)
+            calls += found
             self._held = after
 
-    def _read(self, body: str) -> dict[str, Any] | None:
+    def _read(self, body: str, names: frozenset[str] | None = None) -> list[dict[str, Any]]:
+        """The calls that ``body`` is, one behind the other or in a list; none where it is anything else."""
         try:
-            fields = json.loads(body)
-            name, arguments = fields["name"], fields.get("arguments", fields.get("parameters", {}))
+            found = [(call["name"], _arguments(call)) for call in _objects(body)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None
-        if not isinstance(name, str):
-            return None
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        self.num_calls += 1
-        return {
-            "index": self.num_calls - 1,
-            "id": f"call_{secrets.token_hex(8)}",
-            "type": "function",
-            "function": {"name": name, "arguments": text},
-        }
+            return []
+        if not all(isinstance(name, str) and (names is None or name in names) for name, _ in found):
+            return []
+        calls = []
+        for name, arguments in found:
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append(
+                {
+                    "index": self.num_calls,
+                    "id": f"call_{secrets.token_hex(8)}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": text},
+                }
+            )
+            self.num_calls += 1
+        return calls
+
+
+def _objects(text: str) -> list[Any]:
+    """The JSON objects of a text that holds nothing else but lists of them, blanks, commas and semicolons."""
+    found, at, decoder = [], 0, json.JSONDecoder()
+    while at < len(text):
+        if text[at].isspace() or text[at] in ",;":
+            at += 1
+            continue
+        value, at = decoder.raw_decode(text, at)
+        found += value if isinstance(value, list) else [value]
+    return [one.get("function", one) if isinstance(one.get("function"), dict) else one for one in found]
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    return call.get("arguments", call.get("parameters", {}))
+
+
+def _unmarked(text: str) -> str:
+    text = text.strip()
+    return next((text.removeprefix(mark).lstrip() for mark in _MARKS if text.startswith(mark)), text)
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether an answer that begins so may be nothing but calls in JSON."""
+    text = text.lstrip()
+    if any(mark.startswith(text) for mark in _MARKS):
+        return True
+    first = re.match(r'(?:\[\s*)?(?:\{\s*)?(?:(?<=[{\s])"(\w*)("?))?', _unmarked(text))
+    assert first is not None
+    if first[1] is None:
+        return first.end() == len(_unmarked(text))
+    return first[1] in _KEYS if first[2] else any(key.startswith(first[1]) for key in _KEYS)
 
 
 def _overlap(text: str, word: str) -> int:

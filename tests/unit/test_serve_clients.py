@@ -1,0 +1,247 @@
+"""What the clients of other servers send, and expect, beyond the plain request."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import resource
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.serve_support import Served, served
+from tests.toy_engine import ToyTokenizer, expected
+from thalweg.cli import chat as chat_command
+from thalweg.serve import server as serving
+from thalweg.serve.ask import events
+from thalweg.serve.errors import ApiError
+from thalweg.serve.mii import Client
+from thalweg.serve.text import Text
+from thalweg.serve.tools import ToolParser
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as running:
+        yield running
+
+
+class Spelling(ToyTokenizer):
+    """Two named templates, each of which spells out what it was given."""
+
+    def __init__(self) -> None:
+        self.chat_template: Any = {"default": "plain", "tool_use": "with tools"}
+
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, chat_template: Any = None, **_: Any
+    ) -> str:
+        return json.dumps([chat_template, messages])
+
+
+def test_templates_by_name_and_what_they_are_given() -> None:
+    call = {"id": "abc123def", "type": "function", "function": {"name": "f", "arguments": ""}, "index": 0}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    result = {"role": "tool", "content": "7", "tool_call_id": "abc123def"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    called = {"id": "abc123def", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "hm"},
+        {"role": "tool", "content": "7", "tool_call_id": "abc123def"},
+    ]
+    with served(text=lambda: Text(Spelling())) as running:
+        for given, name in ((None, "plain"), (tools, "with tools"), ([], "plain")):
+            body = {"messages": [*HELLO, asked, result], "max_tokens": 9, "tools": given}
+            status, answer = running.post(CHAT, **body)
+            assert status == 200, answer
+            want = expected(json.dumps([name, messages]), 9)
+            assert answer["choices"][0]["message"]["content"] == want
+        bad = {**asked, "tool_calls": [{**call, "function": {"name": "f", "arguments": "{"}}]}
+        assert running.post(CHAT, messages=[*HELLO, bad])[0] == 400
+
+
+def test_fields_that_change_nothing_and_those_that_would(server: Served) -> None:
+    nothing = {
+        "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_retention": "24h",
+        "user": "me",
+    }
+    empty = dict.fromkeys(("functions", "function_call", "audio", "web_search_options"))
+    parsed = {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "refusal": None, "tool_calls": None}
+    body = {"messages": [*HELLO, parsed, *HELLO], "max_tokens": 3}
+    assert server.post(CHAT, **body, **nothing, **empty)[0] == 200
+    for field, value in (("functions", []), ("audio", {}), ("web_search_options", {}), ("usr", "me")):
+        status, answer = server.post(CHAT, **body, **nothing, **{field: value})
+        assert status == 400 and field in answer["error"]["message"]
+        assert "user" not in answer["error"]["message"].partition(";")[0], "what is ignored is no fault"
+
+
+def test_a_length_that_nobody_asked_for_fits(server: Served) -> None:
+    prompt = "x" * 2040
+    assert len(server.complete(prompt)["choices"][0]["text"].encode()) <= 8
+    assert server.complete(prompt)["usage"]["completion_tokens"] == 8
+    assert server.complete("x")["usage"]["completion_tokens"] == 16
+    for asked in ({"max_tokens": 16}, {"min_tokens": 12}):
+        status, answer = server.post("/v1/completions", prompt=prompt, **asked)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/toy"])
+def test_head_is_get_without_a_body(server: Served, path: str) -> None:
+    status, headers, body = server.raw("HEAD", path, None)
+    assert (status, body) == (200, "") and int(headers["content-length"]) > 0
+    assert server.raw("HEAD", "/v1/completions", None)[0] == 405
+
+
+def test_many_texts_are_embedded_in_parts() -> None:
+    import torch  # noqa: F401  (the toy engine would, within the time allowed)
+
+    texts = [f"{i}" * (1 + i % 7) for i in range(1000)]
+    with served("toy-encoder", request_seconds=1.0) as running:
+        engine, parts = running.engines[0], []
+        embed = engine.embed
+
+        def noted(prompts: Any) -> Any:
+            parts.append(len(prompts))
+            return embed(prompts)
+
+        engine.embed = noted
+        status, answer = running.post("/v1/embeddings", input=texts)
+        assert status == 200 and [item["index"] for item in answer["data"]] == list(range(1000))
+        assert [item["embedding"][:2] for item in answer["data"]] == [
+            [float(len(text)), float(sum(text.encode()))] for text in texts
+        ]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+        assert sum(parts) == 1000 and max(parts) <= 64, "beside it others are served, and health is seen"
+        parts.clear()
+        assert running.post("/v1/embeddings", input=["x" * 2000] * 5)[0] == 200
+        assert parts == [2, 2, 1]
+        status, answer = running.post("/v1/embeddings", input=["x"] * 3000)
+        assert status == 400 and "2048" in answer["error"]["message"]
+        engine.embed = lambda prompts: time.sleep(0.3) or embed(prompts)
+        status, answer = running.post("/v1/embeddings", input=["y"] * 640)
+        assert status == 504 and answer["error"]["code"] == "timeout"
+
+
+def test_miis_stream_takes_miis_options(server: Served) -> None:
+    client = Client("toy", f"http://127.0.0.1:{server.port}", None, 0)
+    pieces: list[Any] = []
+    options = {"max_length": 24, "do_sample": False, "return_full_text": True, "ignore_eos": True}
+    (whole,) = client.generate("one two", **options)
+    (streamed,) = client.generate("one two", lambda part: pieces.append(part[0]), **options)
+    assert streamed == whole and whole.generated_text == "one two" + expected("one two", 17)
+    assert "".join(map(str, pieces)) == whole.generated_text and len(pieces) > 1
+    assert {piece.prompt_length for piece in pieces} == {7}
+    (whole,) = client.generate("x", lambda part: None, stop="and", do_sample=False)
+    assert whole.finish_reason == "stop", "without a length: until the model's own is full"
+    with pytest.raises(ValueError, match="did you mean max_new_tokens"):
+        client.generate("x", lambda part: None, max_new_token=3)
+    with pytest.raises(ValueError, match="one prompt"):
+        client.generate(["x", "y"], lambda part: None)
+    assert server.request("POST", "/mii/toy", {"prompts": ["x", "y"], "stream": True})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([b'data: {"a": 1}\n', b"\n"], ConnectionError),
+        ([b'data: {"a": 1}\n', b'data: {"a"'], ConnectionError),
+        ([b'data: {"a": 1}\n', b'data: {"error": {"message": "lost"}}\n'], ApiError),
+        ([b'data: {"a": 1}\n', b"\n", b"data: [DONE]\n", b"\n"], StopIteration),
+    ],
+)
+def test_half_a_stream_is_no_whole_one(lines: list[bytes], error: type[Exception]) -> None:
+    stream = events(lines)
+    assert next(stream) == {"a": 1}
+    with pytest.raises(error):
+        next(stream)
+
+
+F, G = ("f", '{"a": 1}'), ("g", "{}")
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "calls"),
+    [
+        ('Look:\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Look:\n", [F]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}',
+            "",
+            [F, G],
+        ),
+        ('{"name": "f", "parameters": {"a": 1}}', "", [F]),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", [F, G]),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", [F, G]),
+        ('\n[{"type": "function", "function": {"name": "g", "arguments": "{}"}}]', "", [G]),
+        ('{"name": "h", "parameters": {}}', None, []),
+        ('{"name": "f", "parameters": {"a"', None, []),
+        ('{"answer": {"name": "f"}}', None, []),
+        ('{"name": 3}', None, []),
+        ("[1, 2] are numbers", None, []),
+        ("[]", None, []),
+        (" ", None, []),
+        ("<tool_call>no call</tool_call>", None, []),
+    ],
+)
+def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls: list[Any]) -> None:
+    for seed in range(20):
+        rng, parser, out, found = random.Random(seed), ToolParser(names=["f", "g"]), "", []
+        cuts = sorted(rng.sample(range(len(said) + 1), min(len(said), rng.choice([1, 3, 99]))))
+        for begin, end in pairwise([0, *cuts, len(said)]):
+            piece, more = parser.feed(said[begin:end])
+            out, found = out + piece, found + more
+        piece, more = parser.feed("", last=True)
+        out, found = out + piece, found + more
+        assert out == (said if text is None else text)
+        assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == calls
+        assert [call["index"] for call in found] == list(range(len(calls)))
+    early, _ = ToolParser(names=["f"]).feed('{"answer": ')
+    assert early == '{"answer": ', "an answer that is no call is not held back"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def talk(server: Served, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    chat_command.add_parser(parser.add_subparsers())
+    monkeypatch.setattr("sys.stdin", Terminal(text))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    return chat_command.run(parser.parse_args(["chat", "--url", f"127.0.0.1:{server.port}/v1", *options]))
+
+
+def test_a_conversation_outlives_an_error(
+    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    long = "x" * 3000
+    assert talk(server, f"{long}\nhi\n/new\n\n", monkeypatch, "--temperature", "0", "--max-tokens", "20") == 0
+    out, err = capsys.readouterr()
+    assert "shorten it" in err and expected("User: hi\nAssistant:", 20).strip() in out
+    near = "x" * 2010  # 512 tokens do not fit behind it, some do
+    assert talk(server, f"{near}\n\n", monkeypatch, "--temperature", "0") == 0
+    out, err = capsys.readouterr()
+    assert expected(f"User: {near}\nAssistant:", 20).strip() in out and not err
+
+
+def test_connections_leave_descriptors_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(4096, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    assert serving._room_for_connections() == 1024
+    limits.append((256, 4096))
+    assert serving._room_for_connections() == 1024 and limits[-1][0] == 1536
+    limits.append((100, 200))
+    assert serving._room_for_connections() == 136 and limits[-1] == (200, 200)
+    limits.append((60, 60))
+    with pytest.raises(OSError, match="ulimit -n"):
+        serving._room_for_connections()

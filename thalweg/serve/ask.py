@@ -1,0 +1,56 @@
+"""A small client for our own programs: a JSON object to a server, and what it answers or streams."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from thalweg.serve.errors import ApiError
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+def post(url: str, body: dict[str, Any], key: str | None = None) -> http.client.HTTPResponse:
+    """Send ``body``; raises :class:`ApiError` with the server's own words, ConnectionError without any."""
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    # A proxy for the outside, which many environments have, does not lead to this host.
+    here = urllib.parse.urlsplit(url).hostname in _HERE
+    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)
+    try:
+        return opener.open(request)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        message, code = text[:500], None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(text)["error"]
+            message, code = told["message"], told["code"]
+        raise ApiError(error.code, message, code=code) from None
+    except urllib.error.URLError as error:
+        raise ConnectionError(f"{url} does not answer ({error.reason}): is it serving?") from None
+
+
+def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a stream; raises :class:`ApiError` or ConnectionError where it breaks off."""
+    with contextlib.suppress(http.client.HTTPException, OSError):
+        for line in lines:
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                try:
+                    event = json.loads(data)
+                except ValueError:  # half a line
+                    break
+                if "error" in event:
+                    raise ApiError(500, event["error"]["message"])
+                yield event
+    raise ConnectionError("the server went away in the middle of its answer")
