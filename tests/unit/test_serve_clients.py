@@ -7,6 +7,7 @@ import io
 import json
 import random
 import resource
+import socket
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -99,6 +100,42 @@ def test_head_is_get_without_a_body(server: Served, path: str) -> None:
     status, headers, body = server.raw("HEAD", path, None)
     assert (status, body) == (200, "") and int(headers["content-length"]) > 0
     assert server.raw("HEAD", "/v1/completions", None)[0] == 405
+
+
+def exchange(server: Served, *pieces: bytes) -> list[bytes]:
+    """Send the pieces one after the other on one connection; the last one asks to close it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        for piece in pieces:
+            sock.sendall(piece)
+            time.sleep(0.02)
+        found = b""
+        while data := sock.recv(65536):
+            found += data
+    return found.split(b"HTTP/1.1 ")[1:]
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket", "TLS/1.2"])
+def test_a_request_that_offers_another_protocol_keeps_its_body(server: Served, upgrade: str) -> None:
+    body = json.dumps({"prompt": "java", "max_tokens": 6}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {upgrade}\r\nHTTP2-Settings: AAMAAABk\r\n"
+    sized = f"{head}{offer}Content-Length: {len(body)}\r\n\r\n".encode()
+    chunked = (
+        f"{head}{offer}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    )
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    whole = sized + body + chunked + last
+    for pieces in ([whole], [sized, body, chunked + last], [whole[:30], whole[30:-9], whole[-9:]]):
+        answers = exchange(server, *pieces)
+        assert [answer[:3] for answer in answers] == [b"200"] * 3
+        for answer in answers[:2]:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected("java", 6)
+    many = sized.replace(b"Host", b"A: " + b"x" * 40_000 + b"\r\nHost")
+    assert exchange(server, many)[0].startswith(b"431"), "the limits hold"
+
+
+def test_a_byte_order_mark(server: Served) -> None:
+    assert server.raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0] == 200
 
 
 def test_many_texts_are_embedded_in_parts() -> None:

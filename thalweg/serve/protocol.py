@@ -2,6 +2,10 @@
 
 A client may connect and say nothing, send a header a minute, ask and never read, or open thousands of
 connections.  Each of these costs a file descriptor and memory until somebody ends it.
+
+Java's own client, and what is built on it, asks with each request whether it may go on in HTTP/2.  The parser
+takes what follows such a request for the other protocol, its body too; here it is read again as HTTP/1.1,
+which is how a server declines.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import socket
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from thalweg.serve.errors import ApiError, overloaded
@@ -46,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._tail_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True
+        self._declined = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,20 +71,50 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._arm()
             self._header_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(431, f"the headers are larger than {HEADER_BYTES} bytes"))
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._declined:
+                    return
+                self._declined = False
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                left = [word.strip() for word in value.split(b",")]
+                value = b", ".join(w for w in left if w.lower() not in (b"upgrade", b"http2-settings"))
+            if value and name not in (b"upgrade", b"http2-settings"):
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers, self._header_bytes = True, 0
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._declined = True
+            return
         self._in_headers = False
         self._disarm()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._declined:
+            return
         super().on_message_complete()
         self._end_tail_timer()
         self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request

@@ -232,6 +232,7 @@ T = TypeVar("T", bound=BaseModel)
 
 def parse(model: type[T], body: bytes) -> T:
     """Read a body; raises :class:`ApiError` (400) that names each wrong field."""
+    body = body.removeprefix(b"\xef\xbb\xbf")  # which Windows puts before a file's text
     if not body.strip():
         raise bad_request("the body is empty; send a JSON object")
     try:
