@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +59,15 @@ def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: d
     assert doctor._processor().status == ("warn" if environ else "ok")
 
 
+def test_doctor_knows_what_an_extra_brings() -> None:
+    text = (Path(thalweg.__file__).parent.parent / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    for name, wanted in doctor._EXTRAS.items():
+        brought = {re.split(r"[<>=\[]", item)[0].replace("-", "_") for item in extras[name]}
+        assert set(wanted) <= brought and (set(wanted) == brought or name == "test"), name
+    assert set(doctor._EXTRAS) == set(extras) - {"docs"}
+
+
 def test_every_subcommand_has_help_with_an_example(capsys: pytest.CaptureFixture) -> None:
     assert {"run", "doctor", "config"} <= set(available())
     for name in available():
@@ -78,12 +89,29 @@ def test_the_front_page_lists_them_without_torch() -> None:
 def test_wrong_use_of_the_front_page(capsys: pytest.CaptureFixture) -> None:
     assert main([]) == 2
     assert "usage: thalweg" in capsys.readouterr().err
-    for arguments in (["nonsense"], ["--nonsense"], ["doctor", "--nonsense"]):
-        with pytest.raises(SystemExit) as leaving:
-            main(arguments)
+    for arguments, said in (
+        (["nonsense"], "there are demo, run"),
+        (["sevre", "model"], "did you mean serve?"),
+        (["--nproc", "2", "run", "train.py"], "options follow them"),
+        (["--nonsense"], "--nonsense"),
+        (["doctor", "--nonsense"], "thalweg doctor --help"),
+        (["doctor", "--jsn"], "did you mean --json?"),
+        (["ckpt", "export", "--max-shard-byte=1", "x", "y", "z"], "thalweg ckpt"),
+        (["run", "--nprok", "2", "train.py"], "did you mean --nproc?"),
+        (["config", "absent/absent"], "absent/absent"),
+        (["serve", "model", "--api-key-file", "absent"], "absent: no such file"),
+    ):
+        try:
+            code: object = main(arguments)
+        except SystemExit as leaving:
+            code = leaving.code
         captured = capsys.readouterr()
-        assert leaving.value.code == 2 and captured.out == ""
-        assert "--help" in captured.err and len(captured.err.strip().splitlines()) == 1
+        assert code == 2 and captured.out == "" and said in captured.err, (arguments, captured.err)
+        assert len(captured.err.strip().splitlines()) <= 2
+    for arguments in (["help"], ["help", "serve"]):
+        with pytest.raises(SystemExit) as asked:
+            main(arguments)
+        assert asked.value.code == 0 and " ".join(arguments[1:]) in capsys.readouterr().out
     with pytest.raises(SystemExit) as leaving:
         main(["--version"])
     assert leaving.value.code == 0 and thalweg.__version__ in capsys.readouterr().out

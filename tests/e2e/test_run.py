@@ -119,7 +119,14 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--cores", "9999", "script.py"], "may use"),
         (["--threads", "0", "script.py"], "at least 1"),
         (["--master-port", "70000", "script.py"], "not a port"),
-        (["--unknown", "script.py"], "--help"),
+        (["--unknown", "script.py"], "thalweg run --help"),
+        (["--rdzv-backend=c10d", "script.py"], "--master-addr"),
+        (["--rdzv_endpoint", "localhost:0", "script.py"], "--master-addr"),
+        (["--no_ssh", "script.py"], "--node-rank"),
+        (["--enable_each_rank_log", "logs", "script.py"], "RANK"),
+        (["--num_processes", "2", "script.py"], "--nproc N"),
+        (["-np", "2", "script.py"], "--nproc N"),
+        (["--autotuning", "run", "script.py"], "thalweg tune"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_paragraph_and_code_two(

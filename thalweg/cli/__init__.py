@@ -13,12 +13,13 @@ names the cure; THALWEG_TRACEBACK=1 adds the traceback.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import thalweg
@@ -59,15 +60,23 @@ def available() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code and raises nothing but what argparse's ``--help`` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         parser, module, own = _build_parser(chosen)
+        if chosen is not None and own is None:
+            named = f"{chosen!r}{_nearest(chosen, available())}: there are {', '.join(available())}"
+            return _report(2, f"no subcommand {named}, and options follow them; see `thalweg --help`")
         passthrough: list[str] = []
         if chosen is not None and hasattr(module, "split_passthrough"):
             cut = arguments.index(chosen) + 1
             mine, passthrough = module.split_passthrough(own, arguments[cut:])
             arguments = arguments[:cut] + mine
-        parsed = parser.parse_args(arguments, argparse.Namespace(passthrough=passthrough))
+        parsed, unknown = parser.parse_known_args(arguments, argparse.Namespace(passthrough=passthrough))
+        if unknown:
+            near = _nearest(unknown[0].partition("=")[0], _options(own)) if own is not None else ""
+            (own or parser).error(f"there is no {' '.join(unknown)}{near}")
         if module is None:
             parser.print_help(sys.stderr)
             return 2
@@ -81,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        return _report(2, str(error))
+        return _report(2, _words(error))
     except (OSError, RuntimeError, ImportError, MemoryError) as error:
-        return _report(1, str(error) or type(error).__name__)
+        return _report(1, _words(error))
 
 
 def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
@@ -104,6 +113,30 @@ def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any
         else:
             subparsers.add_parser(name, help=text)
     return parser, module, subparsers.choices.get(chosen or "")
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a subcommand, those of its own actions included."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                found += _options(inner)
+    return found
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Say which of ``known`` somebody may have meant; nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _words(error: BaseException) -> str:
+    """An error in words; the system's own name a file last, and a number first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}; check the path"
+    return str(error) or type(error).__name__
 
 
 def _report(code: int, message: str) -> int:

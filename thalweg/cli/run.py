@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from thalweg.cli.run_habits import cure
 from thalweg.launch.hosts import Host, is_this_host, read_hostfile, select
 from thalweg.launch.outcome import Outcome
 from thalweg.launch.propagate import environment_for_hosts
@@ -72,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     habits = parser.add_argument_group("taken for the sake of habit")
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
-                  ("--force-multi", "--force_multi"),
+                  ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
                   ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
         habits.add_argument(*names, action="store_true")
 
@@ -90,6 +91,9 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
             return arguments[:position], arguments[position + 1 :]
         if not argument.startswith("-") or argument == "-":
             return arguments[:position], arguments[position:]
+        name = argument.partition("=")[0]
+        if name not in takes_value and (advice := cure(name)):
+            raise ValueError(f"{name} is no option of `thalweg run`: {advice}")
         position += 2 if takes_value.get(argument) else 1
     return arguments, []
 
