@@ -102,6 +102,14 @@ def test_head_is_get_without_a_body(server: Served, path: str) -> None:
     assert server.raw("HEAD", "/v1/completions", None)[0] == 405
 
 
+def test_a_model_may_be_asked_for_as_it_was_given() -> None:
+    with served(aliases=("./models/toy/",)) as running:
+        answer = running.complete("x", model="./models/toy/", max_tokens=2)
+        assert answer["choices"] and answer["model"] == "./models/toy/"
+        assert [model["id"] for model in running.request("GET", "/v1/models")[1]["data"]] == ["toy", "tuned"]
+        assert running.post("/v1/completions", prompt="x", model="models/toy")[0] == 404
+
+
 def exchange(server: Served, *pieces: bytes) -> list[bytes]:
     """Send the pieces one after the other on one connection; the last one asks to close it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:

@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--ssl-certfile", "--ssl-certificate", metavar="FILE", help="serve HTTPS with this certificate")
     add("--ssl-keyfile", "--ssl-key", metavar="FILE")
     add("--name", "--served-model-name", metavar="NAME",
-        help="what clients call the model (default: MODEL's last part)")
+        help="what clients call the model (default: MODEL, or its last part)")
     add("--deployment", "--deployment-name", metavar="NAME", help="for thalweg.client(NAME), /mii/NAME")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     add_engine_arguments(parser)
@@ -171,7 +171,8 @@ def run(args: argparse.Namespace) -> int:
     replicas = args.replicas + hosts.workers
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
     options = ServeOptions(
-        model=args.name or Path(args.model.rstrip("/")).name or args.model,
+        model=args.name or _last_part(args.model),
+        aliases=() if args.name else (args.model,),
         host=args.host,
         port=args.port,
         api_keys=read_keys(args),
@@ -201,6 +202,11 @@ def run(args: argparse.Namespace) -> int:
         start = stack.enter_context(hosts.lobby(InProcess(task, _places(args)), args.replicas))
         run(options, start, make_text, ready)
     return 0
+
+
+def _last_part(model: str) -> str:
+    """The name of a folder or of a model on a hub: ``org/name`` is asked for as ``name``, too."""
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model.rstrip("/"))).name or model
 
 
 def say(text: str) -> None:

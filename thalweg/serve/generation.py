@@ -35,6 +35,8 @@ class Service:
     """The name under which clients ask for the model."""
     created: int
     request_seconds: float | None = None
+    aliases: tuple[str, ...] = ()
+    """Other names for it; not listed."""
 
     @property
     def models(self) -> list[str]:
@@ -43,7 +45,7 @@ class Service:
 
     def adapter(self, name: str | None) -> str | None:
         """Return the adapter that a ``model`` field asks for; raises 404 for an unknown name."""
-        if name is None or name == self.model:
+        if name is None or name == self.model or name in self.aliases:
             return None
         if name in self.facts.adapters:
             return name

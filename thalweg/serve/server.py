@@ -42,6 +42,8 @@ class ServeOptions:
 
     model: str
     """The name that clients ask for."""
+    aliases: tuple[str, ...] = ()
+    """Other names under which they may."""
     host: str = "127.0.0.1"
     """Another address needs a key."""
     port: int = 8000
@@ -119,6 +121,7 @@ async def serve(
                 model=options.model,
                 created=int(time.time()),
                 request_seconds=options.request_seconds,
+                aliases=options.aliases,
             )
             server = _Server(_config(options, service, room), pool, options.drain_seconds)
             url = _url(options, sock.getsockname()[1])
