@@ -18,12 +18,14 @@ import pytest
 from tests.serve_support import Served, served
 from tests.toy_engine import ToyTokenizer, expected
 from thalweg.cli import chat as chat_command
+from thalweg.serve import lower
 from thalweg.serve import server as serving
 from thalweg.serve.ask import events
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii import Client
+from thalweg.serve.schema import ChatRequest, parse
 from thalweg.serve.text import Text
-from thalweg.serve.tools import ToolParser
+from thalweg.serve.tools import ToolParser, forced
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -48,7 +50,8 @@ class Spelling(ToyTokenizer):
 
 
 def test_templates_by_name_and_what_they_are_given() -> None:
-    call = {"id": "abc123def", "type": "function", "function": {"name": "f", "arguments": ""}, "index": 0}
+    function = {"name": "f", "arguments": "", "parsed_arguments": {}}
+    call = {"id": "abc123def", "type": "function", "function": function, "index": 0}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
     result = {"role": "tool", "content": "7", "tool_call_id": "abc123def"}
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -170,7 +173,8 @@ def test_many_texts_are_embedded_in_parts() -> None:
         assert running.post("/v1/embeddings", input=["x" * 2000] * 5)[0] == 200
         assert parts == [2, 2, 1]
         status, answer = running.post("/v1/embeddings", input=["x"] * 3000)
-        assert status == 400 and "2048" in answer["error"]["message"]
+        said = answer["error"]["message"]
+        assert status == 400 and "2048" in said and "string" not in said, said
         engine.embed = lambda prompts: time.sleep(0.3) or embed(prompts)
         status, answer = running.post("/v1/embeddings", input=["y"] * 640)
         assert status == 504 and answer["error"]["code"] == "timeout"
@@ -250,6 +254,44 @@ def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls
         assert [call["index"] for call in found] == list(range(len(calls)))
     early, _ = ToolParser(names=["f"]).feed('{"answer": ')
     assert early == '{"answer": ', "an answer that is no call is not held back"
+
+
+def test_a_demanded_call_that_is_cut_short_is_the_beginning_of_one() -> None:
+    parser = ToolParser(bare=True)
+    assert parser.feed('{"name": "f", "argu') == ("", [])
+    text, (call,) = parser.feed('ments": {"city": "Par', last=True)
+    assert text == "" and parser.cut and call["function"] == {"name": "f", "arguments": '{"city": "Par'}
+    parser = ToolParser(bare=True)
+    assert parser.feed('{"name": "f', last=True) == ('{"name": "f', []) and not parser.cut
+
+
+def test_tools_may_be_allowed_by_name() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    named = [{"type": "function", "function": {"name": name}} for name in "fh"]
+
+    def chosen(**given: Any) -> Any:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named, **given}}
+        body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
+        return lower.with_allowed_tools(parse(ChatRequest, json.dumps(body).encode()))
+
+    ask = chosen()
+    assert ask.tool_choice == "required" and [tool.function.name for tool in ask.tools] == ["f", "h"]
+    schema = forced(ask.tool_choice, [tool.function for tool in ask.tools])
+    assert schema is not None and len(schema["anyOf"]) == 2
+    none = schema["anyOf"][0]["properties"]["arguments"]
+    assert none["additionalProperties"] is False, "a function without parameters has none"
+    for bad in ({"mode": "always"}, {"tools": []}, {"tools": [{"name": "f"}]}, {"tools": 3}):
+        with pytest.raises(ApiError):
+            chosen(**bad)
+
+
+def test_a_prompt_may_be_echoed_alone(server: Served) -> None:
+    answer = server.complete(["one", "two"], max_tokens=0, echo=True)
+    assert [choice["text"] for choice in answer["choices"]] == ["one", "two"]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == 6
+    for more in ({}, {"echo": True, "stream": True}):
+        assert server.post("/v1/completions", prompt="x", max_tokens=0, **more)[0] == 400
 
 
 class Terminal(io.StringIO):

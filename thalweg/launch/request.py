@@ -93,7 +93,8 @@ def check_target(request: Request) -> None:
         if shutil.which(request.target) is None:
             raise FileNotFoundError(f"there is no program {request.target} on PATH")
     elif request.kind == "script" and not os.path.exists(request.target):
-        raise FileNotFoundError(f"there is no script {request.target} in {os.getcwd()}")
+        program = "; a program wants --no-python" if shutil.which(request.target) else ""
+        raise FileNotFoundError(f"there is no script {request.target} in {os.getcwd()}{program}")
 
 
 def resolve_nproc(request: Request, num_gpus: int) -> int:

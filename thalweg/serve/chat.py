@@ -24,6 +24,7 @@ from thalweg.serve.tools import ToolParser
 async def chat(service: Service, ask: ChatRequest, http: HttpRequest) -> Response:
     """Answer one request."""
     adapter = service.adapter(ask.model)
+    ask = lower.with_allowed_tools(ask)
     params = lower.chat_params(ask, service.facts, service.text)
     service.pool.check(params.n)
     prompt = await lower.chat_prompt(ask, service.text, service.facts)
@@ -58,10 +59,12 @@ class _Answer:
         message: dict[str, Any] = {"role": "assistant", "content": self._first(sample.text), "refusal": None}
         reason = sample.finish_reason
         if self._calls:
-            content, calls = self._parser().feed(message["content"], last=True)
+            parser = self._parser()
+            content, calls = parser.feed(message["content"], last=True)
             if calls:
                 message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-                content, reason = content.strip() or None, "tool_calls"
+                content = content.strip() or None
+                reason = reason if parser.cut else "tool_calls"
             message["content"] = content
         return {
             "index": index,
@@ -87,9 +90,8 @@ class _Answer:
                 delta: dict[str, Any] = {"content": text} if text else {}
                 if calls:
                     delta["tool_calls"] = calls
-                reason = (
-                    "tool_calls" if output.finished and parsers[index].num_calls else output.finish_reason
-                )
+                called = output.finished and parsers[index].num_calls and not parsers[index].cut
+                reason = "tool_calls" if called else output.finish_reason
                 if delta or reason or output.logprobs:
                     yield self._chunk(index, delta, reason, self._logprobs(output.logprobs or ()))
         if self._wants_usage:

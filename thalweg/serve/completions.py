@@ -39,6 +39,12 @@ async def completions(service: Service, ask: CompletionRequest, http: HttpReques
     if ask.stream:
         return await start_stream(service, http.receive, answer.stream(generation))
     samples = await unless_gone(http.receive, generation.collect())
+    if ask.max_tokens == 0:  # the prompt's own logprobs are all that is wanted
+        samples = [
+            [Sample(prompt_logprobs=s.prompt_logprobs, finish_reason="length") for s in several]
+            for several in samples
+        ]
+        generation.usage.generated = 0
     return JSONResponse(answer.whole(samples, generation))
 
 

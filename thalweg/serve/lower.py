@@ -18,7 +18,7 @@ from thalweg.serve.schema import (
     ToolCall,
 )
 from thalweg.serve.text import DEFAULT_STOP, Text, too_long
-from thalweg.serve.tools import forced
+from thalweg.serve.tools import allowed, forced
 
 
 def num_prompts(prompt: str | list[int] | list[Prompt]) -> int:
@@ -141,7 +141,10 @@ def completion_params(ask: CompletionRequest, facts: ModelFacts) -> SamplingPara
         )
     if ask.best_of is not None and ask.best_of != (ask.n or 1):
         raise bad_request("best_of other than n is not supported: leave it out", "best_of")
-    params = sampling(ask, facts, max_tokens=ask.max_tokens, logprobs=ask.logprobs)
+    if ask.max_tokens == 0 and (ask.stream or not ask.echo):
+        raise bad_request("max_tokens 0 is for echo without stream: ask for 1 at least", "max_tokens")
+    most = 1 if ask.max_tokens == 0 else ask.max_tokens
+    params = sampling(ask, facts, max_tokens=most, logprobs=ask.logprobs)
     return replace(params, prompt_logprobs=ask.logprobs) if ask.echo else params
 
 
@@ -164,6 +167,18 @@ def chat_params(ask: ChatRequest, facts: ModelFacts, text: Text) -> SamplingPara
     if params.structure is not None:
         raise bad_request("a call is demanded and another form of answer too: give one", "tool_choice")
     return replace(params, structure=Structure(json_schema=json.dumps(call)), stop=())
+
+
+def with_allowed_tools(ask: ChatRequest) -> ChatRequest:
+    """Return the request with those tools alone that its ``tool_choice`` allows."""
+    choice = ask.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return ask
+    try:
+        mode, tools = allowed(choice, ask.tools or ())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise bad_request(f"tool_choice is not understood: {error}", "tool_choice") from None
+    return ask.model_copy(update={"tool_choice": mode, "tools": tools})
 
 
 async def chat_prompt(ask: ChatRequest, text: Text, facts: ModelFacts) -> list[int]:

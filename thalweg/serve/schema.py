@@ -108,7 +108,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Token], Field(min_length=1)]
         | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
     )
-    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = None
@@ -145,6 +145,8 @@ class CalledFunction(_Strict):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """OpenAI's client adds it for itself; changes nothing."""
 
 
 class ToolCall(_Strict):
@@ -269,7 +271,7 @@ def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:
         )
     lines: list[str] = []
     seen: set[str] = set()
-    for problem in problems:
+    for problem in _telling(problems):
         if len(lines) == _MAX_EXPLAINED:
             lines.append("and more")
             break
@@ -285,6 +287,18 @@ def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:
             lines.append(f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
     param = ".".join(str(part) for part in first["loc"][:1]) or None
     return bad_request("; ".join(lines), param and param[:80])
+
+
+def _telling(problems: list[Any]) -> list[Any]:
+    """Leave out "should be a string" of a field that is no string but something else that has a fault."""
+    places = [tuple(str(part) for part in p["loc"] if not _is_branch(part)) for p in problems]
+    told = [place for p, place in zip(problems, places, strict=True) if not p["type"].endswith("_type")]
+    return [
+        p
+        for p, place in zip(problems, places, strict=True)
+        if not p["type"].endswith("_type")
+        or not any(place[: len(other)] == other[: len(place)] for other in told)
+    ]
 
 
 def _is_branch(part: object) -> bool:

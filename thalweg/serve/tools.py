@@ -18,6 +18,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
 _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 """With which a call in JSON may begin."""
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*([\s\S]*)')
 
 
 def forced(
@@ -40,7 +41,7 @@ def forced(
     shared: dict[str, Any] = {}
     calls = []
     for tool in tools:
-        arguments: dict[str, Any] = dict(tool.parameters or {"type": "object"})
+        arguments = _closed(tool.parameters or {"type": "object", "properties": {}})
         for key in ("$defs", "definitions"):  # references to them begin at the root
             for name, schema in dict(arguments.pop(key, {})).items():
                 if shared.setdefault(key, {}).setdefault(name, schema) != schema:
@@ -52,6 +53,25 @@ def forced(
     return {"anyOf": calls, **shared}
 
 
+def allowed(choice: dict[str, Any], tools: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return mode and tools of a ``tool_choice`` of type ``allowed_tools``; ValueError where it is none."""
+    given = choice.get("allowed_tools")
+    mode, named = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    names = [one["function"]["name"] for one in named or ()]
+    kept = [tool for tool in tools if tool.function.name in names]
+    if mode not in ("auto", "required") or not kept:
+        raise ValueError('allowed_tools must have mode "auto" or "required", and some of the tools')
+    return mode, kept
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A plain list of parameters is all of them, although JSON schema would let a model invent more."""
+    plain = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+    if "properties" in parameters and parameters.keys() <= plain:
+        return {**parameters, "additionalProperties": False}
+    return dict(parameters)
+
+
 class ToolParser:
     """Parts one answer into text and calls; ``bare``: all of it is a call, as :func:`forced` demands.
 
@@ -60,6 +80,8 @@ class ToolParser:
 
     def __init__(self, bare: bool = False, names: Iterable[str] = ()) -> None:
         self.num_calls = 0
+        self.cut = False
+        """Whether the answer ended amid its only call; its arguments are what there is of them."""
         self._held, self._bare, self._names = "", bare, frozenset(names)
         self._untagged = bool(self._names)  # all of it so far may be calls without tags
 
@@ -69,7 +91,7 @@ class ToolParser:
         if self._bare:
             if not last:
                 return "", []
-            calls = self._read(self._held)
+            calls = self._read(self._held) or self._begun(self._held)
             return ("", calls) if calls else (self._held, [])
         if self._untagged and _may_be_calls(self._held):
             if not last:
@@ -109,19 +131,26 @@ class ToolParser:
             return []
         if not all(isinstance(name, str) and (names is None or name in names) for name, _ in found):
             return []
-        calls = []
-        for name, arguments in found:
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append(
-                {
-                    "index": self.num_calls,
-                    "id": f"call_{secrets.token_hex(8)}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": text},
-                }
-            )
-            self.num_calls += 1
-        return calls
+        return [
+            self._call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+            for name, given in found
+        ]
+
+    def _begun(self, body: str) -> list[dict[str, Any]]:
+        """The call that ``body`` is the beginning of, where its name is whole."""
+        if (begun := _BEGUN.match(body)) is None:
+            return []
+        self.cut = True
+        return [self._call(begun[1], begun[2])]
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        self.num_calls += 1
+        return {
+            "index": self.num_calls - 1,
+            "id": f"call_{secrets.token_hex(8)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
 
 def _objects(text: str) -> list[Any]:
