@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from thalweg.cli.telling import say
+
 _EPILOG = """examples:
   thalweg serve ./my-model
   thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
@@ -207,13 +209,6 @@ def run(args: argparse.Namespace) -> int:
 def _last_part(model: str) -> str:
     """The name of a folder or of a model on a hub: ``org/name`` is asked for as ``name``, too."""
     return (Path(model).resolve() if Path(model).is_dir() else Path(model.rstrip("/"))).name or model
-
-
-def say(text: str) -> None:
-    """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
 
 
 def require_packages() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thalweg.cli.serve import say
+from thalweg.cli.telling import say
 from thalweg.serve.join import Lobby, Rank, Worker, parse_address
 from thalweg.serve.spawn import EngineTask, Place, Running
 

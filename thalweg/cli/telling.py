@@ -1,0 +1,13 @@
+"""How a command that runs for long tells whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def say(text: str) -> None:
+    """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
