@@ -39,6 +39,7 @@ _REASONS = {
 class GuardedProtocol(HttpToolsProtocol):
     """Give it to uvicorn as ``http=``; a subclass may set the limits."""
 
+    parser: Any
     header_seconds = HEADER_SECONDS
     write_seconds = WRITE_SECONDS
     tail_seconds = TAIL_SECONDS
