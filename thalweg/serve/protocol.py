@@ -90,6 +90,9 @@ class GuardedProtocol(HttpToolsProtocol):
                     return
                 self._declined = False
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)  # the old one may think it is at the end
+                if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn has it
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_upgrade(self) -> bytes:
         lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
