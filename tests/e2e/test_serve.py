@@ -176,6 +176,11 @@ def test_wrong_use_is_one_paragraph_and_exit_code_2(
 def test_a_model_that_is_not_there_and_a_port_that_is_taken(tmp_path: Path) -> None:
     done = subprocess.run([*SERVE, "missing", *TOY], env=environ(tmp_path), capture_output=True, text=True)
     assert done.returncode == 1 and "missing is not there" in done.stderr
+    assert "Traceback" not in done.stderr
+    (tmp_path / "empty").mkdir()
+    for model, said in (("./misspelt", "no folder ./misspelt"), (str(tmp_path / "empty"), "config.json")):
+        done = subprocess.run([*SERVE, model], env=environ(tmp_path), capture_output=True, text=True)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

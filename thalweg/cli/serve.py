@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.cli.telling import say
+from thalweg.utils.folder import check_model
 
 _EPILOG = """examples:
   thalweg serve ./my-model
@@ -118,6 +119,9 @@ def engine_task(args: argparse.Namespace) -> Any:
 
     if args.loader is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
+    for model in [args.model, args.draft] if args.loader is None else []:
+        if model is not None:
+            check_model(model)
     options = EngineOptions(
         dtype=args.dtype,
         quantize=args.quantize,

@@ -12,6 +12,7 @@ import torch
 from thalweg.infer.api import EngineOptions
 from thalweg.infer.prequantised import load_quantised, method_of, readable
 from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.folder import check_model
 
 Kind = Literal["causal", "seq2seq", "encoder"]
 
@@ -65,6 +66,7 @@ def load_model(model: str | Path, options: EngineOptions) -> Any:
     """Load a model that generates, or an encoder, in the dtype and onto the device of the options."""
     import transformers
 
+    check_model(model)
     remote = options.trust_remote_code
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=remote)

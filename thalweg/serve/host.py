@@ -12,6 +12,7 @@ engine works for the others.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -63,8 +64,13 @@ class Host:
         except _Stopped as stopped:
             return stopped.code
         except Exception as error:
-            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self._send({"type": "fatal", "error": text, "traceback": traceback.format_exc()})
+            known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
+            name = type(error).__name__
+            text = str(error) if known and str(error) else f"{name}: {error}" if str(error) else name
+            # One that says what is wrong with the model needs no traceback; a defect of ours does.
+            quiet = self._engine is None and known and not os.environ.get("THALWEG_TRACEBACK")
+            shown = "" if quiet else traceback.format_exc()
+            self._send({"type": "fatal", "error": text, "traceback": shown})
             return 1
         finally:
             self._done.set()

@@ -132,7 +132,8 @@ class Replica:
                     self.facts, self.state = wire.load_facts(message["facts"]), "ready"
                     ready.set_result(None)
                 elif kind == "fatal":
-                    _LOG.error("replica %d: %s", self.index, message["traceback"].rstrip())
+                    if message["traceback"]:
+                        _LOG.error("replica %d: %s", self.index, message["traceback"].rstrip())
                     self._end(message["error"])
                 else:
                     self._deliver(kind, message)
