@@ -142,7 +142,7 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(server: Served, u
         for answer in answers[:2]:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected("java", 6)
     many = sized.replace(b"Host", b"A: " + b"x" * 40_000 + b"\r\nHost")
-    assert exchange(server, many)[0].startswith(b"431"), "the limits hold"
+    assert exchange(server, many[:36_000])[0].startswith(b"431"), "the limits hold"
 
 
 def test_a_byte_order_mark(server: Served) -> None:
