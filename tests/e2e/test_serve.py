@@ -156,6 +156,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     ("options", "code", "said"),
     [
         (["--host", "0.0.0.0"], 2, "--api-key"),
+        (["--host", "192.0.2.1", "--api-key", "long-enough"], 1, "that this machine has"),
         (["--api-key", "short"], 2, "8 characters"),
         (["--ssl-certfile", "nothing.pem"], 2, "both"),
         (["--kv-memory", "many"], 2, "4GiB"),

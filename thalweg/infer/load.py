@@ -61,6 +61,8 @@ def load_engine(
     not generate give an :class:`Embedder`.  Raises ValueError where the runner cannot run the model.
     """
     options = options or EngineOptions()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {options.device}: torch sees no GPU here; leave it out for the processor")
     if options.ranks > 1 and peers is None:
         return _with_peers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)

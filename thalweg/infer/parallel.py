@@ -288,9 +288,9 @@ def main(argument: str) -> int:
     options = EngineOptions(**fields["options"])
     line = Line(socket.socket(fileno=fields["fd"]))
     model = map_model(fields["model"], options)[0]
-    follower = follow(describe(model), line, fields["rank"], fields["size"], "cpu", fields["threads"])
-    del model
     with contextlib.suppress(RankLost):  # rank 0 is gone, and with it the reason to be
+        follower = follow(describe(model), line, fields["rank"], fields["size"], "cpu", fields["threads"])
+        del model
         assert follower.work()["op"] == "close"
     return 0
 

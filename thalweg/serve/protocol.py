@@ -104,10 +104,6 @@ class GuardedProtocol(HttpToolsProtocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_headers, self._header_bytes = True, 0
-
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._declined = True

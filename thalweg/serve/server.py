@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import resource
@@ -34,6 +35,10 @@ from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
 _SPARE_DESCRIPTORS, _FEW = 64, 8
+_CURES = {
+    errno.EADDRNOTAVAIL: "use 127.0.0.1, or an address that this machine has",
+    errno.EACCES: "choose another --port, 1024 at least",
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def _config(options: ServeOptions, service: Service, room: int) -> uvicorn.Confi
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        backlog=2048 if room == GuardedProtocol.max_connections else _FEW,  # accepted at a time
         timeout_keep_alive=15,
         timeout_graceful_shutdown=None,
     )
@@ -220,7 +226,8 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port") from None
+        cure = _CURES.get(error.errno or 0, "choose another --port")
+        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): {cure}") from None
     sock.setblocking(False)
     return sock
 
