@@ -161,6 +161,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
         (["--ssl-certfile", "nothing.pem"], 2, "both"),
         (["--kv-memory", "many"], 2, "4GiB"),
         (["--replicas", "0"], 2, "at least 1"),
+        (["--max-length", "0"], 2, "max_length is 0"),
         (["--quantize", "int3"], 2, "int4"),
     ],
 )
@@ -265,6 +266,9 @@ def test_chat_in_the_terminal(tmp_path: Path) -> None:
     local = [*command, "toy", "--loader", "tests.toy_engine:load_engine", *options]
     done = subprocess.run(local, input="How deep?\n", env=environ(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == want.strip(), done.stderr
+    encoder = [*command, "toy-encoder", "--loader", "tests.toy_engine:load_engine"]
+    done = subprocess.run(encoder, input="Hi\n", env=environ(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 2 and "encoder" in done.stderr and not done.stdout
     with serving(tmp_path) as server:
         remote = [*command, "--url", server.url, *options]
         done = subprocess.run(

@@ -110,6 +110,9 @@ def _local(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.serve.text import DEFAULT_STOP, Text
 
     engine = engine_task(args).load()
+    if engine.facts.kind == "encoder" or engine.tokenizer is None:
+        lack = "is an encoder: it writes nothing" if engine.tokenizer is not None else "has no tokenizer"
+        raise ValueError(f"{args.model} {lack}; give a model that generates text")
     text = Text(engine.tokenizer)
 
     def answer(messages: Messages) -> Iterator[str]:

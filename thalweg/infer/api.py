@@ -326,6 +326,8 @@ class EngineOptions:
             raise ValueError(f"pooling is {self.pooling!r}; it must be mean, cls or auto")
         if self.speculate < 0:
             raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length is {self.max_length}; prompt and answer need 2 tokens at least")
         self._check_ranks()
         if self.stream not in (None, "cpu", "nvme"):
             raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
