@@ -99,7 +99,7 @@ def test_wrong_use_of_the_front_page(capsys: pytest.CaptureFixture) -> None:
         (["ckpt", "export", "--max-shard-byte=1", "x", "y", "z"], "thalweg ckpt"),
         (["run", "--nprok", "2", "train.py"], "did you mean --nproc?"),
         (["config", "absent/absent"], "absent/absent"),
-        (["serve", "model", "--api-key-file", "absent"], "absent: no such file"),
+        (["run", "--hostfile", "absent", "train.py"], "absent: no such file"),
     ):
         try:
             code: object = main(arguments)
