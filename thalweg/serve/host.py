@@ -64,12 +64,11 @@ class Host:
         except _Stopped as stopped:
             return stopped.code
         except Exception as error:
-            known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
-            name = type(error).__name__
-            text = str(error) if known and str(error) else f"{name}: {error}" if str(error) else name
             # One that says what is wrong with the model needs no traceback; a defect of ours does.
-            quiet = self._engine is None and known and not os.environ.get("THALWEG_TRACEBACK")
-            shown = "" if quiet else traceback.format_exc()
+            known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
+            told = known and self._engine is None and bool(str(error))
+            text = str(error) if told else f"{type(error).__name__}: {error}".removesuffix(": ")
+            shown = "" if told and not os.environ.get("THALWEG_TRACEBACK") else traceback.format_exc()
             self._send({"type": "fatal", "error": text, "traceback": shown})
             return 1
         finally:
