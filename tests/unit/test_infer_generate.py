@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -39,6 +40,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
         {"max_new_tokens": 12, "repetition_penalty": 1.4},
         {"max_new_tokens": 12, "eos_token_id": [17, 30, 44, 60, 90, 100], "pad_token_id": 5},
         {"max_new_tokens": 12, "eos_token_id": list(range(100)), "min_new_tokens": 6, "pad_token_id": 5},
+        {},
+        {"max_new_tokens": 12, "eos_token_id": [17, 50256], "pad_token_id": 5},
+        {"max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 5},
+        {"max_new_tokens": 12, "repetition_penalty": 3.0, "pad_token_id": 5},
         {"max_new_tokens": 6, "num_beams": 2},
         {"max_new_tokens": 6, "no_repeat_ngram_size": 2},
     ],
@@ -51,6 +56,26 @@ def test_generate_equals_hugging_face(engine: Any, model: Any, arguments: dict[s
     assert torch.equal(
         engine.generate(input_ids=tokens, attention_mask=mask, do_sample=False, **arguments), want
     )
+
+
+def test_what_a_config_leaves_open_is_the_models(model: Any) -> None:
+    """And without a mask a padding token of its own is left out, as in Hugging Face's code."""
+    from transformers import GenerationConfig
+
+    own = copy.deepcopy(model)
+    tokens, _ = batch()
+    first = own.generate(tokens, max_new_tokens=8)[0, 9:].tolist()
+    own.generation_config.eos_token_id = first[3]
+    engine = thalweg.init_inference(own, dtype=torch.float32)
+    ended = engine.generate(tokens, generation_config=GenerationConfig(max_new_tokens=8, pad_token_id=0))
+    want = own.generate(tokens, generation_config=GenerationConfig(max_new_tokens=8, pad_token_id=0))
+    assert torch.equal(ended, want) and first[3] in ended[0, 9:13]
+    own.generation_config.pad_token_id = 7
+    tokens[1, :4] = 7
+    want = own.generate(tokens, max_new_tokens=8)
+    assert torch.equal(engine.generate(tokens, max_new_tokens=8), want)
+    own.generation_config.pad_token_id = None
+    assert not torch.equal(own.generate(tokens, max_new_tokens=8), want), "control: it matters"
 
 
 def test_it_goes_on_where_the_engine_has_no_room() -> None:
@@ -86,8 +111,6 @@ def test_samples_repeat_under_a_seed_and_differ_without(engine: Any) -> None:
 
 
 def test_refresh_takes_over_new_weights(model: Any) -> None:
-    import copy
-
     changing = copy.deepcopy(model)
     engine = thalweg.init_inference(changing)
     tokens, _ = batch()
@@ -131,6 +154,7 @@ def test_an_encoder_is_called_and_a_translator_generates() -> None:
     translator = T5ForConditionalGeneration(config).eval()
     tokens = torch.tensor([[5, 6, 7]])
     want = translator.generate(tokens, max_new_tokens=5, do_sample=False)
-    assert torch.equal(
-        thalweg.init_inference(translator).generate(tokens, max_new_tokens=5, do_sample=False), want
-    )
+    engine = thalweg.init_inference(translator)
+    assert torch.equal(engine.generate(tokens, max_new_tokens=5, do_sample=False), want)
+    other = translator.generate(tokens, max_new_tokens=5, decoder_start_token_id=9)
+    assert torch.equal(engine.generate(tokens, max_new_tokens=5, decoder_start_token_id=9), other)

@@ -25,20 +25,58 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (None,), "prompt_lookup_num_tokens": (None,), "token_healing": (False, None),
     "remove_invalid_values": (False, None), "encoder_no_repeat_ngram_size": (0, None),
 }  # fmt: skip
+_USUAL = 20  # tokens that are generated where nobody says how many
+_LEAST = 1e-9  # a top_p that keeps the most likely token alone, as 0 does
 
 
 def _config(module: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the generation config that holds for a call, and the arguments that are not part of it."""
     given = kwargs.get("generation_config")
     config = copy.deepcopy(module.generation_config if given is None else given)
+    for name, value in module.generation_config.to_dict().items():  # what a config leaves open is the model's
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
     rest = {key: value for key, value in kwargs.items() if key != "generation_config"}
-    return config, config.update(**rest)
+    rest = config.update(**rest)
+    if kwargs.get("max_length") is None and config.max_length == type(config)().max_length:
+        config.max_length = None  # nobody has set one: 4.x fills in a number
+    return config, rest
 
 
-def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], most: int = 0) -> str:
+def _most(module: Any, config: Any, width: int) -> int:
+    """Return how many tokens to generate at most behind a prompt of ``width``."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is not None:
+        return config.max_length - width
+    length = getattr(module.config, "max_position_embeddings", None)
+    return _USUAL if length is None else min(_USUAL, length - width)
+
+
+def _listens(module: Any) -> bool:
+    return bool(getattr(module.config, "is_encoder_decoder", False))
+
+
+def _mask(module: Any, config: Any, tokens: Tensor, given: Any) -> Any:
+    """Return the mask of a call, or None; without one, what a model that speaks alone takes for padding."""
+    pad, ends = config.pad_token_id, config.eos_token_id
+    if given is not None or pad is None or _listens(module):
+        return given
+    is_pad = tokens == pad
+    return None if pad in _ends(ends) or not is_pad.any() else ~is_pad
+
+
+def _ends(ends: Any) -> tuple[int, ...]:
+    return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+
+
+def unsupported(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], most: int = 0, start: tuple[int, ...] = ()
+) -> str:
     """Return why the engine leaves this call to the module's own ``generate``, or an empty text.
 
-    ``most``: the longest sequence that the engine was made for; 0 where it is to end there.
+    ``most``: the longest sequence that the engine was made for; 0 where it is to end there.  ``start``: what
+    the engine begins to speak with.
     """
     config, rest = _config(module, kwargs)
     other = set(rest) - _TAKEN
@@ -54,11 +92,25 @@ def unsupported(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], most
     tokens = args[0] if args else rest.get("input_ids", rest.get("inputs"))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] == 0:
         return "no 2-D input_ids"
-    width = 1 if getattr(module.config, "is_encoder_decoder", False) else tokens.shape[1]
-    asked = config.max_new_tokens if config.max_new_tokens is not None else (config.max_length or 20) - width
+    width = 1 if _listens(module) else tokens.shape[1]
+    asked = _most(module, config, width)
     if most and max(width + asked, tokens.shape[1]) > most:
         return f"{width + asked} tokens, where the engine has room for {most}"
-    return ""
+    mask = _mask(module, config, tokens, rest.get("attention_mask"))
+    return _unusual_start(config, mask, start) if _listens(module) else _counted_padding(config, mask)
+
+
+def _unusual_start(config: Any, mask: Any, start: tuple[int, ...]) -> str:
+    first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if start and start != (first,):
+        return f"decoder_start_token_id={first}, where the engine begins with {start}"
+    return "padding before the source" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
+
+
+def _counted_padding(config: Any, mask: Any) -> str:
+    """Hugging Face's code punishes the padding's token as if it had been said."""
+    padded = mask is not None and not mask.bool().all()
+    return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
 
 def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -68,12 +120,13 @@ def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """
     config, rest = _config(module, kwargs)
     tokens: Any = args[0] if args else rest.get("input_ids", rest.get("inputs"))
-    mask = rest.get("attention_mask")
-    ends = config.eos_token_id
-    ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+    mask = _mask(module, config, tokens, rest.get("attention_mask"))
+    ends = _ends(config.eos_token_id)
     samples = getattr(config, "num_return_sequences", None) or 1
     start = list(engine.start)
     width = len(start) or tokens.shape[1]
+    most = _most(module, config, width)
+    spoken = tuple(token for token in ends if 0 <= token < engine.facts.vocab_size)
     outputs: dict[tuple[str, int], list[int]] = {}
     saved = engine.tokenizer
     engine.tokenizer = rest.get("tokenizer") or saved
@@ -84,7 +137,7 @@ def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     try:
         for row in range(len(tokens)):
             prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
-            params = _params(config, width, len(prompt), ends, samples, seed + row)
+            params = _params(config, width, most, spoken, samples, seed + row)
             names.append(f"{tag}-{row}")
             engine.add(Request(names[-1], prompt.tolist(), params))
         mine = set(names)
@@ -110,13 +163,13 @@ def generate(engine: Engine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
-def _params(
-    c: Any, width: int, length: int, ends: tuple[int, ...], samples: int, seed: int
-) -> SamplingParams:
+def _params(c: Any, width: int, most: int, ends: tuple[int, ...], samples: int, seed: int) -> SamplingParams:
     """Translate a generation config.  Lengths count the padded prompt, as in Hugging Face's code."""
-    most = c.max_new_tokens if c.max_new_tokens is not None else (c.max_length or 20) - width
     if most < 1:
-        raise ValueError(f"max_length {c.max_length} is not above the prompt's {width}: give max_new_tokens")
+        raise ValueError(
+            f"the prompt of {width} tokens leaves no room up to max_length ({c.max_length or width + most}):"
+            " give max_new_tokens"
+        )
     least = getattr(c, "min_new_tokens", None)
     if least is None:
         least = max((getattr(c, "min_length", 0) or 0) - width, 0)
@@ -125,16 +178,17 @@ def _params(
         sampled = {
             "temperature": 1.0 if c.temperature is None else c.temperature,
             "top_k": c.top_k if c.top_k is not None else 50,
-            "top_p": 1.0 if c.top_p is None else c.top_p,
+            "top_p": 1.0 if c.top_p is None else c.top_p or _LEAST,
             "min_p": getattr(c, "min_p", None) or 0.0,
             "seed": seed,
         }
+    stop = getattr(c, "stop_strings", None) or ()
     return SamplingParams(
         max_tokens=most,
         min_tokens=min(least, most),
         n=samples,
-        repetition_penalty=getattr(c, "repetition_penalty", None) or 1.0,
-        stop=tuple(getattr(c, "stop_strings", None) or ()),
+        repetition_penalty=1.0 if c.repetition_penalty is None else c.repetition_penalty,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=ends,
         ignore_eos=True,
         **sampled,

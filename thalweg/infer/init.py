@@ -105,7 +105,8 @@ class InferenceEngine(nn.Module):
         # Nobody has asked for an end: the model's own code may go on where the engine's room ends.
         free = self.core is not None and self.options.max_length is None and self.options.ranks == 1
         most = self.core.facts.max_length if self.core is not None and free else 0
-        reason = "it generates nothing" if idle else unsupported(module, args, kwargs, most)
+        start = () if self.core is None else self.core.start
+        reason = "it generates nothing" if idle else unsupported(module, args, kwargs, most, start)
         if reason:
             log.debug("generating by the module's own method: %s", reason)
             return module.generate(*args, **kwargs)
