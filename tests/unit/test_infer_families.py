@@ -99,6 +99,25 @@ def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
     assert greedy(engine, prompts()[:1], 10) == [first[: first.index(first[3]) + 1]]
 
 
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: Any, lost: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny("llama").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored[lost]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    for stream in (None, "cpu"):
+        with pytest.raises(ValueError, match=f"nothing for 1 of the model's tensors: {lost}"):
+            load_engine(tmp_path, replace(OPTIONS, stream=stream))
+    save_file(stored | {lost: torch.ones(3, 5)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"other shapes.*{lost} \(3, 5\) not"):
+        load_engine(tmp_path, OPTIONS)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        load_engine(tmp_path, OPTIONS)
+
+
 def test_what_cannot_be_loaded_says_why() -> None:
     with pytest.raises(ValueError, match="no Hugging Face model"):
         load_engine(torch.nn.Linear(2, 2))

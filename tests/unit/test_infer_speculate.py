@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.infer_models import tiny
+from tests.unit.infer_models import greedy, tiny
 from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer import engine as loop
 from thalweg.infer.draft import Draft
@@ -182,6 +182,17 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Draft, "guess", noted)
     monkeypatch.setattr(loop, "choose_one", gullible)
     assert distance(load_engine(model, options, draft=other)) > 0.2
+
+
+@pytest.mark.parametrize("vocab", [40, 200])
+def test_a_draft_may_know_fewer_tokens_or_more(vocab: int) -> None:
+    """Tables of one tokenizer's models are padded to different sizes."""
+    model = tiny("llama")
+    options = EngineOptions(dtype="fp32", max_batch=4, max_length=96, speculate=3)
+    prompts = [[(7 * i + 31 * n) % 131 for i in range(n)] for n in (3, 17, 40)]
+    want = greedy(load_engine(model, options), prompts, 10)
+    engine = load_engine(model, options, draft=tiny("llama", seed=9, vocab_size=vocab))
+    assert greedy(engine, prompts, 10) == want and engine.stats().guessed_tokens > 0
 
 
 def test_what_cannot_be_a_draft_is_refused() -> None:

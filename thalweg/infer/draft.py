@@ -20,10 +20,13 @@ from thalweg.infer.sequence import Sequence
 
 
 class Draft:
-    """Guesses by ``runner``, which takes ``max_tokens`` at a time, among the model's ``vocab`` tokens."""
+    """Guesses by ``runner``, which takes ``max_tokens`` at a time, among the model's ``vocab`` tokens.
 
-    def __init__(self, runner: Runner, *, max_tokens: int, vocab: int) -> None:
-        self._runner, self._max_tokens, self._vocab = runner, max_tokens, vocab
+    ``known``: how many tokens the draft has; others, of a model whose table is longer, are shown to it as 0.
+    """
+
+    def __init__(self, runner: Runner, *, max_tokens: int, vocab: int, known: int) -> None:
+        self._runner, self._max_tokens, self._vocab, self._known = runner, max_tokens, vocab, known
 
     def count(self, sequence: Sequence, most: int) -> int:
         """As many as may be."""
@@ -62,7 +65,7 @@ class Draft:
                 room = self._max_tokens - len(batch.tokens)
                 part = sequence.tokens[sequence.drafted : sequence.drafted + room]
                 batch.spans.append(Span(sequence.slot, sequence.drafted, len(part)))
-                batch.tokens += part
+                batch.tokens += part if max(part) < self._known else [t * (t < self._known) for t in part]
                 sequence.drafted += len(part)
                 if sequence.drafted == len(sequence.tokens):
                     rows.append(number)

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.batch import Batch, Source
+from thalweg.infer.forms import evaluating
 
+_ENDLESS = 2048  # the longest sequence of a model that names none, unless asked otherwise
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_decoder_position_embeddings",
+)  # fmt: skip
 _CACHES = ("past_key_values", "cache_params", "state")  # as what models take and return their memory
 
 
@@ -44,9 +49,12 @@ class ForeignRunner:
         self.sources = np.zeros((num_slots, per_slot), dtype=np.int32)
         self.source_lengths = np.zeros(num_slots, dtype=np.int64)
         self.adapter_of = np.full(num_slots, -1, dtype=np.int64)
-        self._model: Any = model.eval()
+        self._model: Any = model
         self._stateful = bool(getattr(model, "_is_stateful", False))
-        self._placed = "position_ids" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        self._placed = "position_ids" in taken
+        anything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken.values())
+        self._taken = None if anything else set(taken)
         self._switch = _switch(model.config)
         self._said: dict[int, _Said] = {}
         self._heard: dict[int, Any] = {}
@@ -57,21 +65,23 @@ class ForeignRunner:
         device = next(self._model.parameters()).device
         for source in sources:
             tokens = torch.tensor([list(source.tokens)], device=device)
-            self._heard[source.slot] = self._model.get_encoder()(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
-            )
+            encoder = self._model.get_encoder()
+            with evaluating(encoder):
+                self._heard[source.slot] = encoder(
+                    input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
+                )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Return fp32 logits (len(batch.rows), vocab)."""
-        found = self._forward(batch, lambda out: out.logits[0], hidden=False)
+        found = self._forward(batch, lambda out: out["logits"][0], hidden=False)
         return torch.stack([found[row] for row in batch.rows]) if found else torch.empty(0, 0)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
         every = Batch(batch.tokens, batch.spans, range(len(batch.tokens)))
-        found = self._forward(every, lambda out: out.hidden_states[-1][0], hidden=True)
+        found = self._forward(every, lambda out: out["hidden_states"][-1][0], hidden=True)
         return torch.stack([found[row] for row in every.rows])
 
     def _forward(self, batch: Batch, rows_of: Any, hidden: bool) -> dict[int, Tensor]:
@@ -117,7 +127,13 @@ class ForeignRunner:
             given["position_ids"] = torch.arange(said.seen, stop, device=device)[None]
         if hidden:
             given["output_hidden_states"] = True
-        out = self._model(**given, **said.memory, use_cache=True)
+        given |= {"use_cache": True, **said.memory}
+        if self._taken is not None:  # a model of somebody's own, which takes less than others do
+            given = {name: value for name, value in given.items() if name in self._taken}
+        with evaluating(self._model):
+            out = self._model(**given)
+        if isinstance(out, tuple):  # without names, so without a memory: it sees everything anew each time
+            out = {"logits": out[0]}
         said.memory = {name: out[name] for name in _CACHES if out.get(name) is not None}
         return out
 
@@ -134,6 +150,15 @@ class ForeignRunner:
         self._said.clear()
         self._heard.clear()
         self._model = None
+
+
+def own_length(config: Any, asked: int | None) -> int:
+    """Return the longest sequence that a model's config lets it have, of at most the tokens asked for."""
+    sizes = [getattr(config, name, None) for name in _LENGTHS]
+    most = next((size for size in sizes if size is not None and size > 0), None)
+    if most is None:  # a state, or relative positions: nothing ends
+        return asked or _ENDLESS
+    return min(asked or most, most)
 
 
 def _switch(config: Any) -> int:

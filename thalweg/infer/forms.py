@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thalweg.infer.api import EngineOptions
 from thalweg.infer.describe import Unsupported
@@ -34,6 +37,19 @@ def eager_dtype(form: str, on_cpu: bool) -> torch.dtype:
     if form in ("int8", "int4") and on_cpu:
         return torch.float32
     return {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a live model in eval mode for a block, and each of its modules as it was behind it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def agree(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

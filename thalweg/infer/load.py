@@ -24,8 +24,8 @@ from thalweg.infer.draft import Draft
 from thalweg.infer.eager import EagerRunner
 from thalweg.infer.embed import Embedder
 from thalweg.infer.engine import Engine
-from thalweg.infer.foreign import ForeignRunner
-from thalweg.infer.forms import PROBE, agree, dtype_of, eager_dtype, form_of
+from thalweg.infer.foreign import ForeignRunner, own_length
+from thalweg.infer.forms import PROBE, agree, dtype_of, eager_dtype, evaluating, form_of
 from thalweg.infer.guides import Guides, available
 from thalweg.infer.invariant import OneByOne
 from thalweg.infer.load_encoder import load_encoder
@@ -125,7 +125,7 @@ def _speaking(
         vocab_size=vocab,
         dtype=dtype_of(form, options),
         quantize=options.quantize,
-        eos_token_ids=_ends(model),
+        eos_token_ids=tuple(token for token in _ends(model) if 0 <= token < vocab),
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
         adapters=tuple(options.adapters),
@@ -176,7 +176,7 @@ def _drafting(
         )
     _length(decoder, replace(options, max_length=length))  # refuses what the draft rotates otherwise
     runner, _ = _described(decoder, options, form, None, length=length, blocks=made.num_blocks)
-    return Draft(runner, max_tokens=options.max_step_tokens, vocab=vocab)
+    return Draft(runner, max_tokens=options.max_step_tokens, vocab=vocab, known=decoder.vocab)
 
 
 def _starts(model: Any) -> tuple[int, ...]:
@@ -240,10 +240,7 @@ def _runner(
 
         model = packed_copy(model, options.quantize)
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
-    config = model.config.get_text_config()
-    known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    most = next((size for size in known if size), 2048)
-    length = min(options.max_length or most, most)
+    length = own_length(model.config.get_text_config(), options.max_length)
     return ForeignRunner(model, num_slots=options.max_batch, max_length=length), length
 
 
@@ -363,7 +360,7 @@ def _streamed(
         if options.quantize:
             raise ValueError(f"{options.quantize} weights cannot be streamed here: {reason}") from None
         log.info("streaming through torch's operators: %s", reason)
-        dtype = next(model.parameters()).dtype
+        dtype = eager_dtype(form, torch.device(options.device).type == "cpu")
         _compare(model, decoder, keep=False)
         plain = EagerRunner(
             decoder, dtype=dtype, block_size=_BLOCK, device=options.device, keep=False, cache=cache, **shape
@@ -425,14 +422,10 @@ def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
     """Raise Unsupported unless the description gives the model's own logits."""
     parameter = next(model.parameters())
     tokens = torch.randint(decoder.vocab, (PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
-    training = model.training
-    model.eval()
-    try:
-        ids = torch.tensor([tokens], device=parameter.device)
-        given = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
-        want = model(input_ids=ids, **given).logits[0].float()
-    finally:
-        model.train(training)
+    ids = torch.tensor([tokens], device=parameter.device)
+    given = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
+    with evaluating(model):
+        want = model(input_ids=ids, return_dict=True, **given).logits[0].float()
     plain = EagerRunner(
         decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK,
         device=parameter.device, keep=keep,

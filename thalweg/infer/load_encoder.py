@@ -66,10 +66,7 @@ def _encoder(
 ) -> tuple[EncoderRunner, int]:
     parameter = next(model.parameters())
     probe = torch.arange(PROBE) * 7 % encoder.vocab
-    training = model.training
-    model.eval()
     want = states_of(model, probe.tolist())
-    model.train(training)
     length = encoder.max_length if options.max_length is None else options.max_length
     length = length if encoder.positions is None else min(length, encoder.max_length)
     tokens = max(options.max_step_tokens, length)

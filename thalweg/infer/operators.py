@@ -172,6 +172,8 @@ class Operators:
         """Return an expert's two products."""
         if m.packed is not None:
             return m.packed[number]
+        if not self._keep:
+            return [partial(F.linear, weight=t[number].to(self.device, self.dtype)) for t in (m.up, m.down)]
         return [partial(F.linear, weight=self._at(t)[number]) for t in (m.up, m.down)]
 
     def _norm(self, n: Norm | None, x: Tensor) -> Tensor:
@@ -203,7 +205,8 @@ class Operators:
     def encoded(self, e: Encoder, tokens: Sequence[int]) -> Tensor:
         """Return an encoder's last states (tokens, width) of one sequence."""
         positions = torch.arange(len(tokens), device=self.device)
-        x = self._embedded(e, torch.tensor(list(tokens), device=self.device), positions)
+        ids = torch.tensor(list(tokens), device=self.device)
+        x = self._embedded(e, ids, e.places(ids))
         for layer in e.layers:
             a = layer.attention
             qkv = self._linear(a.qkv, self._norm(layer.norm1, x)).view(

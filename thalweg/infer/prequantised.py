@@ -77,7 +77,27 @@ def load_quantised(auto: Any, folder: Path, config: Any, dtype: torch.dtype, rem
     del unquantised.quantization_config
     with torch.device("meta"):  # for its class alone
         kind: Any = type(auto.from_config(unquantised, trust_remote_code=remote))
-    return kind.from_pretrained(None, config=unquantised, state_dict=plain, dtype=dtype)
+    made, about = kind.from_pretrained(
+        None, config=unquantised, state_dict=plain, dtype=dtype, output_loading_info=True
+    )
+    check_complete(folder, about)
+    return made
+
+
+def check_complete(model: str | Path, about: Any) -> None:
+    """Raise ValueError where weights were not in the files: the library fills them with random numbers.
+
+    ``about``: what its loader says.  An encoder's pooler may be missing: nobody asks for its result.
+    """
+    wrong = sorted(f"{name} {tuple(has)} not {tuple(wants)}" for name, has, wants in about["mismatched_keys"])
+    missing = sorted(name for name in about["missing_keys"] if "pooler" not in name.split("."))
+    for names, problem in ((wrong, "other shapes than its config asks for"), (missing, "nothing")):
+        if names:
+            some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise ValueError(
+                f"{model}: its files have {problem} for {len(names)} of the model's tensors: {some}. Download"
+                " or save it again, or mend its config.json"
+            )
 
 
 def _load(files: list[Path]) -> dict[str, Tensor]:

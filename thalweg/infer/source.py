@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from thalweg.infer.api import EngineOptions
-from thalweg.infer.prequantised import load_quantised, method_of, readable
+from thalweg.infer.prequantised import check_complete, load_quantised, method_of, readable
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.folder import check_model
 
@@ -68,25 +70,54 @@ def load_model(model: str | Path, options: EngineOptions) -> Any:
 
     check_model(model)
     remote = options.trust_remote_code
+    if str(model).startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+        raise ValueError(f"there is no directory {model}: name one of a Hugging Face model")
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=remote)
+    kind = _kind_of_files(config, remote)
     auto: Any = {
         "causal": transformers.AutoModelForCausalLM,
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "encoder": transformers.AutoModelForTextEncoding
         if config.model_type in _HALVES
         else transformers.AutoModel,
-    }[_kind_of_files(config, remote)]
+    }[kind]
     if readable(config) and Path(model).is_dir():
         plain = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
         return load_quantised(auto, Path(model), config, plain, remote).to(options.device).eval()
     try:
-        loaded: Any = auto.from_pretrained(model, dtype=dtype, trust_remote_code=remote)
-    except (ImportError, RuntimeError) as error:
-        if method_of(config) is None:
+        loaded, about = auto.from_pretrained(
+            model, dtype=dtype, trust_remote_code=remote, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they can be named
+        )  # fmt: skip
+    except (ImportError, RuntimeError, *_DAMAGED) as error:
+        if method_of(config) is not None:
+            raise ValueError(f"{model}: its weights are quantised by {method_of(config)}: {error}") from error
+        if isinstance(error, ImportError):
             raise
-        raise ValueError(f"{model}: its weights are quantised by {method_of(config)}: {error}") from error
+        raise ValueError(f"{model}: {_damage(Path(model)) or f'{type(error).__name__} {error}'}") from error
+    check_complete(model, about)
     return loaded.to(options.device).eval()
+
+
+_DAMAGED = (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError)
+"""What a loader says of files that are cut short or hold something else."""
+
+
+def _damage(folder: Path) -> str:
+    """Return which of a directory's files cannot be read, or an empty text."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path.name} is damaged ({error}): download or save it again"
+    for path in sorted(folder.glob("*.index.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            return f"{path.name} is damaged: download or save it again"
+    return ""
 
 
 _HALVES = ("t5", "mt5", "umt5")  # their AutoModel is both halves
