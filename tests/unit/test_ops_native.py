@@ -82,6 +82,17 @@ def test_torchs_own_packed_kernels(form: str) -> None:
         pack_linear(weight, bias, "int3")
 
 
+def test_torchs_int8_kernel_computes_each_row_on_its_own() -> None:
+    """It has one scale for all rows: a large one in the batch must not blur the others."""
+    weight, bias, x = torch.randn(64, 96), torch.randn(64), torch.randn(3, 96)
+    layer = pack_linear(weight, bias, "int8")
+    assert torch.equal(layer(torch.cat([x[:1], 1e3 * x[1:], 0 * x]))[0], layer(x[:1])[0])
+    kept = torch.quantize_per_tensor(weight, 0.03, 0, torch.qint8)
+    made = torch.ops.quantized.linear_prepack(kept, None)
+    bare = [torch.ops.quantized.linear_dynamic(torch.cat([x[:1], y]), made)[0] for y in (x[1:], 1e3 * x[1:])]
+    assert not torch.equal(*bare), "negative control: the bare kernel"
+
+
 def test_a_kernel_that_is_not_there_is_said_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

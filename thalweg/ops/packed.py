@@ -74,11 +74,21 @@ def _int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     scale = weight.abs().amax(1).div(127).clamp(min=1e-12).double()
     zeros = torch.zeros(len(scale), dtype=torch.int64)
     quantised = torch.quantize_per_channel(weight.contiguous(), scale, zeros, 0, torch.qint8)
-    packed: Any = torch.ops.quantized.linear_prepack(quantised, bias)
+    packed: Any = torch.ops.quantized.linear_prepack(quantised, None)
     # Without VNNI the products of two bytes are added in 16 bits, which 7 of 8 bits do not overflow.
     narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
     product = torch.ops.quantized.linear_dynamic
-    return PackedLinear("int8", lambda x: product(x, packed, narrow))
+    # The kernel has one scale for all rows, by the range of all.  Each row is brought to a largest magnitude
+    # of 1, and rows of 1 and -1 are added: the range is always the same, no row's result depends on others.
+    edges = torch.ones(2, weight.shape[1])
+    edges[1] = -1
+
+    def layer(x: Tensor) -> Tensor:
+        size = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        y = product(torch.cat([x / size, edges]), packed, narrow)[: len(x)] * size
+        return y if bias is None else y + bias
+
+    return PackedLinear("int8", layer)
 
 
 def _int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
