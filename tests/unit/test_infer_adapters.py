@@ -84,6 +84,13 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
         assert served(engine, asked) == want  # with prefixes found, each its own adapter's
 
 
+def test_an_alpha_of_0_is_an_adapter_that_says_nothing(tmp_path: Path) -> None:
+    model = tiny("llama")
+    adapted(model, tmp_path / "a", 1, target_modules=["q_proj", "up_proj"], lora_alpha=0)
+    options = EngineOptions(dtype="fp32", max_batch=2, max_length=96, adapters={"a": str(tmp_path / "a")})
+    assert served(load_engine(model, options), [(PROMPTS[1], "a")]) == [expected(model, PROMPTS[1])]
+
+
 def test_a_model_that_listens_takes_them_too(tmp_path: Path) -> None:
     model = built("flan_t5")
     other = adapted(model, tmp_path / "a", 1, target_modules=["q", "v", "wo"], task_type="SEQ_2_SEQ_LM")

@@ -13,7 +13,8 @@ BAD = [
     ("temperature", math.nan), ("temperature", -0.1), ("temperature", math.inf), ("top_k", -1), ("top_p", 0),
     ("top_p", 1.01), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", math.inf),
     ("frequency_penalty", "1"), ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1}), ("stop", "text"),
-    ("stop", ("",)), ("seed", 0.5), ("logprobs", -1), ("temperature", None),
+    ("stop", ("",)), ("stop", None), ("stop_token_ids", ("a",)), ("stop_token_ids", 5), ("logit_bias", [1]),
+    ("seed", 0.5), ("logprobs", -1), ("temperature", None),
 ]  # fmt: skip
 
 

@@ -83,6 +83,14 @@ def test_the_kept_tokens_are_hugging_faces(
         assert len(drawn) > 1
 
 
+@pytest.mark.parametrize("heat", [1e-3, 1e-12, 1e-44, 5e-324])
+def test_a_temperature_near_0_chooses_the_most_likely(heat: float) -> None:
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 20
+    for fields in ({}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 5}):
+        made = sequence(temperature=heat, seed=1, **fields)
+        assert choose(row[None], [made])[0].token == int(row.argmax())
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     row = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
     drawn: Counter[int] = Counter()
@@ -174,6 +182,20 @@ def test_a_byte_said_for_ever_is_not_decoded_from_the_start() -> None:
     stream = TextStream(decoder, (), include_stop=False, skip_special=True)
     assert "".join(stream.push(b"\xc3")[0] for _ in range(500)) + stream.finish() == "\ufffd" * 500  # type: ignore[arg-type]
     assert decoder.longest <= 40
+
+
+class Spaces:
+    """A tokenizer whose tokens are words with a space in front, which the first one loses."""
+
+    def decode(self, tokens: list[str], skip_special_tokens: bool = True) -> str:
+        return "".join(tokens).removeprefix(" ")
+
+
+@given(st.lists(st.sampled_from([" a", " bc", "d", ".", " "]), max_size=8), st.integers(0, 8))
+def test_the_space_between_prompt_and_output_is_there(tokens: list[str], at: int) -> None:
+    stream = TextStream(Spaces(), (), include_stop=False, skip_special=True, before=tokens[:at])  # type: ignore[arg-type]
+    got = "".join(stream.push(token)[0] for token in tokens[at:]) + stream.finish()  # type: ignore[arg-type]
+    assert Spaces().decode(tokens[:at]) + got == Spaces().decode(tokens)
 
 
 @settings(max_examples=100, deadline=None)

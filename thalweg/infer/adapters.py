@@ -99,7 +99,8 @@ def _load(name: str, folder: Path, model: nn.Module) -> dict[nn.Module, Pair]:
 
 def _scale(config: dict[str, Any], label: str, rank: int) -> float:
     """Return what a module's product is scaled by."""
-    alpha = config.get("lora_alpha") or 8
+    alpha = config.get("lora_alpha")
+    alpha = 8 if alpha is None else alpha
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", label):
             alpha = value

@@ -105,11 +105,16 @@ class SamplingParams:
             raise ValueError("top_p must be above 0; 1 keeps every token")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError("stop must be a tuple of texts, none of them empty")
-        for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or not _is_number(bias) or abs(bias) > 100:
-                raise ValueError("logit_bias maps token ids to numbers from -100 to 100")
+        ends = self.stop_token_ids
+        if not isinstance(ends, list | tuple | set | frozenset) or not all(map(_is_token, ends)):
+            raise ValueError("stop_token_ids must be a tuple of token ids, whole numbers")
+        biases = self.logit_bias
+        if not isinstance(biases, Mapping) or not all(
+            _is_token(token) and _is_number(x) and abs(x) <= 100 for token, x in biases.items()
+        ):
+            raise ValueError("logit_bias maps token ids to numbers from -100 to 100")
 
     @property
     def greedy(self) -> bool:
@@ -119,6 +124,10 @@ class SamplingParams:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _MANY = 2**31 - 1

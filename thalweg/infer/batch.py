@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+
+def token_list(prompt: Any) -> list[int]:
+    """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError(
+            f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
+        ) from None
 
 
 class Span(NamedTuple):

@@ -212,6 +212,16 @@ class Encoder:
     embed_norm: Norm | None = None
     positions: Tensor | None = None
     """(length, width) learned positions, offset applied; token types of the only kind added."""
+    pad: int = -1
+    """A token that takes no position: wherever it stands it has the table's first row, and others count from
+    the second.  -1: there is none."""
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Return which rows of ``positions`` the tokens of a sequence have."""
+        if self.pad < 0:
+            return torch.arange(len(tokens), device=tokens.device)
+        counted = (tokens != self.pad).long()
+        return counted.cumsum(0) * counted
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.api import EngineOptions, EngineStats, ModelFacts, Request, RequestOutput
-from thalweg.infer.batch import Source
+from thalweg.infer.batch import Source, token_list
 from thalweg.infer.describe import Encoder
+from thalweg.infer.forms import evaluating
 from thalweg.infer.operators import MakeLinear, Operators
 
 MOST = 64  # sequences at a time
@@ -122,7 +123,7 @@ class ForeignEncoder:
     """Runs a live model by its own code, one sequence at a time."""
 
     def __init__(self, model: Any, *, max_tokens: int) -> None:
-        self._model, self.max_tokens = model.eval(), max_tokens
+        self._model, self.max_tokens = model, max_tokens
 
     @torch.inference_mode()
     def run(self, sources: Sequence[Source]) -> Tensor:
@@ -136,14 +137,12 @@ class ForeignEncoder:
 
 @torch.inference_mode()
 def states_of(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Return the last states, fp32 (tokens, width), that a live model gives; it is in eval mode."""
+    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
     stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-    return (
-        stack(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
-        .last_hidden_state[0]
-        .float()
-    )
+    with evaluating(stack):
+        out = stack(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
+    return out.last_hidden_state[0].float()
 
 
 class Embedder:
@@ -155,6 +154,7 @@ class Embedder:
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return the vectors, fp32 (len(prompts), width); ValueError for a prompt that cannot be."""
+        prompts = [token_list(prompt) for prompt in prompts]
         for prompt in prompts:
             self._check(prompt)
         rows: list[Tensor] = []
@@ -179,7 +179,7 @@ class Embedder:
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one token")
-        if not all(isinstance(t, int) and 0 <= t < self.facts.vocab_size for t in prompt):
+        if not 0 <= min(prompt) <= max(prompt) < self.facts.vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self.facts.vocab_size - 1}")
         if len(prompt) > self.facts.max_length:
             raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {self.facts.max_length}")

@@ -98,7 +98,10 @@ class NativeEncoder:
         if e.embed_scale != 1.0:
             x = x.float() * e.embed_scale
         if self._learned is not None:
-            x = x.float() + self._learned[self._positions[:at]]
+            rows = self._positions[:at]
+            if e.pad >= 0:
+                rows = torch.cat([e.places(torch.tensor(list(source.tokens))) for source in sources])
+            x = x.float() + self._learned[rows]
         self._x[:at] = x
         for tape in self._tapes:
             tape.run()

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thalweg.infer.api import EngineStats, FinishReason, ModelFacts, Request, RequestOutput
-from thalweg.infer.batch import Batch, Runner, Source, Span
+from thalweg.infer.batch import Batch, Runner, Source, Span, token_list
 from thalweg.infer.blocks import BlockPool
 from thalweg.infer.sampler import Choice, choose_one, find_best, score
 from thalweg.infer.scheduler import Plan, Scheduler
@@ -79,6 +80,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError when it can never run."""
+        request = replace(request, prompt=token_list(request.prompt))
         self._check(request)
         params = request.params
         begun = len(self.start) or len(request.prompt)
@@ -97,7 +99,7 @@ class Engine:
             if self.tokenizer is not None:
                 sequence.stream = TextStream(
                     self.tokenizer, params.stop, include_stop=params.include_stop,
-                    skip_special=params.skip_special_tokens,
+                    skip_special=params.skip_special_tokens, before=() if self.start else request.prompt,
                 )  # fmt: skip
             sequences.append(sequence)
         self._requests[request.request_id] = list(sequences)
@@ -120,7 +122,7 @@ class Engine:
             raise ValueError(f"there is already a request named {request.request_id!r}")
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one token")
-        if not all(isinstance(t, int) and 0 <= t < self.facts.vocab_size for t in prompt):
+        if not 0 <= min(prompt) <= max(prompt) < self.facts.vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self.facts.vocab_size - 1}")
         named = [*params.logit_bias, *params.stop_token_ids]
         if not all(0 <= t < self.facts.vocab_size for t in named):
@@ -295,7 +297,7 @@ class Engine:
 
     def embed(self, prompts: AbstractSequence[AbstractSequence[int]]) -> Tensor:
         """Return the mean over tokens of the last hidden states, fp32 (len(prompts), width)."""
-        return torch.stack([self._embed(list(prompt)) for prompt in prompts])
+        return torch.stack([self._embed(token_list(prompt)) for prompt in prompts])
 
     def _embed(self, tokens: list[int]) -> Tensor:
         if self.start:

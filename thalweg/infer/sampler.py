@@ -21,6 +21,7 @@ from thalweg.infer.guides import Beyond
 from thalweg.infer.sequence import Sequence
 
 _CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
+_COLDEST = 1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,12 @@ def _processed(row: Tensor, sequence: Sequence) -> Tensor:
         row -= counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
     for token, bias in p.logit_bias.items():
         row[token] += bias
-    if sequence.generated < p.min_tokens and sequence.ends:
-        row[list(sequence.ends)] = -math.inf
     if sequence.guide is not None:
         sequence.guide.mask(row)
+    if sequence.generated < p.min_tokens and sequence.ends:
+        longer = row.clone()
+        longer[list(sequence.ends)] = -math.inf
+        row = longer if longer.max() > -math.inf else row  # a structure may allow nothing but the end
     return row
 
 
@@ -109,7 +112,7 @@ def _draw(row: Tensor, sequence: Sequence, ahead: int = 0) -> int:
     p = sequence.params
     if p.greedy:
         return int(row.argmax())
-    row = row / p.temperature
+    row = row / max(p.temperature, _COLDEST)
     where: Tensor | None = None
     if p.top_k or p.top_p < 1 or p.min_p:
         row, where = _kept(row, p)

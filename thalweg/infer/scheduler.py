@@ -244,11 +244,13 @@ class Scheduler:
             batch.spans.append(Span(sequence.slot, start, count + len(guesses)))
             batch.tokens += sequence.tokens[start : start + count]
             batch.tokens += guesses
-            if sequence.params.prompt_logprobs is not None and start < sequence.num_prompt - 1:
-                scored = min(start + count, sequence.num_prompt - 1) - start
-                if start >= len(sequence.prompt_logprobs) - 1:  # not once more after it was put back
-                    plan.scored.append((sequence, start, scored))
-                    first += range(at, at + scored)
+            if sequence.params.prompt_logprobs is not None:
+                # What was scored before it was put back is not scored once more.
+                begin = max(start, len(sequence.prompt_logprobs) - 1)
+                end = min(start + count, sequence.num_prompt - 1)
+                if begin < end:
+                    plan.scored.append((sequence, begin, end - begin))
+                    first += range(at + begin - start, at + end - start)
             if start + count == len(sequence.tokens):
                 if guesses:
                     plan.guesses[len(plan.sampled)] = guesses

@@ -17,15 +17,27 @@ class TextStream:
     string.  Once a stop string is found nothing follows it.  An incomplete character has at most three bytes,
     and decoders put one U+FFFD in the place of each or of all: those before the last three stand for bytes
     that never become a character, and go out.
+
+    ``before``: what the output continues.  Its last tokens are decoded with the first ones of the output, as
+    many tokenizers drop the space in front of what they decode first.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str], *, include_stop: bool, skip_special: bool
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        *,
+        include_stop: bool,
+        skip_special: bool,
+        before: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._include, self._skip = include_stop, skip_special
-        self._tokens: list[int] = []
-        self._start = self._read = self._sent = 0  # ``_sent``: characters that went out after ``_read``
+        self._tokens = list(before[-_INCOMPLETE - 1 :])
+        if self._tokens and self._decode(self._tokens).endswith(_UNKNOWN):
+            self._tokens = []  # an incomplete character stays the prompt's
+        self._start = self._sent = 0  # ``_sent``: characters that went out after ``_read``
+        self._read = len(self._tokens)
         self._held = ""
 
     def push(self, token: int, look: bool = True) -> tuple[str, str | None]:

@@ -29,16 +29,17 @@ def encoder(model: Any) -> Encoder:
     if getattr(c, "position_embedding_type", "absolute") != "absolute":
         raise Unsupported(f"positions of type {c.position_embedding_type!r}")
     positions = e.position_embeddings.weight.detach()
-    first = getattr(e, "padding_idx", None)
-    first = 0 if first is None or c.model_type in _FROM_ZERO else first + 1
+    pad = getattr(e, "padding_idx", None)
+    pad = -1 if pad is None or c.model_type in _FROM_ZERO else int(pad)
     return Encoder(
         vocab=c.vocab_size,
         width=c.hidden_size,
-        max_length=len(positions) - first,
+        max_length=len(positions) - 1 - pad,
         embed=e.word_embeddings.weight.detach(),
         layers=[_layer(layer, c) for layer in model.encoder.layer],
         embed_norm=layer_norm(e.LayerNorm),
-        positions=positions[first:] + e.token_type_embeddings.weight.detach()[0],
+        positions=positions[max(pad, 0) :] + e.token_type_embeddings.weight.detach()[0],
+        pad=pad,
     )
 
 
