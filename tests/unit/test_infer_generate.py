@@ -64,11 +64,13 @@ def test_what_a_config_leaves_open_is_the_models(model: Any) -> None:
 
     own = copy.deepcopy(model)
     tokens, _ = batch()
+    absent = next(token for token in range(131) if token not in tokens)
     first = own.generate(tokens, max_new_tokens=8)[0, 9:].tolist()
     own.generation_config.eos_token_id = first[3]
     engine = thalweg.init_inference(own, dtype=torch.float32)
-    ended = engine.generate(tokens, generation_config=GenerationConfig(max_new_tokens=8, pad_token_id=0))
-    want = own.generate(tokens, generation_config=GenerationConfig(max_new_tokens=8, pad_token_id=0))
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=absent)
+    ended = engine.generate(tokens, generation_config=config)
+    want = own.generate(tokens, generation_config=config)
     assert torch.equal(ended, want) and first[3] in ended[0, 9:13]
     own.generation_config.pad_token_id = 7
     tokens[1, :4] = 7
