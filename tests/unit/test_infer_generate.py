@@ -128,7 +128,12 @@ def test_configs(model: Any, tmp_path: Any) -> None:
     path = tmp_path / "inference.json"
     path.write_text(
         json.dumps(
-            {"dtype": "int8", "tensor_parallel": {"enabled": False, "tp_size": 2}, "max_out_tokens": 64}
+            {
+                "dtype": "int8",
+                "tensor_parallel": {"enabled": False, "tp_size": 2},
+                "max_out_tokens": 64,
+                "mpu": None,
+            }
         )
     )
     engine = thalweg.init_inference(model, path)

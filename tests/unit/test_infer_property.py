@@ -133,27 +133,25 @@ def test_the_cases_do_preempt_and_do_hit_prefixes() -> None:
 
 def test_a_prompt_that_is_put_back_amid_its_pieces_is_scored_once() -> None:
     """It comes back with pieces of another size, which begin before what was scored and end behind it."""
-    engine = fresh(14, 5, prefix_cache=True)
+    engine = fresh(14, 4, prefix_cache=True)
     scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
-    for number in range(4):
-        engine.add(
-            Request(str(number), BASE[number : number + 17], SamplingParams(temperature=0, max_tokens=40))
-        )
-    while engine.stats().generated_tokens < 4:
+    for number in range(3):
+        plain = SamplingParams(temperature=0, max_tokens=70)
+        engine.add(Request(str(number), BASE[number : number + 17], plain))
+    while engine.stats().generated_tokens < 3:
         engine.step()
-    engine.add(Request("scored", BASE[:31], scored))
+    engine.add(Request("scored", BASE[:60], scored))
     found: list[Any] = []
     put_back = 0
     while engine.has_work():
-        before = engine.stats().preemptions
         for output in engine.step():
             found += output.prompt_logprobs or ()
-        put_back += engine.stats().preemptions - before if not found else 0
+        put_back = put_back if found else engine.stats().preemptions
     assert put_back, "the case does what it is for"
     alone = fresh(40, 160, prefix_cache=False)
-    alone.add(Request("scored", BASE[:31], scored))
+    alone.add(Request("scored", BASE[:60], scored))
     want = [x for output in alone.step() for x in output.prompt_logprobs or ()]
-    assert [x and x.token_id for x in found] == [None, *BASE[1:31]]
+    assert [x and x.token_id for x in found] == [None, *BASE[1:60]]
     for one, other in zip(found[1:], want[1:], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 

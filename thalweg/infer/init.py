@@ -29,6 +29,7 @@ _NO_MATTER = {
     "injection_policy_tuple", "enable_cuda_graph", "use_triton", "triton_autotune", "triangular_masking",
     "return_tuple", "training_mp_size", "min_out_tokens", "set_empty_params", "save_mp_checkpoint_path",
     "checkpoint_config", "transposed_mode", "keep_module_on_host", "base_dir", "max_batch_size", "replace",
+    "moe_experts", "moe_type",
 }  # fmt: skip
 """DeepSpeed's keys that choose among its kernels; here the choice is measured or made by the processor."""
 _OURS = {
@@ -36,6 +37,8 @@ _OURS = {
     "batch_invariant", "speculate", "draft", "adapters", "stream", "stream_folder", "stream_memory",
     "trust_remote_code",
 }  # fmt: skip
+_ABSENT = ("mpu", "ep_group", "ep_mp_group", "config")
+"""DeepSpeed's keys for objects of the caller's own, which may be there as None."""
 _TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
 
@@ -157,6 +160,7 @@ def init_inference(
     if dtype is not None:
         wanted["dtype"] = dtype
     wanted |= _streaming(wanted)
+    wanted = {key: value for key, value in wanted.items() if key not in _ABSENT or value is not None}
     if is_pipeline(model):
         chosen = options_of(wanted, _quantised_bits(wanted.pop("quant", None)), _NO_MATTER)
         live = load_pipeline(model, chosen.dtype) if isinstance(model, str | Path) else model
