@@ -34,8 +34,11 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._include, self._skip = include_stop, skip_special
         self._tokens = list(before[-_INCOMPLETE - 1 :])
-        if self._tokens and self._decode(self._tokens).endswith(_UNKNOWN):
-            self._tokens = []  # an incomplete character stays the prompt's
+        try:
+            if self._decode(self._tokens).endswith(_UNKNOWN):
+                self._tokens = []  # an incomplete character stays the prompt's
+        except (IndexError, TypeError, ValueError):  # tokens that the model has and the tokenizer has not
+            self._tokens = []
         self._start = self._sent = 0  # ``_sent``: characters that went out after ``_read``
         self._read = len(self._tokens)
         self._held = ""
