@@ -322,11 +322,12 @@ def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -
 def test_what_streams_is_computed_in_the_dtype_asked_for(tmp_path: Path) -> None:
     """Files in bf16, arithmetic in fp32: as if they had been loaded so."""
     tiny("gpt2").bfloat16().save_pretrained(tmp_path)
-    found = [
-        tokens(load_engine(tmp_path, options(tmp_path, stream=stream, dtype=dtype), runner="eager"))
-        for stream, dtype in ((None, "fp32"), ("cpu", "fp32"), ("cpu", "bf16"))
-    ]
-    assert found[1] == found[0] != found[2], "the last one is the control"
+    found, computed = [], []
+    for stream, dtype in ((None, "fp32"), ("cpu", "fp32"), ("cpu", "bf16")):
+        engine = load_engine(tmp_path, options(tmp_path, stream=stream, dtype=dtype), runner="eager")
+        found.append(tokens(engine))
+        computed.append(engine.runner.dtype)
+    assert found[0] == found[1] and computed == [torch.float32, torch.float32, torch.bfloat16]
 
 
 @kernels
