@@ -184,7 +184,7 @@ def assemble(
     names = {id(parameter): name for name, parameter in given.named_parameters(remove_duplicate=False)}
     wanted = parameter_names(optimizer, model_parameters, names)
     unwrap_parameters(model)
-    preflight = Preflight(model, mesh, config, device)
+    preflight = Preflight(model, mesh, config, device, optimizer)
     options = shard_options(model, config)
     teams, states = _split(model, axes, config, device)
     attention = _split_sequence(model, axes, pipeline, list(find_units(model, options.units).values()))

@@ -80,7 +80,7 @@ def initialize(
     info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = pick_device(info.local_rank)
     axes = build_mesh(device, mesh, degrees_of(parsed))
-    parsed = settle_job(parsed, model, axes.data, axes.everyone, device)
+    parsed = settle_job(parsed, model, axes.data, axes.everyone, device, optimizer)
     resolved = resolve(parsed, world_size=axes.size, model=facts_of(model))
     if device.type == "cpu":
         choose_allocation(memory_is_short(resolved))

@@ -68,6 +68,8 @@ def test_plan_names_the_cure_of_wrong_use(files, tmp_path):
     done = thalweg("plan", *files, "--device", "abacus")
     assert done.returncode == 2
     assert "h100" in done.stderr
+    done = thalweg("plan", *files, "--html", str(tmp_path / "none" / "plan.html"))
+    assert done.returncode == 2 and "no folder" in done.stderr
 
 
 def test_tune_says_before_it_measures_that_it_cannot_write(files, tmp_path):

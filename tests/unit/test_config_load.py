@@ -265,6 +265,10 @@ def test_the_error_survives_pickling_and_prints_anywhere() -> None:
             {"zero_optimization": {"stage3_max_live_parameters": 7}},
         ),
         ({"aio": {"intra_op_parallelism": 4}}, {"aio": {"thread_count": 4}}),
+        (
+            {"zero_optimization": {"stage": 3, "aio": {"thread_count": 4}}},
+            {"zero_optimization": {"stage": 3}, "aio": {"thread_count": 4}},
+        ),
         ({"zero_optimization": {"cpu_offload": False}}, {"zero_optimization": {}}),
         ({"checkpoint": {"tag_validation": "FAIL"}}, {"checkpoint": {"tag_validation": "Fail"}}),
         ({"optimizer": {"type": "adamw"}}, {"optimizer": {"type": "AdamW"}}),

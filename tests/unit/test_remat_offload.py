@@ -89,6 +89,21 @@ def test_on_disk_the_bits_are_the_same(saver: DiskSaver, policy: RematPolicy, dr
     assert same(train(build(InPlace(), dropout, policy)), train(small(dropout)))
 
 
+def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) -> None:
+    def small_disk(num_bytes: int) -> SwapFile:
+        if num_bytes > 1 << 16:
+            raise ValueError("make room")
+        return SwapFile(tmp_path, num_bytes)
+
+    saver = DiskSaver(small_disk, segment_bytes=1 << 28)
+    assert same(train(build(saver)), train(small()))
+    assert 0 < saver.num_bytes <= 4 << 16
+    with pytest.raises(ValueError, match="make room"):
+        saver.save(torch.zeros(1 << 17))
+    gc.collect()
+    saver.close()
+
+
 def test_a_wrong_byte_on_disk_would_be_seen(saver: DiskSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SwapFile.read
 

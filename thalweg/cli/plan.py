@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return show_pipeline(args, read_config(args))
     if args.model is None:
         raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
+    folder = Path(args.html or ".").absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--html {args.html}: there is no folder {folder}")
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.plan import plan
 

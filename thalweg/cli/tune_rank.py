@@ -19,7 +19,8 @@ def main(folder: Path) -> int:
 
     import thalweg
     from thalweg.observe import resident_mib
-    from thalweg.plan.batch import batch_of
+    from thalweg.plan.batch import Field, batch_of
+    from thalweg.plan.rehearsal import loss_of
     from thalweg.plan.source import build_real
 
     job = json.loads((folder / "job.json").read_text())
@@ -28,7 +29,8 @@ def main(folder: Path) -> int:
     store = folder / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     model = build_real(job["model"])
-    config = job["config"] | {"memory": {"preflight": "off"}, "log_level": "error"}
+    memory = {**(job["config"].get("memory") or {}), "preflight": "off"}
+    config = job["config"] | {"memory": memory, "log_level": "error"}
     engine, *_ = thalweg.initialize(model=model, config=config)
     micro = int(engine.config.train_micro_batch_size_per_gpu)
     shapes = batch_of(engine.module, micro, job["sequence_length"])
@@ -37,20 +39,26 @@ def main(folder: Path) -> int:
         start = time.perf_counter()
         for _ in range(int(engine.config.gradient_accumulation_steps)):
             batch: dict[str, Any] = {
-                name: torch.randint(0, field.high, field.shape)
-                if not field.dtype.is_floating_point
-                else torch.randn(field.shape)
+                name: _values(field) if isinstance(field, Field) else field
                 for name, field in shapes.kwargs.items()
             }
             output = engine(**batch)
-            loss = output if isinstance(output, torch.Tensor) else output.loss
-            engine.backward(loss)
+            engine.backward(loss_of(output))
             engine.step()
         best = min(best, time.perf_counter() - start)
     found = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     return 0
+
+
+def _values(field: Any) -> Any:
+    """A tensor of such a field, at random."""
+    import torch
+
+    if field.dtype.is_floating_point:
+        return torch.randn(field.shape)
+    return torch.randint(0, field.high, field.shape)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ SPELLINGS = {
     f"{ZERO}.gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
     **{f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _STAGE3},
     "allgather_size": f"{ZERO}.allgather_bucket_size",
+    f"{ZERO}.aio": "aio",  # where the documentation of Hugging Face has it
     "aio.intra_op_parallelism": "aio.thread_count",
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",

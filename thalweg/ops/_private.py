@@ -75,3 +75,8 @@ def forward_ad_active() -> bool:
 def unsafe_view(x: Tensor, shape: list[int]) -> Tensor:
     """Reshape a fresh tensor that nobody else holds; unlike a view it may be changed in place anywhere."""
     return torch.ops.aten._unsafe_view.default(x, shape)
+
+
+def reads_a_value(operator: Any) -> bool:
+    """Whether a dispatched operator is the one behind ``tensor.item()`` and ``bool(tensor)``."""
+    return operator is torch.ops.aten._local_scalar_dense.default

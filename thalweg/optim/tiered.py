@@ -211,8 +211,8 @@ def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tent
     if not swap.extend_if_free(needed, 2 * needed):
         _log.info(
             "updates wait for step(), and gradients rest on the disk meanwhile: within the backward pass "
-            "they would need %.1f GiB more of %s",
-            needed / 2**30,
+            "they would need %.1f MiB more of %s",
+            needed / 2**20,
             swap.folder,
         )
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -46,6 +47,24 @@ class Batch:
                 return one.shape[0] * one.shape[1]
         return fields[0].shape[0] if fields and fields[0].shape else 1
 
+    def with_rows(self, rows: int, of: int) -> Batch:
+        """The same inputs for micro-batches of ``rows`` instead of ``of``: every tensor's first dimension is
+        cut, but for those of 1, which all rows share.
+
+        Raises:
+            ValueError: the tensors do not show which dimension that is.
+        """
+        first = {field.shape[0] for field in self.fields if field.shape and field.shape[0] != 1}
+        if len(first) != 1 or min(first) * rows % of:
+            raise ValueError(f"inputs of {sorted(first)} rows cannot be cut from {of} to {rows}")
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Field) or not leaf.shape or leaf.shape[0] == 1:
+                return leaf
+            return replace(leaf, shape=(leaf.shape[0] * rows // of, *leaf.shape[1:]))
+
+        return Batch(tree_map(cut, self.args), tree_map(cut, self.kwargs))
+
     def build(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with empty tensors of these shapes."""
         return tree_map(_empty, self.args), tree_map(_empty, self.kwargs)
@@ -75,17 +94,16 @@ def batch_of(model: nn.Module, micro_batch: int, sequence_length: int | None = N
     names = list(inspect.signature(model.forward).parameters)
     config = getattr(model, "config", None)
     if "pixel_values" in names and "input_ids" not in names:
-        return _images(config, names, micro_batch)
+        return _images(model, config, names, micro_batch)
+    if "input_ids" not in names and {"input_features", "input_values"} & set(names):
+        return _sounds(model, config, names, micro_batch, sequence_length)
     if "pixel_values" in names and "return_loss" in names and hasattr(config, "vision_config"):
         return _pairs(model, config, micro_batch, sequence_length)
     length = _length(model, config, sequence_length)
     vocabulary = _first(config, "vocab_size") or 2
     tokens = next((name for name in names if name in ("input_ids", "tokens", "tokens_BT", "idx")), None)
     if tokens is None:
-        raise ValueError(
-            f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: its inputs cannot be "
-            "guessed; give batch=, one micro-batch of tensors (on any device, meta too)"
-        )
+        raise ValueError(_unknown(model, names))
     inputs = {tokens: Field((micro_batch, length), torch.int64, vocabulary)}
     labels = next((name for name in names if name in ("labels", "labels_BT", "targets")), None)
     if labels is not None:
@@ -93,10 +111,17 @@ def batch_of(model: nn.Module, micro_batch: int, sequence_length: int | None = N
     return Batch(kwargs=inputs)
 
 
+def _unknown(model: nn.Module, names: list[str]) -> str:
+    return (
+        f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: its inputs cannot be "
+        "guessed; give batch=, one micro-batch of tensors (on any device, meta too)"
+    )
+
+
 def _length(model: nn.Module, config: Any, wanted: int | None) -> int:
     """Tokens of a sequence: a lookup of shapes alone would not fail where that of a run does."""
     learnt = {
-        name: module.num_embeddings
+        name: module.num_embeddings - _unused(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and _LEARNT.search(name) and not _NO_TEXT.search(name)
     }
@@ -109,6 +134,13 @@ def _length(model: nn.Module, config: Any, wanted: int | None) -> int:
             f"{type(model).__name__} has learnt ({fewest}): give at most {learnt[fewest]}"
         )
     return wanted or min(default_length(config), learnt[fewest])
+
+
+def _unused(positions: nn.Embedding) -> int:
+    """Rows of learnt positions that no token has: RoBERTa counts from behind that of padding, OPT from 2."""
+    offset = getattr(positions, "offset", 0)
+    padding = positions.padding_idx
+    return offset if isinstance(offset, int) and offset else 0 if padding is None else padding + 1
 
 
 def default_length(config: Any) -> int:
@@ -134,14 +166,43 @@ def _labels(model: nn.Module, config: Any, rows: int, length: int, vocabulary: i
     return Field((rows, length), torch.int64, vocabulary)
 
 
-def _images(config: Any, names: list[str], rows: int) -> Batch:
+def _images(model: nn.Module, config: Any, names: list[str], rows: int) -> Batch:
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     inputs = {
         "pixel_values": Field((rows, _first(config, "num_channels") or 3, height, width), torch.float32)
     }
-    if "labels" in names:
-        inputs["labels"] = Field((rows,), torch.int64, _first(config, "num_labels") or 2)
+    name = type(model).__name__
+    if "labels" in names and "Detection" not in name and "MaskedImage" not in name:
+        shape = (rows, height, width) if name.endswith("Segmentation") else (rows,)
+        inputs["labels"] = Field(shape, torch.int64, _first(config, "num_labels") or 2)
+    return Batch(kwargs=inputs)
+
+
+def _sounds(model: nn.Module, config: Any, names: list[str], rows: int, wanted: int | None) -> Batch:
+    """Spectra as Whisper and its like take them (always a whole window), or samples; texts as labels."""
+    frames, bands = _first(config, "max_source_positions"), _first(config, "num_mel_bins")
+    if "input_features" in names and frames and bands:
+        strides = [module.stride[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
+        shape: tuple[int, ...] = (rows, bands, frames * prod(strides))
+    elif "input_values" in names and (strides := getattr(config, "conv_stride", None)):
+        shape = (
+            rows,
+            (wanted or default_length(config)) * prod(strides) + max(config.conv_kernel) * prod(strides),
+        )
+    else:
+        raise ValueError(_unknown(model, names))
+    inputs = {
+        ("input_features" if "input_features" in names else "input_values"): Field(shape, torch.float32)
+    }
+    if "labels" in names and "decoder_input_ids" in names:
+        most = _first(config, "max_target_positions") or 1024
+        if wanted is not None and wanted > most:
+            raise ValueError(
+                f"sequence_length {wanted} is longer than the {most} positions of {type(model).__name__}"
+            )
+        vocabulary = _first(config, "vocab_size") or 2
+        inputs["labels"] = Field((rows, min(wanted or default_length(config), most)), torch.int64, vocabulary)
     return Batch(kwargs=inputs)
 
 
@@ -151,7 +212,7 @@ def _pairs(model: nn.Module, config: Any, rows: int, wanted: int | None) -> Batc
     length = _length(model, text, wanted)
     inputs: dict[str, Any] = {
         "input_ids": Field((rows, length), torch.int64, _first(text, "vocab_size") or 2),
-        **_images(config.vision_config, ["pixel_values"], rows).kwargs,
+        **_images(model, config.vision_config, ["pixel_values"], rows).kwargs,
     }
     return Batch(kwargs={**inputs, "return_loss": True})
 

@@ -34,3 +34,10 @@ def with_changes(tree: dict[str, Any], changes: dict[str, Any], keep: tuple[str,
             node = node[key]
         node[last] = value
     return tree
+
+
+def nvme_folder(config: Config) -> str | None:
+    """The folder that the config names for what goes to a disk, by whatever option."""
+    zero = config.zero_optimization
+    paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
+    return next((path for path in paths if path and path != "auto"), None)

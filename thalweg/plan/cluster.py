@@ -68,6 +68,7 @@ class Cluster:
         return None if self.host_memory is None else self.host_memory // self.devices_per_node
 
 
+HERE = "this machine"
 _GIB = 2**30
 # Data sheets: dense peaks, memory, bandwidth of memory, of the links inside a node and to the host.
 DEVICES: dict[str, Cluster] = {
@@ -136,7 +137,7 @@ def this_machine(num_ranks: int = 1) -> Cluster:
     return Cluster(
         devices_per_node=num_ranks,
         device="cpu",
-        name="this machine",
+        name=HERE,
         host_memory=host_memory_available(),
         disk_bytes=shutil.disk_usage("/tmp" if Path("/tmp").exists() else ".").free,
         flops={key: value for key, value in speed.items() if key in ("fp32", "bf16")},
@@ -147,6 +148,15 @@ def this_machine(num_ranks: int = 1) -> Cluster:
         efficiency=0.95,
         call_seconds=8e-6,
     )
+
+
+def disk_limit(cluster: Cluster, folder: str | None) -> int | None:
+    """Bytes for what goes to a disk: of this machine, those free where ``folder`` is (or is to be made)."""
+    if cluster.disk_bytes is None or cluster.name != HERE or folder is None:
+        return cluster.disk_bytes
+    place = Path(folder).expanduser().absolute()
+    there = next((one for one in (place, *place.parents) if one.exists()), Path("/"))
+    return shutil.disk_usage(there).free
 
 
 def host_memory_available() -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,9 @@ from thalweg.config import Config, load, resolve
 from thalweg.observe import resident_mib
 from thalweg.plan.auto import settle
 from thalweg.plan.batch import Batch, batch_of, like
-from thalweg.plan.cluster import Cluster, cluster_of
-from thalweg.plan.depth import at_full_depth
+from thalweg.plan.changes import nvme_folder
+from thalweg.plan.cluster import Cluster, cluster_of, disk_limit
+from thalweg.plan.depth import at_full_depth, stacks_of
 from thalweg.plan.memory import simulate
 from thalweg.plan.process import Moment, PerRank
 from thalweg.plan.published import transformer_activations, zero_states
@@ -22,6 +23,7 @@ from thalweg.plan.setting import Setting, setting_of, unmodelled
 from thalweg.plan.source import Source, open_source
 from thalweg.plan.teams import can_split
 from thalweg.plan.time import compose, time_of
+from thalweg.plan.timeline import aligned, highest, moments
 from thalweg.plan.traffic import traffic_of
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import model_facts, shard_options
@@ -66,27 +68,37 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank stays within its device, and the ranks of a host together within it."""
-        return self._within if self._within or not self.not_counted else None
+        """Whether every rank stays within its device, the ranks of a host together within it and its disk."""
+        over = self._over
+        within = max(over.values()) <= 0 if over else None
+        return within if within or not self.not_counted else None
 
     @property
-    def _within(self) -> bool | None:
-        found = []
-        if self._on_host:
-            found.append(self.per_host <= (self.host_limit or 0))
-        if self.limit is not None and (not self._on_host or self.tiers.get("host")):
-            found.append(self.per_rank.total <= self.limit)
-        if self.disk_limit is not None and self.tiers.get("disk"):
-            found.append(self.tiers["disk"] * self.ranks_per_node <= self.disk_limit)
-        return all(found) if found else None
+    def short_of(self) -> str:
+        """What is exceeded the most, ``"memory"`` or ``"disk"``; of a run that fits, ``"memory"``."""
+        over = self._over
+        if "disk" in over and over["disk"] > max(0, over.get("memory", 0)):
+            return "disk"
+        return "memory"
 
     @property
     def missing_bytes(self) -> int:
-        """By how much the limit is exceeded (negative: what is to spare)."""
-        over = [self.per_host - (self.host_limit or 0)] if self._on_host else []
-        if not over or self.tiers.get("host"):
-            over.append(self.per_rank.total - (self.limit or 0))
-        return max(over)
+        """By how much what :attr:`short_of` names is exceeded (negative: what is to spare)."""
+        return self._over.get(self.short_of, 0)
+
+    @property
+    def _over(self) -> dict[str, int]:
+        """Bytes beyond each limit that is known (negative: what is to spare)."""
+        memory, found = [], {}
+        if self._on_host:
+            memory.append(self.per_host - (self.host_limit or 0))
+        if self.limit is not None and (not self._on_host or self.tiers.get("host")):
+            memory.append(self.per_rank.total - self.limit)
+        if memory:
+            found["memory"] = max(memory)
+        if self.disk_limit is not None and self.tiers.get("disk"):
+            found["disk"] = self.tiers["disk"] * self.ranks_per_node - self.disk_limit
+        return found
 
     @property
     def _on_host(self) -> bool:
@@ -109,7 +121,10 @@ class Plan:
 class Question:
     """A model, a batch and the machines; configs are then asked about, one after the other.
 
-    ``states_only``: activations are left out, as nobody knows the model's inputs.
+    ``states_only``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
+    ``train_micro_batch_size_per_gpu`` the ``batch`` is one; another one is answered with fewer or more rows.
+    ``patience``: seconds of processor time that one rehearsal may take (a model that goes token by token has
+    a million operators).
     """
 
     source: Source
@@ -118,6 +133,8 @@ class Question:
     sequence_length: int | None = None
     process_bytes: int = 0
     states_only: bool = False
+    micro_batch: int | None = None
+    patience: float | None = None
 
     def answer(self, config: Config) -> Plan:
         """The plan of a resolved config."""
@@ -128,21 +145,24 @@ class Question:
             setting = replace(setting, tensor=1)
             missing.append("tensor_parallel.autotp_size")
         shapes = self._shapes(model, setting)
-        timeline: list[Moment] = []
+        timelines: list[list[Moment]] = []
+        stacks = stacks_of(model)
 
         def measure(shallow: nn.Module) -> dict[str, Any]:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
             on_cpu = self.cluster.device == "cpu"
             given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
-            found = rehearse(shallow, shapes, setting)
+            depths = {name: len(list(shallow.get_submodule(name).children())) for name in stacks}
+            found = rehearse(shallow, shapes, setting, self.patience)
             held = {"process_bytes": self.process_bytes, "given_bytes": given}
             memory = simulate(found, setting, **held)
             traffic = traffic_of(found, setting)
             time = time_of(found, setting, traffic, memory, self.cluster)
             if setting.updates_early and time.disk_keeps_up:
                 memory = simulate(found, setting, keeps_up=True, **held)
-            timeline[:] = memory.timeline
+            timelines.append(memory.timeline)
             return {
+                "stretches": aligned(memory.stretches, depths),
                 "again": {"bytes": memory.counted_again},
                 "tiers": {
                     "host": memory.host_bytes,
@@ -150,7 +170,7 @@ class Question:
                     "disk_read": memory.disk_read,
                     "disk_written": memory.disk_written,
                 },
-                "memory": {item.name: getattr(memory.peak, item.name) for item in fields(PerRank)},
+                "memory": asdict(memory.peak),
                 "traffic": traffic.collectives,
                 "links": traffic.links,
                 "time": time.parts,
@@ -165,9 +185,11 @@ class Question:
             _log.debug("not rehearsed on parts of sequences: %s", error)
             setting = replace(setting, sequence=1)
             missing.append("sequence_parallel_size")
+            timelines.clear()
             found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
         seconds, bottleneck = compose(found["time"], self.cluster)
-        per_rank, cluster = PerRank(**found["memory"]), self.cluster
+        whole, cluster = len(timelines) == 1, self.cluster
+        per_rank = PerRank(**found["memory"]) if whole else highest(found["stretches"])
         if cluster.device == "cpu":
             groups = cluster.devices_per_node // setting.ranks.per_node  # each has an arena of its own
             host = cluster.devices_per_node * per_rank.total - groups * found["again"]["bytes"]
@@ -190,10 +212,10 @@ class Question:
             * setting.ranks.world_size
             // setting.sequence,
             world_size=self.cluster.world_size,
-            timeline=timeline,
+            timeline=timelines[0] if whole else moments(found["stretches"]),
             not_counted=missing,
             published=self._published(setting, shapes),
-            disk_limit=cluster.disk_bytes,
+            disk_limit=disk_limit(cluster, nvme_folder(config)),
             ranks_per_node=cluster.devices_per_node,
             model=self.source.name,
             config=config,
@@ -212,7 +234,9 @@ class Question:
         if self.states_only:
             return None
         if self.batch is not None:
-            return self.batch if isinstance(self.batch, Batch) else like(self.batch)
+            given = self.batch if isinstance(self.batch, Batch) else like(self.batch)
+            own = self.micro_batch or setting.micro_batch
+            return given if own == setting.micro_batch else given.with_rows(setting.micro_batch, own)
         return batch_of(model, setting.micro_batch, self.sequence_length)
 
 
@@ -261,6 +285,7 @@ def plan(
     )
     world_size, facts = question.cluster.world_size, model_facts(question.source.model)
     resolved = resolve(settle(load(config), question), world_size=world_size, model=facts)
+    question = replace(question, micro_batch=int(resolved.train_micro_batch_size_per_gpu))
     answer = question.answer(resolved)
     if suggest and answer.fits is False:
         from thalweg.plan.search import suggest as search

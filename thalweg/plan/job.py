@@ -18,7 +18,7 @@ from thalweg.plan.auto import choose, fill, open_paths
 from thalweg.plan.batch import batch_of
 from thalweg.plan.cluster import DEVICES, Cluster, host_memory_available, this_machine
 from thalweg.plan.core import Question
-from thalweg.plan.setting import Ranks, tensor_ranks
+from thalweg.plan.setting import Ranks, tensor_ranks, with_optimizer
 from thalweg.plan.sizes import parse_bytes
 from thalweg.plan.source import Source, open_source
 from thalweg.utils.log import get_logger
@@ -27,11 +27,17 @@ _log = get_logger(__name__)
 
 
 def settle_job(
-    config: Config, model: nn.Module, mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device
+    config: Config,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    everyone: dist.ProcessGroup,
+    device: torch.device,
+    optimizer: Any = None,
 ) -> Config:
     """``config`` with what is left to the plan filled in, the same on every rank; collective.
 
-    ``mesh``: the data-parallel ranks; ``everyone``: all ranks of the job, whose rank 0 decides.
+    ``mesh``: the data-parallel ranks; ``everyone``: all ranks of the job, whose rank 0 decides;
+    ``optimizer``: the one that the program has built, if any.
     """
     names = open_paths(config)
     if not names:
@@ -39,7 +45,7 @@ def settle_job(
     found: list[Any] = [None]
     root = dist.get_global_rank(everyone, 0)
     if dist.get_rank() == root:
-        found = [_decide(config, model, mesh, device, names)]
+        found = [_decide(with_optimizer(config, optimizer), model, mesh, device, names)]
     if dist.get_world_size(everyone) > 1:
         dist.broadcast_object_list(found, src=root, group=everyone)
     return fill(config, *found[0])

@@ -18,6 +18,7 @@ What rests on the disk (and, of a GPU's states, on the host) is added up beside 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -56,7 +57,7 @@ class Memory:
 
     ``counted_again``: bytes that the ranks of a host share, as often as they are counted too many;
     ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read``,
-    ``disk_written``: bytes of one step.
+    ``disk_written``: bytes of one step; ``stretches``: the peak between one mark of the run and the next.
     """
 
     peak: PerRank
@@ -66,6 +67,7 @@ class Memory:
     disk_bytes: int = 0
     disk_read: int = 0
     disk_written: int = 0
+    stretches: dict[str, PerRank] = field(default_factory=dict)
 
 
 def simulate(
@@ -94,7 +96,8 @@ def simulate(
     if setting.placement == "shared":
         resident = sum(slot.home_bytes for name, slot in found.slots.items() if name not in run.on_disk)
         again += (setting.span.per_node - 1) * resident
-    memory = Memory(process.at_peak(), process.timeline, again)
+    process.end_stretch()
+    memory = Memory(process.at_peak(), process.timeline, again, stretches=process.stretches)
     memory.host_bytes, memory.disk_bytes = run.host_bytes, run.disk_bytes
     memory.disk_read, memory.disk_written = run.disk_read, run.streamed.written_bytes + run.spilled
     if setting.inputs_on == "nvme":
@@ -126,10 +129,12 @@ class _Run:
         self.host_bytes = self._host_bytes()
         self._offset = 1 << 40
         self._of_graph = 0
+        self._begun: Counter[str] = Counter()
 
     def initialize(self, given: list[int]) -> None:
         """What ``zero.shard`` does: the given model is there, shards are made, full tensors go one by one."""
         process, found, setting = self.process, self.found, self.setting
+        process.begin("1\tinitialize\t\t")
         for size in given:
             if size >= _MAP_THRESHOLD:
                 process.map("parameters", size)
@@ -215,6 +220,12 @@ class _Run:
 
     def _mark(self, label: str) -> None:
         verb, _, name = label.partition(" ")
+        if verb not in ("open", "close", "ahead", "gather"):
+            key = f"{self.process.phase}\t{verb}\t{name}"
+            self._begun[key] += 1
+            self.process.begin(f"{self._begun[key]}\t{key}")
+        if verb == "enter":
+            return
         if verb == "kept":
             if self.process.heap is not None:
                 self.process.heap.settle_since(self._of_graph)

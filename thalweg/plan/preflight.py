@@ -12,6 +12,7 @@ limits leave.  ``memory.preflight``: ``"refuse"``, ``"warn"`` or ``"off"``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,24 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
 from thalweg.observe import resident_mib
+from thalweg.optim import build_optimizer
 from thalweg.plan.batch import Batch, batch_of, batch_of_call
 from thalweg.plan.core import Plan, Question
 from thalweg.plan.job import cluster_of_job, find_limit, process_bytes, ranks_of, twin
 from thalweg.plan.rehearsal import in_memory, shard_bytes, slots_of
 from thalweg.plan.report import byte_table, show_changes
 from thalweg.plan.search import suggest
-from thalweg.plan.setting import setting_of, tensor_ranks, unmodelled
+from thalweg.plan.setting import Setting, setting_of, tensor_ranks, unmodelled, with_optimizer
 from thalweg.plan.sizes import show_bytes
 from thalweg.plan.source import Source
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import model_facts, shard_options
 
 _log = get_logger(__name__)
-# Optimizer state of an fp32 parameter in bytes, where it is not Adam's two moments.
-_STATE_BYTES = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "Adafactor": 0}
 # Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
 _GENEROUS = 400
 _SEARCH_SECONDS = 3.0
+# Of processor time for one rehearsal: no job waits longer for what it may use.
+_PATIENCE = 15.0
 
 
 class DoesNotFit(ValueError):
@@ -56,8 +58,17 @@ class Preflight:
         DoesNotFit: with the table of bytes and the nearest configuration that fits.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        config: Config,
+        device: torch.device,
+        optimizer: Any = None,
+    ) -> None:
+        """``optimizer``: the one that the program has built, if any, or what makes it."""
         self.mode = config.memory.preflight
+        config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
         self._ranks = ranks_of(mesh, device, tensor_ranks(config))
         self._resident = int(resident_mib() * 2**20)
@@ -124,9 +135,7 @@ class Preflight:
         setting = setting_of(self._config, ranks, shard_options(model, self._config))
         slots = in_memory(slots_of(model, setting), model, setting)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state = _STATE_BYTES.get(setting.optimizer or "SGD", 8)
-        if setting.states.device == "nvme":
-            state = 0
+        state = 0 if setting.states.device == "nvme" else _state_bytes(setting)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
         kept = {name: slot for name, slot in slots.items() if not setting.master_leaves(slot)}
         shards = sum(shard_bytes(slot) for slot in kept.values()) // setting.tensor
@@ -159,7 +168,9 @@ class Preflight:
     def _question(self, batch: Batch) -> Question:
         assert self._source is not None
         cluster = cluster_of_job(self._ranks, self._device, self._limit, self._config)
-        return Question(self._source, cluster, batch, None, self._process_bytes)
+        micro = int(self._config.train_micro_batch_size_per_gpu)
+        asked = Question(self._source, cluster, batch, None, self._process_bytes, micro_batch=micro)
+        return replace(asked, patience=_PATIENCE)
 
     def _refuse(self, plan: Plan | None, batch: Batch | None) -> None:
         if plan is None and batch is not None:
@@ -192,6 +203,22 @@ class Preflight:
             'To go on regardless: "memory": {"preflight": "warn"}; to set another limit: "host_limit".'
         )
         return "\n".join(lines)
+
+
+def _state_bytes(setting: Setting) -> int:
+    """Bytes of optimizer state for each element of a matrix, seen on a small one; 0 where nobody can say."""
+    if setting.optimizer is None:
+        return 0
+    probe = nn.Parameter(torch.zeros(64, 64))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        optimizer = build_optimizer(setting.optimizer, [probe], setting.optimizer_params)
+        optimizer.step()
+    except Exception as error:
+        _log.debug("the state of %s is not known: %s", setting.optimizer, error)
+        return 0
+    values = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    return sum(value.nbytes for value in values if value.numel() >= probe.numel()) // probe.numel()
 
 
 def _any_batch(model: nn.Module, config: Config) -> Batch | None:

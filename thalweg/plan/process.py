@@ -54,6 +54,9 @@ class Process:
         self._blocks: dict[int, tuple[tuple[int, int], int, str]] = {}
         self._live = 0
         self.phase = "initialize"
+        self.stretches: dict[str, PerRank] = {}
+        self._stretch = ""
+        self._stretch_peak, self._at_stretch = 0, (0, {}, {})
 
     def add(self, number: int, num_bytes: int, label: str) -> None:
         """A block of the heap."""
@@ -92,19 +95,37 @@ class Process:
         own = self.heap.top if self.heap is not None else self._live
         return self.process_bytes + own + sum(self.apart.values())
 
+    def begin(self, stretch: str) -> None:
+        """A stretch of the run begins: its peak is kept apart in :attr:`stretches`."""
+        self.end_stretch()
+        self._stretch, self._stretch_peak = stretch, 0
+        self._look()
+
+    def end_stretch(self) -> None:
+        """The stretch that began last is over."""
+        if self._stretch:
+            self.stretches[self._stretch] = self._parts(*self._at_stretch)
+            self._stretch = ""
+
     def _look(self) -> None:
         """Remember what was alive when the heap last grew, and when the whole was largest."""
         top = self.heap.top if self.heap is not None else self._live
         if top > self._highest:
             self._highest, self._at_highest = top, dict(self.alive)
-        if self.resident > self.peak:
-            self.peak = self.resident
+        resident = self.resident
+        if resident > self.peak:
+            self.peak = resident
             self._apart_at_peak, self._heap_at_peak = dict(self.apart), (top, self._at_highest)
+        if self._stretch and resident > self._stretch_peak:
+            alive = self._at_highest if self.heap is not None else dict(self.alive)
+            self._stretch_peak, self._at_stretch = resident, (top, alive, dict(self.apart))
 
     def at_peak(self) -> PerRank:
         """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""
-        top, alive = self._heap_at_peak
-        parts = Counter(alive) + Counter(self._apart_at_peak)
+        return self._parts(*self._heap_at_peak, self._apart_at_peak)
+
+    def _parts(self, top: int, alive: dict[str, int], apart: dict[str, int]) -> PerRank:
+        parts = Counter(alive) + Counter(apart)
         named = {item.name: parts.pop(item.name, 0) for item in fields(PerRank)}
         named["activations"] += sum(parts.values())
         named["fragmentation"] = top - sum(alive.values())

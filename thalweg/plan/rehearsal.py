@@ -13,7 +13,9 @@ Labels of events: ``activations`` (what operators make), ``gradients`` (unsharde
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,7 +30,8 @@ from thalweg.nn.deferred import LossTiling
 from thalweg.nn.tiled_loss import tile_rows
 from thalweg.nn.tiling import tile_model
 from thalweg.optim import build_optimizer
-from thalweg.plan.batch import Batch
+from thalweg.plan.attention import FusedAttention
+from thalweg.plan.batch import Batch, Field
 from thalweg.plan.putaway import EventSaver
 from thalweg.plan.setting import Setting
 from thalweg.plan.stage import Stage, Unit, UnitSize
@@ -66,13 +69,16 @@ class Rehearsal:
     put_away_bytes: int = 0
 
 
-def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehearsal:
+def rehearse(
+    model: nn.Module, batch: Batch | None, setting: Setting, seconds: float | None = None
+) -> Rehearsal:
     """Run one window of ``model`` (on meta; it is changed) without computing anything.
 
-    Without a ``batch`` only what does not depend on one: no activations.
+    Without a ``batch`` only what does not depend on one: no activations.  ``seconds``: of processor time that
+    the model may take for it.
 
     Raises:
-        ValueError: the model cannot run on shapes alone, as its control flow reads values.
+        ValueError: the model cannot run on shapes alone, as its control flow reads values, or takes longer.
     """
     sent = Ledger()
     split_layers(model, setting.tensor, sent)
@@ -81,6 +87,7 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
         frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
     tape = Tape()
+    tape.deadline = None if seconds is None else time.thread_time() + seconds
     tape.kernels = setting.linear_kernels if setting.on_cpu else "torch"
     blocks = find_units(model, setting.units)
     split_sequences(model, setting.sequence, list(blocks.values()), sent)
@@ -96,11 +103,12 @@ def rehearse(model: nn.Module, batch: Batch | None, setting: Setting) -> Rehears
         if tiling is not None:
             tiling.settle()
         del fake
-        with _autocast(setting):
+        with _autocast(setting), _attention(setting):
             if batch is None:
                 _reduce_all(stage)
             else:
-                _run_window(model, batch, stage)
+                with _errors_of_the_model(model, batch):
+                    _run_window(model, batch, stage)
         window = tape.take()
         first, later, state = _updates(model, slots, setting, tape)
     return Rehearsal(
@@ -235,6 +243,11 @@ def _autocast(setting: Setting) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=parse_dtype(setting.autocast))
 
 
+def _attention(setting: Setting) -> AbstractContextManager[Any]:
+    """A GPU's, where blocks keep what it saves: what runs again in the backward pass is outside of modes."""
+    return FusedAttention() if not setting.on_cpu and setting.remat.policy == "none" else nullcontext()
+
+
 def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
     tape, setting = stage.tape, stage.setting
     model.train()
@@ -247,7 +260,7 @@ def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
         for index in range(count):
             stage.begin(index == count - 1)
             tape.mark("forward")
-            loss = _loss_of(model(*args, **kwargs))
+            loss = loss_of(model(*args, **kwargs))
             tape.mark("backward")
             if setting.accumulation > 1:
                 loss = loss / setting.accumulation
@@ -257,12 +270,32 @@ def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
             stage.finish_backward()
 
 
+@contextmanager
+def _errors_of_the_model(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Whatever a model makes of inputs without values is an error that names them."""
+    try:
+        yield
+    except Exception as error:
+        given = {**{str(index): one for index, one in enumerate(batch.args)}, **batch.kwargs}
+        inputs = ", ".join(
+            f"{key} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+            for key, one in given.items()
+            if isinstance(one, Field)
+        )
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(
+            f"{type(model).__name__} does not run on shapes alone with {inputs} ({why}): give batch=, one "
+            "micro-batch of tensors as it takes them; what looks at values to decide cannot be planned"
+        ) from error
+
+
 def _reduce_all(stage: Stage) -> None:
     for name in ("forward", "backward", *(f"last {u.size.name}" for u in stage.units if u.size.trains)):
         stage.tape.mark(name)
 
 
-def _loss_of(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """The loss of what a model returns, or a number that stands for it."""
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else output.float().mean()
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -288,7 +321,9 @@ def _updates(
         shards.append(shard)
     tape.know(shards)
     tape.know([shard.grad for shard in shards if shard.grad is not None])
-    optimizer = build_optimizer(setting.optimizer, shards, setting.optimizer_params)
+    with tape, tape.labelled("update"), torch.no_grad():  # some make their state at once
+        optimizer = build_optimizer(setting.optimizer, shards, setting.optimizer_params)
+    born = tape.take()
     recorded = []
     for _ in range(2):
         with tape, tape.labelled("update"), torch.no_grad():
@@ -296,6 +331,7 @@ def _updates(
             optimizer.step()
         recorded.append(tape.take())
     tape.take()
+    recorded[0][:0] = born
     kept = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
     first = [(n, size, "optimizer" if n in kept else label) for n, size, label in recorded[0]]
     return first, recorded[1], _state_dtypes(optimizer)

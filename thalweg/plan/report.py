@@ -98,10 +98,13 @@ def verdict(plan: Plan) -> str:
         return "fits: unknown, as no limit was given"
     if plan.fits:
         return f"fits: yes, with {show_bytes(-plan.missing_bytes)} to spare"
-    missing = show_bytes(plan.missing_bytes)
+    missing = f"{show_bytes(plan.missing_bytes)} too much"
+    if plan.short_of == "disk":
+        each, free = show_bytes(plan.tiers["disk"]), show_bytes(plan.disk_limit or 0)
+        missing += f" for the disk, which has {free} free for {plan.ranks_per_node} x {each}"
     if plan.suggestion:
-        return f"fits: NO, {missing} too much; this fits: {show_changes(plan.suggestion)}"
-    return f"fits: NO, {missing} too much, and no configuration that was tried fits"
+        return f"fits: NO, {missing}; this fits: {show_changes(plan.suggestion)}"
+    return f"fits: NO, {missing}, and no configuration that was tried fits"
 
 
 def show_changes(changes: dict[str, Any]) -> str:

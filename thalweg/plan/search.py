@@ -2,9 +2,9 @@
 
 Each candidate is a set of changes to the config.  What costs nothing in the result comes
 first: a higher stage, then recomputation, then a smaller micro-batch with more
-accumulation (the same update), then both, then the tiers: the host where the ranks compute on GPUs, a disk
-where the config names a folder.  Candidates of one group are planned, the ones that fit are compared by their
-seconds, and the search ends with the first group that has any.
+accumulation (the same update), then both and a loss without full logits, then the tiers: the host where the
+ranks compute on GPUs, a disk where the config names a folder.  Candidates of one group are planned, the ones
+that fit are compared by their seconds, and the search ends with the first group that has any.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from thalweg.config import Config
 from thalweg.config.problems import ConfigError
-from thalweg.plan.changes import changed
+from thalweg.plan.changes import changed, nvme_folder
 from thalweg.plan.sizes import show_bytes, show_seconds
+from thalweg.utils.log import get_logger
 
 if TYPE_CHECKING:
     from thalweg.plan.core import Plan, Question
+
+_log = get_logger(__name__)
 
 
 def suggest(
@@ -56,6 +59,9 @@ def _try(question: Question, config: Config, changes: dict[str, Any]) -> Plan | 
         return question.answer(changed(config, changes, question.cluster.world_size))
     except ConfigError:
         return None
+    except ValueError as error:  # a head that cannot be tiled, say
+        _log.debug("%s cannot be planned: %s", changes, error)
+        return None
 
 
 def _levels(config: Config, on_cpu: bool) -> Iterator[list[dict[str, Any]]]:
@@ -69,20 +75,26 @@ def _levels(config: Config, on_cpu: bool) -> Iterator[list[dict[str, Any]]]:
     yield [_stage(s) | _remat(p) for p in policies[1:] for s in dict.fromkeys((stages[-1], stage))]
     micro = int(config.train_micro_batch_size_per_gpu)
     steps = int(config.gradient_accumulation_steps)
-    half = micro // 2
-    while half >= 1:
-        if micro % half == 0:
-            batch = {
-                "train_micro_batch_size_per_gpu": half,
-                "gradient_accumulation_steps": steps * micro // half,
+    least: dict[str, Any] = {}
+    for size in (micro // 2**power for power in range(1, micro.bit_length())):
+        if micro % size == 0:
+            least = {
+                "train_micro_batch_size_per_gpu": size,
+                "gradient_accumulation_steps": steps * micro // size,
             }
-            yield [batch | _stage(stages[-1]) | _remat(p) for p in dict.fromkeys((policies[0], policies[-1]))]
-        half //= 2
-    yield from _tiers(config, on_cpu, _remat(policies[-1]))
+            yield [least | _stage(stages[-1]) | _remat(p) for p in dict.fromkeys((policies[0], policies[-1]))]
+    least |= _remat(policies[-1])
+    if not config.tiling.loss:
+        tiled = _remat(policies[-1]) | {"tiling.loss": True}
+        least |= tiled
+        yield [one | _stage(stages[-1]) for one in ([tiled] if least == tiled else [tiled, least])]
+    yield from _tiers(config, on_cpu, _remat(policies[-1]), least)
 
 
-def _tiers(config: Config, on_cpu: bool, remat: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The optimizer's state elsewhere, then the parameters too."""
+def _tiers(
+    config: Config, on_cpu: bool, remat: dict[str, Any], least: dict[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """The optimizer's state elsewhere, then the parameters too; ``least``: all that makes activations few."""
     zero, folder = config.zero_optimization, nvme_folder(config)
     states, params = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
     for device in ([] if on_cpu else ["cpu"]) + (["nvme"] if folder else []):
@@ -91,17 +103,12 @@ def _tiers(config: Config, on_cpu: bool, remat: dict[str, Any]) -> Iterator[list
         if zero.offload_optimizer.device == "none":
             both = _stage(max(1, zero.stage)) | moved
             yield [both, both | remat]
+            yield [both | least]
         also = {f"{params}.{key}": value for key, value in {"device": device, **place}.items()}
         also |= {f"{params}.max_in_cpu": 0} if device == "nvme" else {}
         if zero.offload_param.device == "none":
             yield [_stage(3) | moved | also, _stage(3) | moved | also | remat]
-
-
-def nvme_folder(config: Config) -> str | None:
-    """The folder that the config names for what goes to a disk, by whatever option."""
-    zero = config.zero_optimization
-    paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
-    return next((path for path in paths if path and path != "auto"), None)
+            yield [_stage(3) | moved | also | least]
 
 
 def _stage(stage: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from thalweg.config import Config
-from thalweg.config.schema_base import value_at
-from thalweg.config.schema_train import Tiling
+from thalweg.config.schema_base import value_at, with_values
+from thalweg.config.schema_train import Optimizer, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.tiered import StateTier, state_tier
 from thalweg.optim.worker import is_elementwise
@@ -181,7 +181,7 @@ def setting_of(config: Config, ranks: Ranks, options: Any) -> Setting:
         accumulation=int(config.gradient_accumulation_steps),
         micro_batch=int(config.train_micro_batch_size_per_gpu),
         optimizer=None if optimizer is None else optimizer.type,
-        optimizer_params=dict(optimizer.params) if optimizer is not None else {},
+        optimizer_params=_optimizer_params(config),
         autocast=autocast,
         linear_kernels=config.cpu_kernels,
         traffic=options.traffic,
@@ -211,12 +211,36 @@ def _inputs_on(config: Config) -> str:
     return "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
 
 
+def _optimizer_params(config: Config) -> dict[str, Any]:
+    """Its keywords, as ``assemble.py`` gives them."""
+    params = dict(config.optimizer.params) if config.optimizer is not None else {}
+    if config.bf16.bf16_optimizer_states:
+        params.setdefault("state_dtype", "bf16")
+    return params
+
+
+def with_optimizer(config: Config, given: Any) -> Config:
+    """``config`` with the optimizer that a program has built itself, where it is one of torch's.
+
+    What is known of any other class is too little to plan with: the config is left as it is.
+    """
+    kind = given if isinstance(given, type) else getattr(given, "func", type(given))
+    if given is None or getattr(torch.optim, getattr(kind, "__name__", ""), None) is not kind:
+        return config
+    groups = getattr(given, "param_groups", None) or [getattr(given, "keywords", {})]
+    wider = ("momentum", "amsgrad", "centered")  # what makes more state
+    params = {key: groups[0][key] for key in wider if groups[0].get(key)}
+    found = with_values(config, {"optimizer": Optimizer(type=kind.__name__, params=params)})
+    assert isinstance(found, Config)
+    return found
+
+
 def _is_elementwise(config: Config) -> bool:
     if config.optimizer is None:
         return True
     probe = nn.Parameter(torch.zeros(2, 2))
     try:
-        return is_elementwise(build_optimizer(config.optimizer.type, [probe], dict(config.optimizer.params)))
+        return is_elementwise(build_optimizer(config.optimizer.type, [probe], _optimizer_params(config)))
     except ValueError:  # an optimizer that wants to see the model
         return False
 

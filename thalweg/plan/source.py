@@ -112,15 +112,22 @@ def _make(fields: dict[str, Any]) -> nn.Module:
             f"takes {', '.join(sorted(_OURS))} alone"
         )
     library = _transformers()
-    rest = {key: value for key, value in fields.items() if key != "model_type"}
+    rest = {key: value for key, value in fields.items() if key != "model_type" and not _is_flash(key, value)}
     kind, known = fields["model_type"], library.CONFIG_MAPPING
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         near = difflib.get_close_matches(str(kind), list(known), 1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"transformers {library.__version__} has no model_type {kind!r}{meant}")
+        own = "; its own code (auto_map) is not run: make the model on meta and give thalweg.plan() that"
+        own = own if "auto_map" in fields and not near else ""
+        raise ValueError(f"transformers {library.__version__} has no model_type {kind!r}{meant}{own}")
     with _errors_of_the_config():
         config = library.AutoConfig.for_model(kind, **rest)
     return _make_hugging_face(config)
+
+
+def _is_flash(key: str, value: Any) -> bool:
+    """A wish for a library that need not be here: torch's own attention takes the same memory."""
+    return "attn_implementation" in key and isinstance(value, str) and "flash" in value
 
 
 @contextmanager
@@ -143,7 +150,8 @@ def _from_hugging_face(config: Any) -> Source:
 def _make_hugging_face(config: Any) -> nn.Module:
     library = _transformers()
     names = getattr(config, "architectures", None) or []
-    cls = next((getattr(library, name) for name in names if hasattr(library, name)), None)
+    found = (getattr(library, name, None) for name in names if isinstance(name, str))
+    cls = next((one for one in found if inspect.isclass(one) and issubclass(one, nn.Module)), None)
     with _errors_of_the_config():
         model = _guess(library, config) if cls is None else cls(config)
     return model.float()  # a checkpoint in bf16 is loaded as fp32 masters

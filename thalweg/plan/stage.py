@@ -56,6 +56,7 @@ class Unit:
         self.kept: dict[int, Tensor] = {}
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.stage.tape.mark(f"enter {self.size.name}")
         self.gather()
         flat, spec = tree_flatten((args, kwargs))
         low = self.stage.low_dtype if self.size.name not in self.stage.setting.fp32_modules else None

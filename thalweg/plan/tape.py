@@ -15,6 +15,7 @@ adds up the arithmetic (torch's own formulas) and the bytes that operators read 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from thalweg.ops._private import reads_a_value
 from thalweg.ops.grouped import answers_without_values
 from thalweg.ops.table import default_table
 
@@ -44,6 +46,7 @@ class Tape(TorchDispatchMode):
         self.flops = 0
         self.moved_bytes = 0
         self.calls = 0
+        self.deadline: float | None = None  # of this thread's processor time; operators after it are an error
         self._ids: dict[int, int] = {}
         self._next = 1
 
@@ -83,6 +86,9 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, number = kwargs or {}, 0
+        if self.label == "update" and reads_a_value(func):
+            # An optimizer reads a norm or its count of steps: any number does, as it moves no bytes.
+            return 0.5 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         result = answers_without_values(func.name(), args)
         if result is None:
             copied = self._copied(func, args)
@@ -133,6 +139,8 @@ class Tape(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> None:
         self.calls += 1
+        if self.deadline is not None and self.calls % 256 == 0 and time.thread_time() > self.deadline:
+            raise TimeoutError(f"after {self.calls:,} operators the step was not over")
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)

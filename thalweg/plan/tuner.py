@@ -130,6 +130,8 @@ def _measure(trial: Trial, question: Question, spec: str, timeout: float) -> Non
         ranks = [_start(Path(folder), rank, world) for rank in range(world)]
         try:
             trial.note = _watch(ranks, limit, time.monotonic() + timeout)
+            if trial.note.startswith("ended"):
+                trial.note += _last_words(Path(folder), world)
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -163,6 +165,15 @@ def _watch(ranks: list[subprocess.Popen[bytes]], limit: int, deadline: float) ->
         time.sleep(0.02)
     codes = [process.poll() for process in ranks if process.poll() not in (None, 0)]
     return f"ended with code {codes[0]}" if codes else ""
+
+
+def _last_words(folder: Path, world: int) -> str:
+    """The last line that a rank wrote: the error, where Python ended it."""
+    for rank in range(world):
+        lines = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
+        if lines:
+            return f": {lines[-1][:300]}"
+    return ""
 
 
 def _resident(pid: int) -> int:

@@ -211,9 +211,20 @@ class DiskSaver:
         with self._lock:
             file = next((one for one in self._files if one.largest_gap >= num_bytes), None)
             if file is None:
-                file = self._open(max(self._segment, num_bytes))
+                file = self._one_more(num_bytes)
                 self._files.append(file)
             return _Room(file, file.region(num_bytes))
+
+    def _one_more(self, num_bytes: int) -> Any:
+        """A swap file of a whole segment, or of less where the disk has no room for that."""
+        size = max(self._segment, num_bytes)
+        while True:
+            try:
+                return self._open(size)
+            except ValueError:
+                if size == num_bytes:
+                    raise
+                size = max(size // 2, num_bytes)
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A page-aligned tensor to write from."""
