@@ -39,6 +39,7 @@ MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_s
 PLANNED = (STAGE, f"{STATES}.device", f"{PARAMS}.device", REMAT, MICRO)
 _SIZES = 3  # of micro-batches that are tried, the largest ones
 _SECONDS = 8.0
+Level = list[list[dict[str, Any]]]
 
 
 def open_paths(config: Config) -> list[str]:
@@ -80,7 +81,7 @@ def choose(config: Config, question: Question, names: list[str]) -> tuple[dict[s
         found = tries.fits(least)
         if found is False:  # then nothing in these places does
             continue
-        for level in levels:
+        for level in levels[_first_that_fits(tries, levels) :]:
             if fitting := tries.of(level):
                 seconds, _, changes = min(fitting, key=lambda found: found[:2])
                 return changes, f"the plan: the cheapest that fits, {show_seconds(seconds)} a token"
@@ -94,6 +95,25 @@ def choose(config: Config, question: Question, names: list[str]) -> tuple[dict[s
         missing, changes = tries.smallest
         return changes, f"the plan: the nearest to fitting that was found, {show_bytes(missing)} too much"
     return tries.first or {}, "nothing was planned, as the inputs of this model cannot be guessed"
+
+
+def _first_that_fits(tries: _Tries, levels: list[Level]) -> int:
+    """The first level of which anything may fit: with the same policies, what fits is the smaller
+    micro-batches."""
+    kinds = [tuple(row[0].get(REMAT) for row in level) for level in levels]
+    first = len(levels)
+    for kind in dict.fromkeys(kinds):
+        own = [index for index, one in enumerate(kinds) if one == kind]
+        low, high = 0, len(own)
+        while low < high:
+            middle = (low + high) // 2
+            if tries.fits(levels[own[middle]][-1][0]) is False:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(own):
+            first = min(first, own[low])
+    return first
 
 
 class _Tries:
@@ -125,7 +145,7 @@ class _Tries:
         answer = self.ask(changes)
         return None if answer is None else answer.fits is not False
 
-    def of(self, level: list[list[dict[str, Any]]]) -> list[tuple[float, int, dict[str, Any]]]:
+    def of(self, level: Level) -> list[tuple[float, int, dict[str, Any]]]:
         """(seconds a token, place in the level, values) of all that fit; each row of ``level`` begins with
         what takes the least, and is left where that does not fit."""
         found = []
@@ -144,17 +164,17 @@ class _Tries:
 
 def _tiers_of(
     config: Config, question: Question, names: list[str]
-) -> Iterator[tuple[dict[str, Any], Iterator[list[list[dict[str, Any]]]]]]:
+) -> Iterator[tuple[dict[str, Any], list[Level]]]:
     """For each placement: what takes the least there, and levels of candidates, the cheapest level first."""
     for states, params in _tiers(config, question, names):
         levels = list(_levels(config, question, names, states, params))
         if levels:
-            yield levels[-1][-1][0], iter(levels)
+            yield levels[-1][-1][0], levels
 
 
 def _levels(
     config: Config, question: Question, names: list[str], states: str, params: str
-) -> Iterator[list[list[dict[str, Any]]]]:
+) -> Iterator[Level]:
     """Groups of candidates, a row for each policy of recomputation, the highest stage first."""
     world = question.cluster.world_size
     stages = ([3, 2, 1, 0] if world > 1 else [0]) if STAGE in names else [value_at(config, STAGE)]
