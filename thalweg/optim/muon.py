@@ -149,11 +149,12 @@ class Muon(Fp32State, torch.optim.Optimizer):
         members: list[tuple[Tensor, Cut]], process_group: dist.ProcessGroup | None
     ) -> list[tuple[Tensor, Cut]]:
         """Return the members that have a gradient on any rank: all ranks must exchange the same matrices."""
-        has = torch.tensor([param.grad is not None for param, _ in members], dtype=torch.int32)
+        flags = [param.grad is not None for param, _ in members]
         if process_group is not None and dist.get_world_size(process_group) > 1:
-            has = has.to(local(members[0][0]).device)
+            has = torch.tensor(flags, dtype=torch.int32, device=local(members[0][0]).device)
             dist.all_reduce(has, dist.ReduceOp.MAX, process_group)
-        return [member for member, flag in zip(members, has.tolist(), strict=True) if flag]
+            flags = [flag > 0 for flag in has.tolist()]
+        return [member for member, flag in zip(members, flags, strict=True) if flag]
 
     def _step_cut(
         self,
