@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 
 import torch
@@ -141,6 +142,16 @@ def test_row29_a_wrong_environment_is_one_error_with_variable_and_host() -> None
         (error,) = errors
         assert said in error and host in error, error
     assert "WORLD_SIZE=3 on" in told[0][0] or "WORLD_SIZE=4 on" in told[0][0]
+
+
+def _late(rank: int, world: int, port: int) -> list[str]:
+    time.sleep(2.0 if rank == 1 else 0.0)
+    return _errors(rank, world, [("world", port, 4.0)])
+
+
+def test_who_comes_after_the_error_is_told_the_same_one() -> None:
+    told = run_ranks(_late, 3, free_port(), init=False, timeout=60)
+    assert told[0] == told[1] == told[2] and "WORLD_SIZE=" in told[1][0], told
 
 
 def test_a_rank_that_never_comes_is_named_on_both_sides() -> None:

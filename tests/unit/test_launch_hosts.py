@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import Store
 
@@ -109,6 +109,7 @@ def test_include_and_exclude_divide_the_slots(slots: set[int]) -> None:
 
 
 @given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=20))
+@example("0\n")
 @settings(deadline=None, max_examples=300)
 def test_row_r21_a_name_is_delivered_as_it_is_or_refused(name: str) -> None:
     try:

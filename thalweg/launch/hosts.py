@@ -77,7 +77,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 def check_name(name: str, where: str) -> str:
     """``name`` if it can be a host's; a name such as ``-oProxyCommand=x`` or ``a;b`` is refused."""
-    if _NAME.match(name) is None:
+    if _NAME.fullmatch(name) is None:  # `match` would let a line feed at the end pass
         raise ValueError(f"{where}: {name!r} is not a host's name: letters, digits, dots and dashes")
     return name
 

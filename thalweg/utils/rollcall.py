@@ -67,7 +67,7 @@ def meet(info: RankInfo, addr: str, port: int, patience: float, note: Callable[[
         verdict = _call(calls, info, names, patience, note)
         calls.set("verdict", verdict)
         if verdict:
-            _linger(calls)
+            _linger(calls, info.world_size)
     else:
         verdict = _wait(calls, info, names, here, patience)
         calls.add("read", 1)
@@ -169,10 +169,15 @@ def _wait(calls: Store, info: RankInfo, names: dict[str, str], here: str, patien
         ) from error
 
 
-def _linger(calls: Store) -> None:
-    """The store ends with rank 0: wait until those who came have read what is wrong."""
+def _linger(calls: Store, world_size: int) -> None:
+    """The store ends with rank 0: wait until all have read what is wrong, those too who are still to come.
+
+    One that finds no store would wait for it with all its patience, and then say something else.
+    """
     deadline = time.monotonic() + _ANSWER
-    while calls.add("read", 0) < calls.add("count", 0) - 1 and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if calls.add("read", 0) >= max(calls.add("count", 0), world_size) - 1:
+            return
         time.sleep(0.02)
 
 
