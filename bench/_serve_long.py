@@ -245,6 +245,7 @@ async def _soak_batch(
 def _residue(count: int, seed: int) -> dict[str, Any]:
     """R25: after each end no process, port or file of the server is left; a few servers at a time."""
     progress = _Progress("ends", count)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT):  # a shell may have them ignored, and servers with it
         signal.signal(number, signal.SIG_DFL)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as several:
