@@ -69,15 +69,20 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     )
 
 
+def check_folder_of(option: str, file: str | Path | None) -> None:
+    """Raise ValueError where a file that is to be written has no folder: the work comes before it."""
+    folder = Path(file or ".").absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {folder}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
     if args.pipeline is not None:
         return show_pipeline(args, read_config(args))
     if args.model is None:
         raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
-    folder = Path(args.html or ".").absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--html {args.html}: there is no folder {folder}")
+    check_folder_of("--html", args.html)
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.plan import plan
 

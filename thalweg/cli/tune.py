@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import add_model_options, at_least, cluster_options, read_config
+from thalweg.cli.plan import add_model_options, at_least, check_folder_of, cluster_options, read_config
 
 _EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.plan.tuner import tune
     from thalweg.zero.options import model_facts
 
-    folder = Path(args.output or ".").absolute().parent
-    if not folder.is_dir():  # minutes of measuring come first
-        raise ValueError(f"--output {args.output}: there is no folder {folder}")
+    check_folder_of("--output", args.output)
     question = question_of(args.model, **cluster_options(args))
     source = read_config(args)
     config = resolve(

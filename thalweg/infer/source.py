@@ -70,8 +70,6 @@ def load_model(model: str | Path, options: EngineOptions) -> Any:
 
     check_model(model)
     remote = options.trust_remote_code
-    if str(model).startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
-        raise ValueError(f"there is no directory {model}: name one of a Hugging Face model")
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=remote)
     kind = _kind_of_files(config, remote)
