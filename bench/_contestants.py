@@ -164,9 +164,9 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
 def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
     """Give raw FSDP2 units the collective objects of `thalweg.comm`: shared memory, or the wire's."""
     from thalweg import comm
-    from thalweg.device import keep_freed_memory
+    from thalweg.device import retain_freed_memory
 
-    keep_freed_memory()
+    retain_freed_memory()
     world = group.size()
     own: list[int] = []
     seen: set[int] = set()
@@ -176,15 +176,15 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
         own.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in mine.values()))
     slot, rings = max(own), []
     for depth in (4, 2):  # a gather keeps two slots while FSDP2 copies out; each ring has its arena
-        arena = comm.Arena.create(group, comm.Ring.num_bytes(world, slot, depth))
-        rings.append(None if arena is None else comm.Ring(arena, slot, depth))
+        arena = comm.SharedMemoryArena.create(group, comm.SharedMemoryRing.num_bytes(world, slot, depth))
+        rings.append(None if arena is None else comm.SharedMemoryRing(arena, slot, depth))
     gather, reduce = rings
     for index, unit in enumerate(units):
         name = f"unit {index}"
         unit.set_custom_all_gather(
-            comm.SharedAllGather(gather, name) if gather else comm.PlainAllGather(name)
+            comm.SharedMemoryAllGather(gather, name) if gather else comm.WireAllGather(name)
         )
-        reducer = comm.SharedReduceScatter(reduce, name) if reduce else comm.AllToAllReduceScatter(name)
+        reducer = comm.SharedMemoryReduceScatter(reduce, name) if reduce else comm.AllToAllReduceScatter(name)
         unit.set_custom_reduce_scatter(reducer)
 
 

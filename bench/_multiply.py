@@ -16,9 +16,9 @@ from llvmlite import ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thalweg.ops.native.ir import BF16, I8, I32, Code, Library, host_features, vec
-from thalweg.ops.native.panels import FORMATS
-from thalweg.ops.native.tape import Tape
+from thalweg.ops.native.ir import BF16, I8, I32, KernelBuilder, JitModule, host_cpu_features, vec
+from thalweg.ops.native.panels import WEIGHT_FORMATS
+from thalweg.ops.native.tape import Program
 
 _SUMS, _TURNS = 12, 200_000
 _FORMS = {  # by what an instruction multiplies: products, operands, sums
@@ -29,13 +29,13 @@ _FORMS = {  # by what an instruction multiplies: products, operands, sums
 
 
 @cache
-def _library(form: str) -> tuple[Library, int]:
+def _library(form: str) -> tuple[JitModule, int]:
     module = ir.Module("multiply")
-    code = Code(module, f"multiply_{form}")
+    code = KernelBuilder(module, f"multiply_{form}")
     products, operand, total = _FORMS[form]
-    source, out = code.arg(0), code.arg(1)
+    source, out = code.load_arg(0), code.load_arg(1)
     a, b = (code.load(operand, code.add(source, 64 * i)) for i in range(2))
-    sums = [code.var(code.load(total, source)) for _ in range(_SUMS)]
+    sums = [code.stack_var(code.load(total, source)) for _ in range(_SUMS)]
     with code.range(0, _TURNS):
         for each in sums:
             if form == "fp32":
@@ -44,9 +44,9 @@ def _library(form: str) -> tuple[Library, int]:
                 name = "avx512bf16.dpbf16ps" if form == "bf16" else "avx512.vpdpbusd"
                 each.value = code.call(f"llvm.x86.{name}.512", total, [each.value, a, b])
     for number, each in enumerate(sums):  # what is never stored need not be computed
-        code.store(each.value, code.add(out, code.mul(code.thread, 64 * _SUMS), 64 * number))
+        code.store(each.value, code.add(out, code.mul(code.thread_id, 64 * _SUMS), 64 * number))
     code.ret()
-    return Library(module), products
+    return JitModule(module), products
 
 
 @cache
@@ -56,12 +56,12 @@ def products_per_second(form: str, turns: int = 5) -> float | None:
     int4 is multiplied by int8's instruction.
     """
     form = {"int4": "int8"}.get(form, form)
-    if FORMATS[form].feature not in host_features():
+    if WEIGHT_FORMATS[form].cpu_feature not in host_cpu_features():
         return None
     library, products = _library(form)
     threads = torch.get_num_threads()
     source, out = torch.zeros(64), torch.zeros(threads * _SUMS * 16)
-    tape = Tape([(library.address(f"multiply_{form}"), [source.data_ptr(), out.data_ptr()])], [source, out])
+    tape = Program([(library.get_address(f"multiply_{form}"), [source.data_ptr(), out.data_ptr()])], [source, out])
     best = float("inf")
     for _ in range(turns):
         start = time.perf_counter()
@@ -71,5 +71,5 @@ def products_per_second(form: str, turns: int = 5) -> float | None:
 
 
 if __name__ == "__main__":
-    for name in FORMATS:
+    for name in WEIGHT_FORMATS:
         print(name, products_per_second(name))

@@ -310,11 +310,11 @@ def _tiers(case: dict[str, Any]) -> dict[str, Any]:
 
 def make_batch(case: dict[str, Any], model: nn.Module, seed: int) -> dict[str, Any]:
     """Return one real micro-batch."""
-    from thalweg.plan.batch import batch_of
+    from thalweg.plan.batch import infer_input_spec
 
     generator = torch.Generator().manual_seed(seed)
     batch = {}
-    for name, field in batch_of(model, case["micro"], case.get("sequence")).kwargs.items():
+    for name, field in infer_input_spec(model, case["micro"], case.get("sequence")).kwargs.items():
         if field.dtype.is_floating_point:
             batch[name] = torch.randn(field.shape, generator=generator)
         else:

@@ -16,28 +16,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thalweg.comm.codec import Codec
+from thalweg.comm.codec import BlockQuantizer
 
 LENGTH, MICRO, VOCABULARY = 64, 4, 256
 TEXT_BYTES = 6_000_000
 
 
-class Crude(Codec):
+class CrudeQuantizer(BlockQuantizer):
     """The negative control: 2 bits (three values) and one scale for a whole tensor."""
 
-    def encode(self, values: torch.Tensor, into: torch.Tensor) -> None:
+    def quantize(self, values: torch.Tensor, payload: torch.Tensor) -> None:
         """As the codec's, of values rounded to -max, 0 and max."""
         peak = values.float().abs().max().clamp(min=1e-30)
-        super().encode((values / peak).round() * peak, into)
+        super().quantize((values / peak).round() * peak, payload)
 
 
-def use_crude_codes() -> None:
+def use_crude_quantizers() -> None:
     """Put the control in the place of every codec."""
     from thalweg.zero import crossing, wiring
 
-    wiring.GRADIENTS = Crude(4)
-    wiring.WEIGHTS = crossing.WEIGHTS = Crude(8)
-    crossing.STEPS = Crude(4)
+    wiring.GRADIENT_QUANTIZER = CrudeQuantizer(4)
+    wiring.WEIGHT_QUANTIZER = crossing.WEIGHT_QUANTIZER = CrudeQuantizer(8)
+    crossing.DELTA_QUANTIZER = CrudeQuantizer(4)
 
 
 def text() -> torch.Tensor:
@@ -113,7 +113,7 @@ def main() -> int:
     torch.set_num_threads(1)
     job = json.loads(args.job)
     if job.get("crude"):
-        use_crude_codes()
+        use_crude_quantizers()
     dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world)
     outcome = train(job, args.rank, args.world)
     assert not any(math.isnan(loss) for loss in outcome["losses"]) or job.get("crude")

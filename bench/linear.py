@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops import export_table, switch_linear_layers
+from thalweg.ops import export_autotune_cache, patch_linear_layers
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 
 BLOCKS = {
@@ -108,7 +108,7 @@ def layer_case(dtype: torch.dtype, rows: int, k: int, n: int, repeats: int, seco
     """Compare one layer with `rows` input rows."""
     theirs = nn.Linear(k, n).to(dtype)
     ours = copy.deepcopy(theirs)
-    switch_linear_layers(ours)
+    patch_linear_layers(ours)
     x = torch.randn(rows, k).to(dtype).requires_grad_()
     grad = torch.randn(rows, n).to(dtype)
     case = f"layer, {dtype_name(dtype)}, {torch.get_num_threads()} threads, {rows} x {k} x {n}"
@@ -120,7 +120,7 @@ def step_case(case: str, dtype: torch.dtype, repeats: int, seconds: float) -> li
     config, batch, length = STEPS[case]
     theirs = GPT(config).to(dtype)
     ours = copy.deepcopy(theirs)
-    switch_linear_layers(ours)
+    patch_linear_layers(ours)
     tokens = torch.randint(config.vocab_size, (2, batch, length))
 
     def step_of(model: nn.Module) -> Callable[[], None]:
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     for count in args.rows:
                         rows += layer_case(dtype, count, k, n, args.repeats, args.seconds)
         rows += layer_case(torch.float16, 64, 256, 1024, args.repeats, args.seconds)
-    return envelope("linear", rows, repeats=args.repeats, choices=export_table())
+    return envelope("linear", rows, repeats=args.repeats, choices=export_autotune_cache())
 
 
 def render(data: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 import thalweg
-from thalweg.cli.demo_corpus import prepare
+from thalweg.cli.demo_corpus import prepare_corpus
 from thalweg.moe import MoE
 from thalweg.nn.transformer import GPT, GPTConfig
 
@@ -269,7 +269,7 @@ def quality(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[li
     ]
     runs = [one for one in done if any(run.items() <= one.items() for _, run in wanted)]
     with tempfile.TemporaryDirectory(prefix="thalweg-bench-") as folder:
-        prepare(Path(folder), VOCABULARY, lambda line: None)
+        prepare_corpus(Path(folder), VOCABULARY, lambda line: None)
         text, held_out = np.load(Path(folder) / "tokens.npy"), np.load(Path(folder) / "held_out.npy")
         yield runs
         for who, run in wanted:

@@ -33,8 +33,8 @@ import torch
 from torch import nn
 
 from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import StreamedUpdate, state_bytes
-from thalweg.store import Ring, SwapFile, Ticket
+from thalweg.optim.streamed import NvmeStep, optimizer_state_bytes
+from thalweg.store import BufferRing, SwapFile, IoFuture
 from thalweg.store.regions import round_up
 
 MIB = 1 << 20
@@ -51,18 +51,18 @@ class Ours:
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes
         self.swap = SwapFile(folder, nbytes)
-        self.ring = Ring(4, 2 * BLOCK)
+        self.ring = BufferRing(4, 2 * BLOCK)
         for i in range(len(self.ring)):
             self.ring[i].random_()
 
     def move(self, verb: str) -> float:
         """Transfer the whole file; returns seconds."""
         call = self.swap.write if verb == "write" else self.swap.read
-        tickets = [Ticket() for _ in range(len(self.ring))]
+        tickets = [IoFuture() for _ in range(len(self.ring))]
         start = time.perf_counter()
-        for turn, offset in enumerate(range(0, self.nbytes, self.ring.nbytes)):
+        for turn, offset in enumerate(range(0, self.nbytes, self.ring.buffer_bytes)):
             tickets[turn % len(tickets)].wait()
-            count = min(self.ring.nbytes, self.nbytes - offset)
+            count = min(self.ring.buffer_bytes, self.nbytes - offset)
             tickets[turn % len(tickets)] = call(offset, self.ring[turn][:count])
         for ticket in tickets:
             ticket.wait()
@@ -198,16 +198,16 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
 class Step:
     """A model's worth of parameters on the disk, and its optimiser."""
 
-    def __init__(self, folder: Path, num_parameters: int, buffers: Ring) -> None:
+    def __init__(self, folder: Path, num_parameters: int, buffers: BufferRing) -> None:
         shapes = shapes_of(num_parameters)
         sizes = [round_up(torch.Size(s).numel() * 4) for s in shapes]
         params = [nn.Parameter(torch.empty(s, device="meta")) for s in shapes]
-        state = state_bytes(AdamW(params, fused=False))
+        state = optimizer_state_bytes(AdamW(params, fused=False))
         self.swap = SwapFile(folder, 2 * sum(sizes) + state)
 
         def place(shape: tuple[int, ...], value: float) -> torch.Tensor:
             nbytes = torch.Size(shape).numel() * 4
-            offset = self.swap.region(nbytes)
+            offset = self.swap.allocate(nbytes)
             made = self.swap.view(offset, shape, torch.float32).fill_(value)
             self.swap.trim(offset, nbytes)
             return made
@@ -216,7 +216,7 @@ class Step:
         for param in self.params:
             param.grad = place(tuple(param.shape), 1e-3)
         self.optimizer = AdamW(self.params, lr=1e-4, fused=True)
-        self.update = StreamedUpdate(self.optimizer, self.swap, buffers)
+        self.update = NvmeStep(self.optimizer, self.swap, buffers)
         self.num_parameters = sum(p.numel() for p in self.params)
 
     def run(self) -> tuple[float, float, int, int]:
@@ -233,7 +233,7 @@ class Step:
 
 
 def streamed_step(
-    folder: Path, num_parameters: int, rounds: int, buffers: Ring
+    folder: Path, num_parameters: int, rounds: int, buffers: BufferRing
 ) -> tuple[list[Row], dict[str, Any]]:
     """The step against the time that fio needs for the same bytes, in turns."""
     step = Step(folder, num_parameters, buffers)
@@ -253,7 +253,7 @@ def streamed_step(
         for _ in range(rounds):
             seconds, cpu, read, written = step.run()
             after = rates()
-            turn = {"seconds": seconds, "cpu": cpu, "waited": step.update.waited}
+            turn = {"seconds": seconds, "cpu": cpu, "waited": step.update.io_wait_seconds}
             turn |= {"read": read, "written": written}
             for name in bounds:
                 mean = {verb: (before[name][verb] + after[name][verb]) / 2 for verb in ("read", "write")}
@@ -279,7 +279,7 @@ def streamed_step(
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all and return the JSON object."""
     rows, raw = transfers(folder, args.mib * MIB, args.rounds)
-    buffers = Ring(args.buffers, args.buffer_mib * MIB)
+    buffers = BufferRing(args.buffers, args.buffer_mib * MIB)
     more, step = streamed_step(folder, args.parameters, args.rounds, buffers)
     return envelope("nvme", [*rows, *more], rounds=args.rounds, **raw, **step)
 

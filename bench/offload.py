@@ -72,11 +72,11 @@ def typical(found: dict[str, Any], key: str = "seconds") -> float:
 def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
     """Bytes a second of reading and writing ``megabytes`` through a swap file's threads."""
     sys.path.insert(0, str(ROOT))
-    from thalweg.store import Ring, SwapFile
+    from thalweg.store import BufferRing, SwapFile
 
     nbytes = megabytes << 20
     with SwapFile(folder, nbytes) as swap:
-        ring = Ring(4, 32 << 20)
+        ring = BufferRing(4, 32 << 20)
         rates = []
         for move in (swap.write, swap.read):
             start, tickets = time.perf_counter(), []

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.cli.demo_corpus import prepare
+from thalweg.cli.demo_corpus import prepare_corpus
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer, lowbit
-from thalweg.optim.delayed import DelayedAdam, DelayPolicy
+from thalweg.optim.delayed import ZenFlowAdam, ZenFlowPolicy
 
 LENGTH, BATCH, VOCABULARY = 128, 8, 2048
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -55,7 +55,7 @@ def lion(kind: str) -> Make:
 
 def delayed(**policy: Any) -> Make:
     """AdamW whose less important columns wait."""
-    return lambda params: DelayedAdam(params, lr=1e-3, policy=DelayPolicy(**policy))
+    return lambda params: ZenFlowAdam(params, lr=1e-3, policy=ZenFlowPolicy(**policy))
 
 
 CASES: dict[str, tuple[str, Make]] = {
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, Make]] = {
 
 def corpus(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Tokens to train on and held out."""
-    prepare(folder, VOCABULARY, lambda line: None)
+    prepare_corpus(folder, VOCABULARY, lambda line: None)
     return np.load(folder / "tokens.npy"), np.load(folder / "held_out.npy")
 
 
@@ -124,13 +124,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for case, (_, make) in CASES.items():
             if args.quick and case not in ("AdamW, fp32", "AdamW, bf16", "AdamW, int8"):
                 continue
-            stochastic = lowbit.round_into
+            stochastic = lowbit.stochastic_round_into
             if case.endswith("to nearest"):
-                lowbit.round_into = nearest
+                lowbit.stochastic_round_into = nearest
             try:
                 found[case] = run(make, args.steps, train, held_out)
             finally:
-                lowbit.round_into = stochastic
+                lowbit.stochastic_round_into = stochastic
     rows: list[Row] = []
     for case, values in found.items():
         base = CASES[case][0]

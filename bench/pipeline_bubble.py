@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.parallel.pipeline.runtime import Runner, StageCalls
-from thalweg.parallel.pipeline.schedules import NAMES, build
+from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
 from thalweg.parallel.pipeline.simulate import simulate
-from thalweg.parallel.pipeline.wire import Wire
+from thalweg.parallel.pipeline.wire import P2PChannel
 
 
 class SleepInBackward(torch.autograd.Function):
@@ -71,17 +71,17 @@ def run_rank(
     """One rank of the pipeline: the seconds of each step on this rank, from the barrier on."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    schedule = build(name, world, num_micro)  # type: ignore[arg-type]
+    schedule = build_schedule(name, world, num_micro)  # type: ignore[arg-type]
     # Halves of a stage where a rank has two, so that a micro-batch costs a rank the same everywhere.
     cost = seconds * world / schedule.num_stages
-    mine = {stage: Sleeper(cost) for stage in schedule.stages_of(rank)}
+    mine = {stage: Sleeper(cost) for stage in schedule.stages_on_rank(rank)}
 
     def run(stage: int, value: Any, batch: Any) -> Any:
         value = mine[stage](batch.clone() if stage == 0 else value)
         return value.sum() if stage + 1 == schedule.num_stages else value
 
-    calls = StageCalls(run, lambda stage: list(mine[stage].parameters()), lambda loss: loss)
-    runner = Runner(schedule, rank, Wire(dist.group.WORLD, torch.device("cpu")), calls)
+    calls = StageCallbacks(run, lambda stage: list(mine[stage].parameters()), lambda loss: loss)
+    runner = ScheduleExecutor(schedule, rank, P2PChannel(dist.group.WORLD, torch.device("cpu")), calls)
     found = []
     for _ in range(times + 1):
         dist.barrier()
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 16])
-    parser.add_argument("--schedule", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--schedule", nargs="+", choices=SCHEDULE_NAMES, default=list(SCHEDULE_NAMES))
     parser.add_argument("--cost-ms", type=float, default=20.0, help="of a forward, of half a backward (20)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="2 ranks, 4 micro-batches, under a minute")
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             for name in args.schedule:
                 case = f"{name}, {world} ranks, {num_micro} micro-batches"
                 bubble = measure(name, world, num_micro, args.cost_ms / 1000, args.steps)
-                expected = simulate(build(name, world, num_micro)).bubble
+                expected = simulate(build_schedule(name, world, num_micro)).bubble
                 rows.append(compare(case, "(p - 1)/(m + p - 1)", "bubble", bubble, textbook))
                 rows.append(compare(case, "simulator", "bubble", bubble, expected))
     data = envelope("pipeline_bubble", rows, cost_ms=args.cost_ms, steps=args.steps)

@@ -79,12 +79,12 @@ def predict(case: dict[str, Any], process_bytes: int) -> dict[str, Any]:
     from _plan_cases import build_model, config_of
 
     from thalweg.plan import plan
-    from thalweg.plan.cluster import this_machine
+    from thalweg.plan.cluster import local_cluster
 
     found = plan(
         build_model(case, "meta"),
         config_of(case),
-        cluster=this_machine(case["world"]),
+        cluster=local_cluster(case["world"]),
         sequence_length=case.get("sequence"),
         process_bytes=process_bytes,
         suggest=False,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import thalweg
 from thalweg.config import load
-from thalweg.data import forever, pack, stdlib_documents, train_tokenizer
+from thalweg.data import cycle, pack, stdlib_documents, train_tokenizer
 from thalweg.nn.transformer import GPT, GPTConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,8 +28,8 @@ args = parser.parse_args()
 
 # Data: text -> tokens -> blocks of 128 with the next token as label.
 texts = [document.text for document in stdlib_documents(tests=False)][::4]
-tokenizer = train_tokenizer(texts, 2048, cache=args.out)
-blocks = pack(tokenizer.encode_all(texts), 128, end_id=tokenizer.end_id, tail="drop")
+tokenizer = train_tokenizer(texts, 2048, cache_dir=args.out)
+blocks = pack(tokenizer.encode_batch(texts), 128, end_id=tokenizer.end_id, tail="drop")
 
 # Model and engine.
 config = load(args.config).to_dict()
@@ -40,7 +40,7 @@ model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, n_layer=2, n_embd=192, bl
 engine, _, loader, _ = thalweg.initialize(model=model, training_data=blocks, config=config)
 
 # The loop.
-for step, batch in enumerate(islice(forever(loader), args.steps), start=1):
+for step, batch in enumerate(islice(cycle(loader), args.steps), start=1):
     loss = engine(batch["input_ids"].to(engine.device), batch["labels"].to(engine.device))
     engine.backward(loss)
     engine.step()

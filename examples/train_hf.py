@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import thalweg
-from thalweg.data import forever, pack, stdlib_documents, train_tokenizer
+from thalweg.data import cycle, pack, stdlib_documents, train_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
@@ -25,7 +25,7 @@ args = parser.parse_args()
 
 texts = [document.text for document in stdlib_documents(tests=False)][::8]
 tokenizer = train_tokenizer(texts, 1024)
-blocks = pack(tokenizer.encode_all(texts), 128, end_id=tokenizer.end_id, tail="drop")
+blocks = pack(tokenizer.encode_batch(texts), 128, end_id=tokenizer.end_id, tail="drop")
 vocabulary = tokenizer.vocab_size
 
 torch.manual_seed(0)
@@ -57,7 +57,7 @@ config = {
 if args.precision != "fp32":
     config[args.precision] = {"enabled": True}
 engine, _, loader, _ = thalweg.initialize(model=model, training_data=blocks, config=config)
-for step, batch in enumerate(islice(forever(loader), args.steps), start=1):
+for step, batch in enumerate(islice(cycle(loader), args.steps), start=1):
     tokens = batch["input_ids"].to(engine.device)
     loss = engine(input_ids=tokens, labels=tokens).loss  # these models shift the labels themselves
     engine.backward(loss)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import T5Config, T5ForConditionalGeneration
 
 import thalweg
-from thalweg.data import forever, pack, stdlib_documents, train_tokenizer
+from thalweg.data import cycle, pack, stdlib_documents, train_tokenizer
 
 SIZES = {
     "tiny": {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 1024},
@@ -32,7 +32,7 @@ args = parser.parse_args()
 
 texts = [document.text for document in stdlib_documents(tests=False)][::8]
 tokenizer = train_tokenizer(texts, 1024)
-blocks = pack(tokenizer.encode_all(texts), 128, end_id=tokenizer.end_id, tail="drop")
+blocks = pack(tokenizer.encode_batch(texts), 128, end_id=tokenizer.end_id, tail="drop")
 
 torch.manual_seed(0)
 model = T5ForConditionalGeneration(
@@ -56,7 +56,7 @@ config = {
 if args.precision != "fp32":
     config[args.precision] = {"enabled": True}
 engine, _, loader, _ = thalweg.initialize(model=model, training_data=blocks, config=config)
-for step, batch in enumerate(islice(forever(loader), args.steps), start=1):
+for step, batch in enumerate(islice(cycle(loader), args.steps), start=1):
     read, write = (half.contiguous() for half in batch["input_ids"].to(engine.device).chunk(2, dim=1))
     loss = engine(input_ids=read, labels=write).loss
     engine.backward(loss)

@@ -24,63 +24,63 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
-from thalweg.config import Config, ModelFacts
-from thalweg.config.schema_base import AUTO, with_values
-from thalweg.device import ThreadCache
-from thalweg.mesh import Axes, Degrees
+from thalweg.config import Config, ModelSize
+from thalweg.config.schema_base import AUTO, replace_by_path
+from thalweg.device import MallocThreadCache
+from thalweg.mesh import ParallelMeshes, ParallelDims
 from thalweg.nn.moe import MoE
-from thalweg.nn.tiling import tile_model
+from thalweg.nn.tiling import apply_tiling
 from thalweg.observe import build_recorder, flops_per_token, resident_mib
-from thalweg.observe.meter import Meter
-from thalweg.ops.attention import widen_attention
-from thalweg.optim import LossScaler, adopt, build_optimizer, build_schedule
-from thalweg.optim.averaging import Averaging, averaging_of, scale_plain_backwards
-from thalweg.optim.delayed import DelayPolicy
-from thalweg.optim.groups import parameter_names, rebind
-from thalweg.optim.managed import ManagedOptimizer
-from thalweg.optim.tiered import manage
-from thalweg.optim.window import Window
-from thalweg.parallel.containers import Search, find_experts
-from thalweg.parallel.expert import ExpertLayer, ExpertTeam, spread_experts
-from thalweg.parallel.hosts import note_groups_across_hosts
-from thalweg.parallel.pipeline.build import Pipeline
-from thalweg.parallel.pipeline.driver import Around
-from thalweg.parallel.pipeline.module import NOTHING, PipelineModule
-from thalweg.parallel.pipeline.names import Naming
-from thalweg.parallel.sequence import Attention, SequenceTeams, sequence_parallel
-from thalweg.parallel.team import Team
-from thalweg.parallel.tensor import parallelise, synchronise_generators
-from thalweg.plan.batch import batch_of, default_length
+from thalweg.observe.meter import StepMeter
+from thalweg.ops.attention import apply_upcast_sdpa
+from thalweg.optim import LossScaler, to_local_optimizer, build_optimizer, build_lr_scheduler
+from thalweg.optim.averaging import LossNormalizer, build_loss_normalizer, register_loss_scale_hooks
+from thalweg.optim.delayed import ZenFlowPolicy
+from thalweg.optim.groups import groups_with_names, rebind_params
+from thalweg.optim.managed import EngineOptimizer
+from thalweg.optim.tiered import build_engine_optimizer
+from thalweg.optim.window import AccumulationWindow
+from thalweg.parallel.containers import ExpertFilter, find_experts
+from thalweg.parallel.expert import ExpertLayer, AllToAllDispatcher, shard_experts
+from thalweg.parallel.hosts import warn_cross_host_groups
+from thalweg.parallel.pipeline.build import PipelineParallel
+from thalweg.parallel.pipeline.driver import ForwardHooks
+from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
+from thalweg.parallel.pipeline.names import ParamNaming
+from thalweg.parallel.sequence import SequenceParallelAttention, SequenceGroups, apply_sequence_parallel
+from thalweg.parallel.team import ParallelGroup
+from thalweg.parallel.tensor import apply_tensor_parallel, sync_rng
+from thalweg.plan.batch import infer_input_spec, default_sequence_length
 from thalweg.plan.preflight import Preflight
 from thalweg.plan.sizes import parse_bytes
-from thalweg.remat.wanted import recompute
+from thalweg.remat.wanted import setup_activation_checkpointing
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.timing import PhaseTimer
-from thalweg.zero.agree import agree_on_gradients
-from thalweg.zero.options import model_facts, shard_options
-from thalweg.zero.shard import Sharded, shard
-from thalweg.zero.states import States
-from thalweg.zero.units import find_units, is_list_of_experts
-from thalweg.zero.wrapped import unwrap_parameters
+from thalweg.zero.agree import sync_unused_params
+from thalweg.zero.options import get_model_size, build_shard_options
+from thalweg.zero.shard import ShardedModel, shard_model
+from thalweg.zero.states import TensorParallelLayout
+from thalweg.zero.units import find_units, is_expert_list
+from thalweg.zero.wrapped import unwrap_quantized_params
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 
-class Runner(Protocol):
+class WindowRunner(Protocol):
     """Runs whole windows, where one forward and one backward at a time will not do.
 
     ``refusal``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
     reads the data.
     """
 
-    refusal: str
+    unsupported_message: str
 
     @property
     def needs_batch(self) -> bool:
         """Whether this rank reads the data."""
         ...
 
-    def agree(self, batches: Sequence[Any] | None) -> list[Any]:
+    def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
         """The window that all ranks can run; None from one that reads no data; collective."""
         ...
 
@@ -94,251 +94,251 @@ class Runner(Protocol):
 
 
 @dataclass
-class Parts:
+class Components:
     """What an engine drives."""
 
     module: nn.Module
-    sharded: Sharded
-    optimizer: ManagedOptimizer | None
+    sharded: ShardedModel
+    optimizer: EngineOptimizer | None
     lr_scheduler: Any
-    window: Window
+    window: AccumulationWindow
     scaler: LossScaler
-    meter: Meter
-    phases: PhaseTimer
+    meter: StepMeter
+    phase_timer: PhaseTimer
     forward_context: ForwardContext
-    averaging: Averaging
-    axes: Axes
+    loss_normalizer: LossNormalizer
+    meshes: ParallelMeshes
     device: torch.device
-    runner: Runner | None = None
-    naming: Naming = field(default_factory=Naming)
+    runner: WindowRunner | None = None
+    param_naming: ParamNaming = field(default_factory=ParamNaming)
 
     @property
     def mesh(self) -> DeviceMesh:
         """The 1-D data-parallel mesh."""
-        return self.axes.data
+        return self.meshes.fsdp
 
 
-def degrees_of(config: Config) -> Degrees:
+def parallel_dims_from_config(config: Config) -> ParallelDims:
     """How many ranks each axis has by the config."""
-    split, stages = config.tensor_parallel, config.pipeline.stages
-    return Degrees(
-        sequence=config.sequence_parallel_size,
-        tensor=max(1, split.autotp_size, split.tp.tp_size),
-        context=config.context_parallel_size,
-        pipeline=stages if isinstance(stages, int) else 1,
+    section, stages = config.tensor_parallel, config.pipeline.stages
+    return ParallelDims(
+        sp=config.sequence_parallel_size,
+        tp=max(1, section.autotp_size, section.tp.tp_size),
+        cp=config.context_parallel_size,
+        pp=stages if isinstance(stages, int) else 1,
     )
 
 
-def with_model(config: Config, model: nn.Module) -> Config:
+def merge_model_settings(config: Config, model: nn.Module) -> Config:
     """The config with what the model itself says about how it is to be run.
 
     Raises:
         ValueError: the two contradict each other, or there is nothing to train.
     """
-    count = config.pipeline.micro_batches
-    if isinstance(count, int) and config.gradient_accumulation_steps in (None, AUTO):
-        config = with_values(config, {"gradient_accumulation_steps": count})  # type: ignore[assignment]
+    num_micro_batches = config.pipeline.micro_batches
+    if isinstance(num_micro_batches, int) and config.gradient_accumulation_steps in (None, AUTO):
+        config = replace_by_path(config, {"gradient_accumulation_steps": num_micro_batches})  # type: ignore[assignment]
     if not isinstance(model, PipelineModule):
         if not any(True for _ in model.parameters()):
             raise ValueError("the model has no parameters: there is nothing to train")
         return config
-    stated, own = config.pipeline.stages, model.num_stages
-    if own is not None and isinstance(stated, int) and stated != own:
+    config_stages, model_stages = config.pipeline.stages, model.num_stages
+    if model_stages is not None and isinstance(config_stages, int) and config_stages != model_stages:
         raise ValueError(
-            f"the PipelineModule has num_stages = {own}, but the config's pipeline.stages is {stated}: leave "
+            f"the PipelineModule has num_stages = {model_stages}, but the config's pipeline.stages is {config_stages}: leave "
             "one of the two out"
         )
-    if stated == AUTO and own is not None:
-        config = with_values(config, {"pipeline.stages": own})  # type: ignore[assignment]
+    if config_stages == AUTO and model_stages is not None:
+        config = replace_by_path(config, {"pipeline.stages": model_stages})  # type: ignore[assignment]
     return config
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
+def get_model_info(model: nn.Module) -> ModelSize:
     """What is known of the whole model, also where no rank will ever hold it."""
-    facts = model_facts(model)
+    info = get_model_size(model)
     if isinstance(model, PipelineModule):
-        facts = replace(facts, num_parameters=model.num_parameters)
-    return facts
+        info = replace(info, num_parameters=model.num_parameters)
+    return info
 
 
-def assemble(
+def parallelize(
     model: nn.Module,
-    axes: Axes,
+    meshes: ParallelMeshes,
     config: Config,
     device: torch.device,
     *,
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
-) -> Parts:
+) -> Components:
     """Build the parts in order; the model is changed in place.  Collective over all ranks.
 
     Raises:
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
     """
-    mesh = axes.data
-    facts = facts_of(model)
-    given = model
-    pipeline = _open_pipeline(model, axes, config)
+    mesh = meshes.fsdp
+    model_info = get_model_info(model)
+    original_model = model
+    pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
-    names = {id(parameter): name for name, parameter in given.named_parameters(remove_duplicate=False)}
-    wanted = parameter_names(optimizer, model_parameters, names)
-    unwrap_parameters(model)
+    names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
+    named_groups = groups_with_names(optimizer, model_parameters, names)
+    unwrap_quantized_params(model)
     preflight = Preflight(model, mesh, config, device, optimizer)
-    options = shard_options(model, config)
-    teams, states = _split(model, axes, config, device)
-    attention = _split_sequence(model, axes, pipeline, list(find_units(model, options.units).values()))
-    teams += attention.teams.all if attention is not None else []
+    options = build_shard_options(model, config)
+    comm_groups, tp_layout = _apply_tp(model, meshes, config, device)
+    attention = _apply_sp(model, meshes, pipeline, list(find_units(model, options.unit_policy).values()))
+    comm_groups += attention.groups.all_groups if attention is not None else []
     if pipeline is not None:
-        pipeline.cut()
-    expert_teams = _spread_experts(model, axes, config, states)
-    teams += [one.team for one in expert_teams]
-    units = find_units(model, options.units)
-    release = recompute(model, list(units.values()), axes, config, device)
-    _pick_kernels(model, axes, config, device)
-    loss_tiling = tile_model(model, config.tiling)
-    _compile(model, list(units.values()), config)
-    sharded = shard(model, mesh, options, device, states)
-    lists = [module for name, module in model.named_modules() if is_list_of_experts(name, module)]
-    agree_on_gradients(sharded.groups, lists, mesh.get_group(), device)
-    for name, text in sharded.notes.items():
-        config.note(f"zero_optimization.{name}", text)
-    for team in teams:
-        team.ledger = sharded.ledger
-    for one in expert_teams:
-        one.spread = sharded.spread
-    sharded.on_close(release)
-    preflight.watch(model)
-    window = Window(config.gradient_accumulation_steps)
+        pipeline.split_model()
+    dispatchers = _apply_ep(model, meshes, config, tp_layout)
+    comm_groups += [one.ep_group for one in dispatchers]
+    units = find_units(model, options.unit_policy)
+    close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    _choose_cpu_kernels(model, meshes, config, device)
+    loss_tiling = apply_tiling(model, config.tiling)
+    _apply_compile(model, list(units.values()), config)
+    sharded = shard_model(model, mesh, options, device, tp_layout)
+    lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
+    sync_unused_params(sharded.groups, lists, mesh.get_group(), device)
+    for name, text in sharded.option_messages.items():
+        config.add_note(f"zero_optimization.{name}", text)
+    for comm_group in comm_groups:
+        comm_group.ledger = sharded.ledger
+    for one in dispatchers:
+        one.expert_params = sharded.expert_params
+    sharded.add_close_callback(close_offload)
+    preflight.check_first_batch(model)
+    window = AccumulationWindow(config.gradient_accumulation_steps)
     if device.type == "cpu":
-        window.between_passes(ThreadCache().exchange)
-    averaging = averaging_of(config, window, axes, device)
+        window.add_pass_callback(MallocThreadCache().swap_chunks)
+    loss_normalizer = build_loss_normalizer(config, window, meshes, device)
     if attention is not None:
-        attention.tell = averaging.hears
+        attention.on_token_count = loss_normalizer.on_token_count
     if config.fp16.enabled or config.token_weighted_loss:
-        scale_plain_backwards(model, window, sharded, averaging)
+        register_loss_scale_hooks(model, window, sharded, loss_normalizer)
     scaler = LossScaler.from_config(config.fp16)
-    local = None if pipeline is None else pipeline.local_name
-    managed = _optimizer(model, sharded, mesh, config, optimizer, wanted, window, scaler, local)
+    to_local_name = None if pipeline is None else pipeline.local_param_name
+    managed = _make_optimizer(model, sharded, mesh, config, optimizer, named_groups, window, scaler, to_local_name)
     if managed is not None and pipeline is not None:
-        managed.peers = pipeline.peers()
+        managed.pipeline_peers = pipeline.tied_weights()
     if loss_tiling is not None:
-        loss_tiling.settle()
+        loss_tiling.trust_current_hooks()
         if managed is not None:
-            managed.after_step(loss_tiling.expire)
-    schedule = _schedule(config, managed, lr_scheduler)
+            managed.add_step_callback(loss_tiling.invalidate)
+    schedule = _make_lr_scheduler(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())
     if pipeline is not None:
-        pipeline.separate_streams()
-    if axes.tensor is not None:
-        synchronise_generators(teams[0])
+        pipeline.seed_per_stage()
+    if meshes.tp is not None:
+        sync_rng(comm_groups[0])
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
-    context = _forward_context(config, device, averaging)
+    forward_context = _make_forward_context(config, device, loss_normalizer)
     runner = None
     if pipeline is not None:
-        around = Around(averaging, context, lambda: scaler.scale)
+        hooks = ForwardHooks(loss_normalizer, forward_context, lambda: scaler.scale)
         if attention is not None:
-            around = replace(around, keep=attention.keep, resume=attention.resume)
-        runner = pipeline.drive(sharded, device, around, sharded.ledger)
-    return Parts(
+            hooks = replace(hooks, keep=attention.save_context, resume=attention.restore_context)
+        runner = pipeline.make_runner(sharded, device, hooks, sharded.ledger)
+    return Components(
         module=model,
         sharded=sharded,
         optimizer=managed,
         lr_scheduler=schedule,
         window=window,
         scaler=scaler,
-        meter=_meter(config, axes, facts),
-        phases=PhaseTimer(enabled=config.wall_clock_breakdown),
-        forward_context=context,
-        averaging=averaging,
-        axes=axes,
+        meter=_make_meter(config, meshes, model_info),
+        phase_timer=PhaseTimer(enabled=config.wall_clock_breakdown),
+        forward_context=forward_context,
+        loss_normalizer=loss_normalizer,
+        meshes=meshes,
         device=device,
         runner=runner,
-        naming=Naming() if pipeline is None else pipeline.naming,
+        param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 
 
-def _open_pipeline(model: nn.Module, axes: Axes, config: Config) -> Pipeline | None:
+def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> PipelineParallel | None:
     """The pipeline that the model or the config asks for."""
     if isinstance(model, PipelineModule):
-        return Pipeline(model, axes, config, None)
-    if axes.pipeline is None:
+        return PipelineParallel(model, meshes, config, None)
+    if meshes.pp is None:
         return None
     rows = min(4, int(config.train_micro_batch_size_per_gpu))
-    length = min(128, default_length(getattr(model, "config", None)))
-    shapes = batch_of(model, rows, length).build()[1]
+    length = min(128, default_sequence_length(getattr(model, "config", None)))
+    shapes = infer_input_spec(model, rows, length).make_empty()[1]
     batch = {name: torch.ones_like(value) for name, value in shapes.items()}
     limit = config.memory.device_limit
-    return Pipeline(model, axes, config, batch, None if limit is None else parse_bytes(limit))
+    return PipelineParallel(model, meshes, config, batch, None if limit is None else parse_bytes(limit))
 
 
-def _split(
-    model: nn.Module, axes: Axes, config: Config, device: torch.device
-) -> tuple[list[Team], States | None]:
+def _apply_tp(
+    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device
+) -> tuple[list[ParallelGroup], TensorParallelLayout | None]:
     """Cut the layers over the tensor ranks, if there are any."""
-    if axes.tensor is None or axes.states is None:
+    if meshes.tp is None or meshes.tp_fsdp is None:
         return [], None
-    team = Team(axes.tensor.get_group())
-    facts = model_facts(model)
-    note_groups_across_hosts(team.group, axes.everyone, facts.num_layers or 1, facts.hidden_size or 1, device)
-    return [team], parallelise(model, team, axes.states, axes.everyone, kernels=config.cpu_kernels)
+    tp_group = ParallelGroup(meshes.tp.get_group())
+    model_info = get_model_size(model)
+    warn_cross_host_groups(tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device)
+    return [tp_group], apply_tensor_parallel(model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels)
 
 
-def _spread_experts(model: nn.Module, axes: Axes, config: Config, states: States | None) -> list[ExpertTeam]:
+def _apply_ep(model: nn.Module, meshes: ParallelMeshes, config: Config, tp_layout: TensorParallelLayout | None) -> list[AllToAllDispatcher]:
     """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
     section = config.expert_parallel
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
     if section.autoep_size > 1:
-        search = Search(
+        expert_filter = ExpertFilter(
             section.moe_layer_pattern,
             section.expert_pattern,
             section.num_experts_attr,
             section.use_grouped_mm,
         )
-        layers |= find_experts(model, search)
+        layers |= find_experts(model, expert_filter)
         if not layers:
             raise ValueError(
                 f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "
                 f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
                 "called 'experts'; set it to 1"
             )
-    return spread_experts(layers, axes, section.autoep_size, states)
+    return shard_experts(layers, meshes, section.autoep_size, tp_layout)
 
 
-def _split_sequence(
-    model: nn.Module, axes: Axes, pipeline: Pipeline | None, blocks: list[nn.Module]
-) -> Attention | None:
+def _apply_sp(
+    model: nn.Module, meshes: ParallelMeshes, pipeline: PipelineParallel | None, blocks: list[nn.Module]
+) -> SequenceParallelAttention | None:
     """Let the model work on parts of sequences, if there are ranks for it."""
-    if axes.sequence is None:
+    if meshes.sequence is None:
         return None
-    teams = SequenceTeams(
-        Team(axes.sequence.get_group(), "sequence"),
-        None if axes.heads is None else Team(axes.heads.get_group(), "sequence"),
-        None if axes.ring is None else Team(axes.ring.get_group(), "context"),
+    groups = SequenceGroups(
+        ParallelGroup(meshes.sequence.get_group(), "sequence"),
+        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence"),
+        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context"),
     )
-    layers = None if pipeline is None else pipeline.share_sequences(teams)
-    return layers or sequence_parallel(model, teams, blocks)
+    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups)
+    return layer_attention or apply_sequence_parallel(model, groups, blocks)
 
 
-def _pick_kernels(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> None:
+def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device) -> None:
     """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
     if device.type != "cpu" or config.compile.enabled:
         return
     if config.fp16.enabled and config.cpu_kernels == "auto":
-        widen_attention(model)
-    if ops.switch_linear_layers(model, config.cpu_kernels) == 0 and axes.size == axes.data.size():
+        apply_upcast_sdpa(model)
+    if ops.patch_linear_layers(model, config.cpu_kernels) == 0 and meshes.world_size == meshes.fsdp.size():
         return
-    if axes.size > 1:
-        root = dist.get_global_rank(axes.everyone, 0)
-        table = [ops.export_table()] if dist.get_rank() == root else [None]
-        dist.broadcast_object_list(table, src=root, group=axes.everyone)
+    if meshes.world_size > 1:
+        root = dist.get_global_rank(meshes.world_group, 0)
+        table = [ops.export_autotune_cache()] if dist.get_rank() == root else [None]
+        dist.broadcast_object_list(table, src=root, group=meshes.world_group)
         if table[0] is not None:
-            ops.import_table(table[0])
+            ops.import_autotune_cache(table[0])
 
 
-def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
+def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
     section = config.compile
     if not section.enabled:
         return
@@ -355,49 +355,49 @@ def _compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
         unit.compile(**options)
 
 
-def _forward_context(config: Config, device: torch.device, averaging: Averaging) -> ForwardContext:
+def _make_forward_context(config: Config, device: torch.device, loss_normalizer: LossNormalizer) -> ForwardContext:
     section = config.torch_autocast
     if not section.enabled:
-        return averaging.forward
+        return loss_normalizer.forward_context
 
     @contextmanager
-    def both() -> Iterator[None]:
-        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), averaging.forward():
+    def autocast_and_count() -> Iterator[None]:
+        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), loss_normalizer.forward_context():
             yield
 
-    return both
+    return autocast_and_count
 
 
-def _optimizer(
+def _make_optimizer(
     model: nn.Module,
-    sharded: Sharded,
+    sharded: ShardedModel,
     mesh: DeviceMesh,
     config: Config,
-    given: Any,
-    wanted: list[dict[str, Any]],
-    window: Window,
+    user_optimizer: Any,
+    named_groups: list[dict[str, Any]],
+    window: AccumulationWindow,
     scaler: LossScaler,
-    local_name: Callable[[str], str | None] | None,
-) -> ManagedOptimizer | None:
-    new = dict(model.named_parameters(remove_duplicate=False))
-    known = [[local_name(name) if local_name else name for name in group["params"]] for group in wanted]
+    to_local_name: Callable[[str], str | None] | None,
+) -> EngineOptimizer | None:
+    params_by_name = dict(model.named_parameters(remove_duplicate=False))
+    local_names = [[to_local_name(name) if to_local_name else name for name in group["params"]] for group in named_groups]
     # None for a parameter that lies on another rank, or was taken apart.
-    chosen = [[None if name is None else new.get(name) for name in names] for names in known]
+    params_by_group = [[None if name is None else params_by_name.get(name) for name in names] for names in local_names]
     groups = [
         {**group, "params": [p for p in params if p is not None]}
-        for group, params in zip(wanted, chosen, strict=True)
+        for group, params in zip(named_groups, params_by_group, strict=True)
     ]
-    if groups and NOTHING in new and not any(group["params"] for group in groups):
-        groups[0]["params"] = [new[NOTHING]]
+    if groups and DUMMY_PARAM_NAME in params_by_name and not any(group["params"] for group in groups):
+        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
     if not groups:
         groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     replicate_group = mesh.get_group() if mesh.size() > 1 else None
     inner: Any
-    if isinstance(given, torch.optim.Optimizer):
-        inner = adopt(rebind(given, chosen), replicate_group=replicate_group)
-    elif callable(given):
-        made: Any = given(groups)
-        inner = adopt(made, replicate_group=replicate_group)
+    if isinstance(user_optimizer, torch.optim.Optimizer):
+        inner = to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
+    elif callable(user_optimizer):
+        user_built: Any = user_optimizer(groups)
+        inner = to_local_optimizer(user_built, replicate_group=replicate_group)
     elif config.optimizer is not None:
         section = config.optimizer
         params = dict(section.params)
@@ -409,37 +409,37 @@ def _optimizer(
             params,
             model=model,
             replicate_group=replicate_group,
-            delay=DelayPolicy.from_config(config.zero_optimization.zenflow),
+            zenflow_policy=ZenFlowPolicy.from_config(config.zero_optimization.zenflow),
         )
     else:
         return None
-    return manage(inner, sharded, config, window, scaler, replicate_group)
+    return build_engine_optimizer(inner, sharded, config, window, scaler, replicate_group)
 
 
-def _schedule(config: Config, optimizer: ManagedOptimizer | None, given: Any) -> Any:
+def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:
     if optimizer is None:
-        return given
-    if given is not None:
-        built: Any = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        return user_scheduler
+    if user_scheduler is not None:
+        built: Any = user_scheduler(optimizer) if callable(user_scheduler) and not hasattr(user_scheduler, "step") else user_scheduler
         if getattr(built, "optimizer", None) is optimizer.inner:
             built.optimizer = optimizer
         return built
     if config.scheduler is None:
         return None
-    return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+    return build_lr_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _meter(config: Config, axes: Axes, facts: ModelFacts) -> Meter:
+def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -> StepMeter:
     rank = dist.get_rank()
     recorder = build_recorder(config, rank=rank)
     monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
     every = config.steps_per_print
-    wanted = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
-    return Meter(
+    is_enabled = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
+    return StepMeter(
         recorder,
-        group=axes.data.get_group(),
-        copies=1 if axes.sequence is None else axes.sequence.size(),
-        wanted=wanted,
-        flops_per_token=partial(flops_per_token, facts),
+        group=meshes.fsdp.get_group(),
+        num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
+        enabled=is_enabled,
+        flops_per_token=partial(flops_per_token, model_info),
         memory_mib=lambda: resident_mib(peak=True),
     )

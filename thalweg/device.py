@@ -10,9 +10,9 @@ import torch
 
 # mallopt(3) parameters of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_KEEP = 1 << 30
+_TRIM_THRESHOLD_BYTES = 1 << 30
 # From this size on blocks come and go singly where memory is short.
-LARGE_BLOCK = 4 << 20
+LARGE_BLOCK_BYTES = 4 << 20
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -24,7 +24,7 @@ def pick_device(local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
-def keep_freed_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Let glibc keep freed blocks instead of returning each to the kernel; True if it did.
 
     A training step frees and allocates the same large tensors over and over.  By default
@@ -38,10 +38,10 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl and others
         return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
 
 
-def return_large_blocks() -> bool:
+def release_large_blocks() -> bool:
     """Let glibc take large blocks from the kernel and give each back when it is freed; True if it did.
 
     The opposite choice, for models that barely fit: a small block that lives on in the middle of a freed
@@ -52,22 +52,22 @@ def return_large_blocks() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK))
+    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))
 
 
-def choose_allocation(memory_is_short: bool) -> bool:
+def configure_malloc(low_memory: bool) -> bool:
     """The one or the other; True if the allocator took it."""
-    return return_large_blocks() if memory_is_short else keep_freed_memory()
+    return release_large_blocks() if low_memory else retain_freed_memory()
 
 
-def return_freed_memory() -> None:
+def trim_malloc() -> None:
     """Give back what :func:`keep_freed_memory` has kept."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
-class ThreadCache:
+class MallocThreadCache:
     """glibc's cache of small freed chunks, and how to get them out of the way of large ones.
 
     torch asks for aligned blocks, so glibc asks its heap for 96 bytes more and gives the head and the tail
@@ -90,7 +90,7 @@ class ThreadCache:
             self._malloc.restype, self._malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
             self._free.restype, self._free.argtypes = None, [ctypes.c_void_p]
 
-    def exchange(self) -> None:
+    def swap_chunks(self) -> None:
         """Let this thread's cache hold other chunks than now; 0.3 ms."""
         malloc, free = self._malloc, self._free
         if malloc is None or free is None:

@@ -20,22 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.assemble import Parts, Runner, assemble, degrees_of, facts_of, with_model
+from thalweg.assemble import Components, WindowRunner, parallelize, parallel_dims_from_config, get_model_info, merge_model_settings
 from thalweg.checkpoint.training import TrainingState
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
-from thalweg.data.feed import Feed
-from thalweg.data.for_engine import make_loader
-from thalweg.device import choose_allocation, pick_device, return_freed_memory, synchronize
-from thalweg.mesh import build_mesh, init_distributed
+from thalweg.data.feed import BatchFeed
+from thalweg.data.for_engine import build_engine_loader
+from thalweg.device import configure_malloc, pick_device, trim_malloc, synchronize
+from thalweg.mesh import build_meshes, init_distributed
 from thalweg.observe import resident_mib
-from thalweg.optim.managed import ManagedOptimizer
-from thalweg.parallel.parts import splitter_for
-from thalweg.plan.job import settle_job
+from thalweg.optim.managed import EngineOptimizer
+from thalweg.parallel.parts import build_loader_splitter
+from thalweg.plan.job import fill_auto_for_job
 from thalweg.utils.log import enable_console, get_logger
-from thalweg.utils.trees import call_with, loss_of
-from thalweg.zero.init import paused
-from thalweg.zero.offload import memory_is_short
+from thalweg.utils.trees import call_model, get_loss
+from thalweg.zero.init import pause_recording
+from thalweg.zero.offload import prefers_low_memory
 
 _log = get_logger(__name__)
 
@@ -76,20 +76,20 @@ def initialize(
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
     enable_console(parsed.log_level)
-    parsed = with_model(parsed, model)
-    info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    device = pick_device(info.local_rank)
-    axes = build_mesh(device, mesh, degrees_of(parsed))
-    parsed = settle_job(parsed, model, axes.data, axes.everyone, device, optimizer)
-    resolved = resolve(parsed, world_size=axes.size, model=facts_of(model))
+    parsed = merge_model_settings(parsed, model)
+    rank_info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    device = pick_device(rank_info.local_rank)
+    meshes = build_meshes(device, mesh, parallel_dims_from_config(parsed))
+    parsed = fill_auto_for_job(parsed, model, meshes.fsdp, meshes.world_group, device, optimizer)
+    resolved = resolve(parsed, world_size=meshes.world_size, model=get_model_info(model))
     if device.type == "cpu":
-        choose_allocation(memory_is_short(resolved))
-    place = (axes.batch.get_local_rank(), axes.batch.size())
-    loader = make_loader(training_data, resolved, *place, collate_fn, splitter_for(model, axes))
-    asked = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
-    with paused():  # a caller may still be inside `with zero.Init():`
-        parts = assemble(model, axes, resolved, device, **asked)
-    engine = Engine(parts, resolved, loader)
+        configure_malloc(prefers_low_memory(resolved))
+    dp_coords = (meshes.dp.get_local_rank(), meshes.dp.size())
+    loader = build_engine_loader(training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes))
+    user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+    with pause_recording():  # a caller may still be inside `with zero.Init():`
+        components = parallelize(model, meshes, resolved, device, **user_args)
+    engine = Engine(components, resolved, loader)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -100,33 +100,33 @@ class Engine(nn.Module):
     ``device``, ``global_steps`` (windows closed, skipped ones too), ``ledger`` (what was communicated).
     """
 
-    def __init__(self, parts: Parts, config: Config, loader: Any = None) -> None:
+    def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__()
-        self.module = parts.module
+        self.module = components.module
         self.config = config
-        self.device = parts.device
-        self.optimizer = parts.optimizer
-        self.lr_scheduler = parts.lr_scheduler
+        self.device = components.device
+        self.optimizer = components.optimizer
+        self.lr_scheduler = components.lr_scheduler
         self.training_dataloader = loader
-        self._parts = parts
-        self._training = TrainingState(parts, config, loader)
-        self._window = parts.window
-        self._feed = Feed(loader, self.device)
-        self._sync = True
+        self._components = components
+        self._training_state = TrainingState(components, config, loader)
+        self._window = components.window
+        self._batch_feed = BatchFeed(loader, self.device)
+        self._sync_grads = True
         if self.optimizer is not None:
-            self.optimizer.after_step(self._count_update)
+            self.optimizer.add_step_callback(self._record_update)
         _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
-        self._note_memory("initialize")
+        self._log_memory("initialize")
 
     # Forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its gradients will be those of the window at hand."""
-        self._refuse_parts()
+        self._check_step_api()
         if torch.is_grad_enabled():
-            self._parts.meter.saw_batch(args, kwargs)
-            self._parts.sharded.prepare_backward(self._window.is_last, self._sync)
-        with self._parts.phases.span("forward"), self._parts.forward_context(), self._or_rest():
+            self._components.meter.add_batch(args, kwargs)
+            self._components.sharded.set_backward_flags(self._window.is_last, self._sync_grads)
+        with self._components.phase_timer.span("forward"), self._components.forward_context(), self._reset_on_error():
             return self.module(*args, **kwargs)
 
     def backward(
@@ -142,82 +142,82 @@ class Engine(nn.Module):
         Returns what was differentiated.  A plain ``loss.backward()`` does the same, but for that division.
         ``num_items``: targets of the loss, where that counts and the model did not compute it.
         """
-        self._refuse_parts()
+        self._check_step_api()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"backward() needs a scalar loss, got {kind}: pass output.loss or loss.mean()")
         window = self._window
-        self._parts.meter.saw_loss(loss)
-        self._parts.sharded.prepare_backward(window.is_last, self._sync)
-        scaled = self._parts.averaging.share(loss, scale_wrt_gas, num_items)
-        scale = self._parts.scaler.scale
+        self._components.meter.add_loss(loss)
+        self._components.sharded.set_backward_flags(window.is_last, self._sync_grads)
+        scaled = self._components.loss_normalizer.scale_loss(loss, scale_wrt_gas, num_items)
+        scale = self._components.scaler.scale
         with (
-            self._parts.phases.span("backward"),
-            self._or_rest(backward=True),
+            self._components.phase_timer.span("backward"),
+            self._reset_on_error(backward=True),
             window.backward(scaled=scale_wrt_gas, retained=retain_graph, loss=loss),
         ):
             (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
         return scaled
 
     @contextmanager
-    def _or_rest(self, backward: bool = False) -> Iterator[None]:
+    def _reset_on_error(self, backward: bool = False) -> Iterator[None]:
         """Bring the model back to rest if the pass within raises, so that a caller who catches can go on.
         A backward pass may have reduced some gradients and not others, a step may have used some up: the
         window begins anew."""
         try:
             yield
         except BaseException:
-            self._parts.sharded.abandon_iteration()
+            self._components.sharded.reset_iteration_state()
             if backward:
                 self.zero_grad()
             raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; the last of a window updates the parameters and the schedule."""
-        self._refuse_parts()
-        self._need_optimizer()
-        epoch_ends = self._feed.epoch_ends()
+        self._check_step_api()
+        self._require_optimizer()
+        epoch_ends = self._batch_feed.is_epoch_end()
         if self._window.end_micro_batch() or epoch_ends:
-            self._update(lr_kwargs)
+            self._update_parameters(lr_kwargs)
 
-    def _update(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def _update_parameters(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
-        optimizer = self._need_optimizer()
-        with self._parts.phases.span("step"), self._or_rest(backward=True):
+        optimizer = self._require_optimizer()
+        with self._components.phase_timer.span("step"), self._reset_on_error(backward=True):
             optimizer.step()
         if self.lr_scheduler is not None and not optimizer.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         optimizer.zero_grad()
 
-    def _need_optimizer(self) -> ManagedOptimizer:
+    def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:
             example = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             raise ValueError(f"step() needs an optimizer: give initialize() one, or name it: {example}")
         return self.optimizer
 
-    def _refuse_parts(self) -> None:
+    def _check_step_api(self) -> None:
         """An engine that runs whole windows has no forward, backward and step of its own."""
-        if self._parts.runner is not None:
-            raise ValueError(self._parts.runner.refusal)
+        if self._components.runner is not None:
+            raise ValueError(self._components.runner.unsupported_message)
 
-    def _count_update(self) -> None:
+    def _record_update(self) -> None:
         """After every update, the engine's own or the optimizer's."""
         assert self.optimizer is not None
-        self._training.global_steps += 1
-        micro_batch = self.train_batch_size() // self._window.size
-        self._training.global_samples += micro_batch * self._window.last_size
-        self._parts.meter.step(
+        self._training_state.global_steps += 1
+        micro_batch = self.train_batch_size() // self._window.num_micro_batches
+        self._training_state.global_samples += micro_batch * self._window.last_num_micro_batches
+        self._components.meter.step(
             self.global_steps,
             lr=self.get_lr()[0],
             grad_norm=self.optimizer.grad_norm,
             loss_scale=self.optimizer.loss_scale,
             skipped=self.optimizer.overflow,
-            phases=self._parts.phases.take(),
+            phases=self._components.phase_timer.pop_seconds(),
         )
         if self.global_steps == 1:
-            self._note_memory("the first step")
+            self._log_memory("the first step")
 
-    def _note_memory(self, after: str) -> None:
+    def _log_memory(self, after: str) -> None:
         if self.config.memory_breakdown:
             _log.info("after %s: %.0f MiB, %.0f at the peak", after, resident_mib(), resident_mib(peak=True))
 
@@ -231,22 +231,22 @@ class Engine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch at hand is the window's last; None counts again."""
-        self._window.force(is_boundary)
+        self._window.set_is_last(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep their gradients on this rank; the step reduces them."""
-        self._sync = False
+        self._sync_grads = False
         try:
             yield
         finally:
-            self._sync = True
+            self._sync_grads = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin a new window."""
         self._window.close()
         if self.optimizer is None:
-            self._parts.sharded.drop_gradients()
+            self._components.sharded.clear_unreduced_grads()
             self.module.zero_grad(set_to_none=True)
         else:
             self.optimizer.zero_grad()
@@ -260,54 +260,54 @@ class Engine(nn.Module):
         or an object with a ``loss``.  An iterator that ends within a window makes it shorter.
         """
         self.train()
-        if self._parts.runner is not None:
-            return self._mean(self._train_window(self._parts.runner, data_iter))
-        losses, noted = [], self._parts.averaging.noted
-        for batch in self._feed.take(data_iter, self._window.size):
-            loss = loss_of(call_with(self, batch))
-            losses.append(noted(loss))
+        if self._components.runner is not None:
+            return self._mean_over_ranks(self._train_window(self._components.runner, data_iter))
+        losses, loss_and_weight = [], self._components.loss_normalizer.loss_and_weight
+        for batch in self._batch_feed.next_batches(data_iter, self._window.num_micro_batches):
+            loss = get_loss(call_model(self, batch))
+            losses.append(loss_and_weight(loss))
             self.backward(loss)
-            if len(losses) < self._window.size:
+            if len(losses) < self._window.num_micro_batches:
                 self.step()
-        if 0 < len(losses) < self._window.size:
-            self._update()  # step() has counted the short window's micro-batches
+        if 0 < len(losses) < self._window.num_micro_batches:
+            self._update_parameters()  # step() has counted the short window's micro-batches
         elif losses:
             self.step()
-        return self._mean(_mean_of(self._parts, losses))
+        return self._mean_over_ranks(_mean_loss(self._components, losses))
 
-    def _train_window(self, runner: Runner, data_iter: Iterator[Any] | None) -> Tensor:
+    def _train_window(self, runner: WindowRunner, data_iter: Iterator[Any] | None) -> Tensor:
         """One window at once; its mean loss over this rank's data."""
-        self._need_optimizer()
-        batches = self._whole_window(runner, data_iter)
+        self._require_optimizer()
+        batches = self._next_window(runner, data_iter)
         with (
-            self._parts.phases.span("forward and backward"),
-            self._or_rest(backward=True),
+            self._components.phase_timer.span("forward and backward"),
+            self._reset_on_error(backward=True),
             self._window.backward(scaled=False, retained=False, count=len(batches)),
         ):
             loss = runner.train(batches)
-        self._parts.meter.saw_window(batches, loss)
-        self._update()
+        self._components.meter.add_window(batches, loss)
+        self._update_parameters()
         return loss
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Mean loss over all ranks of one window of micro-batches, without gradients."""
         was_training = self.training
         self.eval()
-        if (runner := self._parts.runner) is not None:
-            loss = runner.evaluate(self._whole_window(runner, data_iter))
+        if (runner := self._components.runner) is not None:
+            loss = runner.evaluate(self._next_window(runner, data_iter))
         else:
             with torch.no_grad():
-                batches, noted = self._feed.take(data_iter, self._window.size), self._parts.averaging.noted
-                loss = _mean_of(self._parts, [noted(loss_of(call_with(self, batch))) for batch in batches])
+                batches, loss_and_weight = self._batch_feed.next_batches(data_iter, self._window.num_micro_batches), self._components.loss_normalizer.loss_and_weight
+                loss = _mean_loss(self._components, [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches])
         self.train(was_training)
-        return self._mean(loss)
+        return self._mean_over_ranks(loss)
 
-    def _whole_window(self, runner: Runner, data_iter: Iterator[Any] | None) -> list[Any]:
-        reads = runner.needs_batch or data_iter is not None
-        return runner.agree(self._feed.window(data_iter, self._window.size) if reads else None)
+    def _next_window(self, runner: WindowRunner, data_iter: Iterator[Any] | None) -> list[Any]:
+        reads_data = runner.needs_batch or data_iter is not None
+        return runner.agree_micro_batches(self._batch_feed.next_window(data_iter, self._window.num_micro_batches) if reads_data else None)
 
-    def _mean(self, value: Tensor) -> Tensor:
-        mesh = self._parts.mesh
+    def _mean_over_ranks(self, value: Tensor) -> Tensor:
+        mesh = self._components.mesh
         if mesh.size() > 1:
             dist.all_reduce(value, group=mesh.get_group())
         return value / mesh.size()
@@ -317,12 +317,12 @@ class Engine(nn.Module):
     @property
     def global_steps(self) -> int:
         """Windows closed so far, skipped updates included."""
-        return self._training.global_steps
+        return self._training_state.global_steps
 
     @property
     def global_samples(self) -> int:
         """Samples of those windows over all ranks."""
-        return self._training.global_samples
+        return self._training_state.global_samples
 
     @property
     def skipped_steps(self) -> int:
@@ -335,14 +335,14 @@ class Engine(nn.Module):
         return self._window.micro_steps
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> CommsLog:
         """What was communicated, by kind and module."""
-        return self._parts.sharded.ledger
+        return self._components.sharded.ledger
 
     @property
     def loss_scale(self) -> float:
         """The factor on the loss (1 except in fp16)."""
-        return self._parts.scaler.scale
+        return self._components.scaler.scale
 
     def get_global_grad_norm(self) -> float | None:
         """Global gradient norm of the last update, before clipping; None before the first."""
@@ -362,7 +362,7 @@ class Engine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one update."""
-        return self._window.size
+        return self._window.num_micro_batches
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
@@ -372,11 +372,11 @@ class Engine(nn.Module):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The model's full tensors on the CPU, under the names of the plain model; collective."""
-        return self._training.full_state()
+        return self._training_state.get_model_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
         """Load full tensors (or shards of this layout) into the model; collective."""
-        return self._training.load_state(state_dict, strict)
+        return self._training_state.set_model_state_dict(state_dict, strict)
 
     def save_checkpoint(
         self,
@@ -391,8 +391,8 @@ class Engine(nn.Module):
         ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
         """
         synchronize(self.device)
-        return self._training.save(
-            save_dir, tag, client_state, latest=save_latest, frozen=not exclude_frozen_parameters
+        return self._training_state.save(
+            save_dir, tag, client_state, save_latest=save_latest, include_frozen=not exclude_frozen_parameters
         )
 
     def load_checkpoint(
@@ -411,14 +411,14 @@ class Engine(nn.Module):
         config's ``checkpoint.resume`` allows a fresh start.
         """
         self.zero_grad()
-        self._feed.rewind()
-        return self._training.load(
+        self._batch_feed.rewind()
+        return self._training_state.load(
             load_dir,
             tag,
             strict=load_module_strict,
-            with_optimizer=load_optimizer_states,
-            with_schedule=load_lr_scheduler_states,
-            only_module=load_module_only,
+            load_optimizer=load_optimizer_states,
+            load_lr_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
         )
 
     def save_16bit_model(
@@ -428,7 +428,7 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the weights in 16 bits in the Hugging Face layout; collective."""
-        self._training.save_16bit(save_dir)
+        self._training_state.save_16bit(save_dir)
         return True
 
     def close(self) -> None:
@@ -436,15 +436,15 @@ class Engine(nn.Module):
         self.zero_grad()
         if self.config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
-        self._parts.meter.close()
-        self._parts.sharded.close()
+        self._components.meter.close()
+        self._components.sharded.close()
         if self.device.type == "cpu":
-            return_freed_memory()
+            trim_malloc()
 
     destroy = close
 
 
-def _mean_of(parts: Parts, noted: list[Tensor]) -> Tensor:
-    if not noted:
+def _mean_loss(components: Components, losses_and_weights: list[Tensor]) -> Tensor:
+    if not losses_and_weights:
         raise StopIteration("the data iterator is empty")
-    return parts.averaging.mean(torch.stack(noted).sum(0))
+    return components.loss_normalizer.mean(torch.stack(losses_and_weights).sum(0))

@@ -22,28 +22,28 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thalweg.device import pick_device
-from thalweg.utils.env import RankInfo, read_ranks
+from thalweg.utils.env import RankInfo, read_rank_info
 from thalweg.utils.log import get_logger
-from thalweg.utils.rollcall import meet
+from thalweg.utils.rollcall import rendezvous
 
 _log = get_logger(__name__)
 
-AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
+MESH_AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
 DATA_AXIS = "dp"
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """Ranks along each axis but the data axis, which takes the rest of the world."""
 
-    sequence: int = 1
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
+    sp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
 
 
 @dataclass(frozen=True)
-class Axes:
+class ParallelMeshes:
     """The job's ranks by axis.
 
     ``data``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
@@ -55,29 +55,29 @@ class Axes:
     group of the same ranks, for messages to earlier stages, where the device's need one.
     """
 
-    data: DeviceMesh
-    batch: DeviceMesh
+    fsdp: DeviceMesh
+    dp: DeviceMesh
     sequence: DeviceMesh | None = None
-    tensor: DeviceMesh | None = None
-    states: DeviceMesh | None = None
-    ring: DeviceMesh | None = None
-    heads: DeviceMesh | None = None
-    pipeline: DeviceMesh | None = None
-    back: dist.ProcessGroup | None = None
+    tp: DeviceMesh | None = None
+    tp_fsdp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    ulysses: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
+    pp_reverse_group: dist.ProcessGroup | None = None
 
     @property
-    def everyone(self) -> dist.ProcessGroup:
+    def world_group(self) -> dist.ProcessGroup:
         """All ranks of the job."""
-        if self.tensor is None and self.sequence is None and self.pipeline is None:
-            return self.data.get_group()
+        if self.tp is None and self.sequence is None and self.pp is None:
+            return self.fsdp.get_group()
         world = dist.group.WORLD
         assert world is not None
         return world
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Ranks of the job."""
-        return dist.get_world_size(self.everyone)
+        return dist.get_world_size(self.world_group)
 
 
 def init_distributed(
@@ -102,7 +102,7 @@ def init_distributed(
         ValueError: the launcher's variables contradict each other; the message names them.
     """
     if dist.is_initialized():
-        info = read_ranks({})
+        info = read_rank_info({})
         return RankInfo(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -118,9 +118,9 @@ def init_distributed(
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
         }
-        info = read_ranks({**os.environ, **named})
+        info = read_rank_info({**os.environ, **named})
     else:
-        info = read_ranks()
+        info = read_rank_info()
     device = pick_device(info.local_rank)
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if isinstance(timeout, int | float):
@@ -130,7 +130,7 @@ def init_distributed(
         return info
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
-        store = meet(info, *_where(info, distributed_port), _seconds(timeout), _log.warning)
+        store = rendezvous(info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning)
     dist.init_process_group(
         backend,
         init_method=init_method,
@@ -142,7 +142,7 @@ def init_distributed(
     return info
 
 
-def _where(info: RankInfo, default_port: int) -> tuple[str, int]:
+def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
     """Where rank 0 listens, by the launcher's variables."""
     if info.master_addr is None and info.local_world_size != info.world_size:
         raise ValueError(
@@ -154,7 +154,7 @@ def _where(info: RankInfo, default_port: int) -> tuple[str, int]:
     return info.master_addr or "127.0.0.1", info.master_port or default_port
 
 
-def _seconds(timeout: timedelta | None) -> float:
+def _timeout_seconds(timeout: timedelta | None) -> float:
     return 600.0 if timeout is None else timeout.total_seconds()
 
 
@@ -163,104 +163,104 @@ def _in_memory_store() -> Any:
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def build_mesh(device: torch.device, mesh: DeviceMesh | None = None, degrees: Degrees | None = None) -> Axes:
+def build_meshes(device: torch.device, mesh: DeviceMesh | None = None, dims: ParallelDims | None = None) -> ParallelMeshes:
     """The job's axes: from the degrees, or those of the given mesh after a check; collective.
 
     Raises:
         ValueError: the degrees do not divide the world, or contradict the given mesh.
     """
-    degrees = degrees or Degrees()
-    if mesh is not None and mesh.ndim == 1 and degrees == Degrees():
-        return Axes(mesh, mesh)
+    dims = dims or ParallelDims()
+    if mesh is not None and mesh.ndim == 1 and dims == ParallelDims():
+        return ParallelMeshes(mesh, mesh)
     if mesh is not None:
-        _check_given(mesh, degrees)
-    if degrees == Degrees():
-        data = mesh[DATA_AXIS] if mesh is not None else _line(device)
-        return Axes(data, data)
-    used = {
-        "pipeline.stages": degrees.pipeline,
-        "context_parallel_size": degrees.context,
-        "sequence_parallel_size": degrees.sequence,
-        "tensor_parallel.autotp_size": degrees.tensor,
+        _check_user_mesh(mesh, dims)
+    if dims == ParallelDims():
+        fsdp = mesh[DATA_AXIS] if mesh is not None else _one_dim_mesh(device)
+        return ParallelMeshes(fsdp, fsdp)
+    degree_by_key = {
+        "pipeline.stages": dims.pp,
+        "context_parallel_size": dims.cp,
+        "sequence_parallel_size": dims.sp,
+        "tensor_parallel.autotp_size": dims.tp,
     }
-    world, inner = dist.get_world_size(), prod(used.values())
-    if world % inner:
-        text = " times ".join(f"{name} = {size}" for name, size in used.items())
-        raise ValueError(f"{world} ranks cannot be divided into groups of {inner}: {text}")
-    shape = (degrees.pipeline, world // inner, degrees.context, degrees.sequence, degrees.tensor)
+    world_size, inner = dist.get_world_size(), prod(degree_by_key.values())
+    if world_size % inner:
+        text = " times ".join(f"{name} = {size}" for name, size in degree_by_key.items())
+        raise ValueError(f"{world_size} ranks cannot be divided into groups of {inner}: {text}")
+    shape = (dims.pp, world_size // inner, dims.cp, dims.sp, dims.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", DATA_AXIS, "cp", "sp", "tp"))
-    batch = grid[DATA_AXIS]
-    ring = grid["cp"] if degrees.context > 1 else None
-    heads = grid["sp"] if degrees.sequence > 1 else None
-    data, sequence = batch, ring or heads
+    dp = grid[DATA_AXIS]
+    cp = grid["cp"] if dims.cp > 1 else None
+    ulysses = grid["sp"] if dims.sp > 1 else None
+    fsdp, sequence = dp, cp or ulysses
     if sequence is not None:
-        data = grid[DATA_AXIS, "cp", "sp"]._flatten("dp_cp_sp")
-    if ring is not None and heads is not None:
+        fsdp = grid[DATA_AXIS, "cp", "sp"]._flatten("dp_cp_sp")
+    if cp is not None and ulysses is not None:
         sequence = grid["cp", "sp"]._flatten("cp_sp")
-    tensor = grid["tp"] if degrees.tensor > 1 else None
-    states = None
-    if tensor is not None:
-        stage = torch.arange(world).view(degrees.pipeline, -1)[grid.get_local_rank("pp")]
-        ranks = stage.view(-1, degrees.tensor).T.contiguous()
-        groups = [tensor.get_group(), data.get_group()]
-        states = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
-    pipeline = grid["pp"] if degrees.pipeline > 1 else None
-    back = _second_group(grid) if pipeline is not None and device.type == "cuda" else None
-    return Axes(data, batch, sequence, tensor, states, ring, heads, pipeline, back)
+    tp = grid["tp"] if dims.tp > 1 else None
+    tp_fsdp = None
+    if tp is not None:
+        stage = torch.arange(world_size).view(dims.pp, -1)[grid.get_local_rank("pp")]
+        ranks = stage.view(-1, dims.tp).T.contiguous()
+        groups = [tp.get_group(), fsdp.get_group()]
+        tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
+    pp = grid["pp"] if dims.pp > 1 else None
+    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type == "cuda" else None
+    return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
 
 
-def _second_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
+def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
     """Another group of each pipeline's ranks; collective over the job.  Returns this rank's."""
-    own = None
-    for line in grid.mesh.flatten(1).T.tolist():
-        made = dist.new_group(line)
-        own = made if dist.get_rank() in line else own
-    assert own is None or isinstance(own, dist.ProcessGroup)
-    return own
+    local_group = None
+    for ranks in grid.mesh.flatten(1).T.tolist():
+        new_group = dist.new_group(ranks)
+        local_group = new_group if dist.get_rank() in ranks else local_group
+    assert local_group is None or isinstance(local_group, dist.ProcessGroup)
+    return local_group
 
 
-def _line(device: torch.device) -> DeviceMesh:
+def _one_dim_mesh(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
 
 
-def _check_given(mesh: DeviceMesh, degrees: Degrees) -> None:
+def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
     names = mesh.mesh_dim_names or ()
-    wanted = {
+    expected = {
         DATA_AXIS: None,
-        "cp": degrees.context,
-        "sp": degrees.sequence,
-        "tp": degrees.tensor,
-        "pp": degrees.pipeline,
+        "cp": dims.cp,
+        "sp": dims.sp,
+        "tp": dims.tp,
+        "pp": dims.pp,
     }
     for name in names:
         size = mesh[name].size()
-        if name not in wanted and size > 1:
+        if name not in expected and size > 1:
             raise ValueError(f"the mesh has the axes {names}: {name!r} above one is not built yet")
-        if wanted.get(name) is not None and size != wanted[name]:
+        if expected.get(name) is not None and size != expected[name]:
             raise ValueError(
-                f"the mesh has {size} ranks on its axis {name!r}, but the config asks for {wanted[name]}"
+                f"the mesh has {size} ranks on its axis {name!r}, but the config asks for {expected[name]}"
             )
     if DATA_AXIS not in names:
         raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
 
 
-def group_of(ranks: Sequence[int], around: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def new_subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """A process group of these ranks (of the job); only those of ``around`` take part in making it, all at
     once, each for its own part of them; it may be left out for a rank alone.
 
     torch names such a group by its ranks and by how many groups this process has, and ranks that have
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
     """
-    assert around is not None or len(ranks) == 1
-    if around is not None:
-        device = "cuda" if dist.get_backend(around) == "nccl" else "cpu"
+    assert parent is not None or len(ranks) == 1
+    if parent is not None:
+        device = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
         count = torch.tensor([_num_groups()], device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=around)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
         for _ in range(int(count) - _num_groups()):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    new_group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(new_group, dist.ProcessGroup)
+    return new_group
 
 
 def _num_groups() -> int:
@@ -268,35 +268,35 @@ def _num_groups() -> int:
     return len(distributed_c10d._world.pg_names)
 
 
-def grid_of(
-    ranks: Tensor, names: tuple[str, ...], device_type: str, around: dist.ProcessGroup | None = None
+def new_submesh(
+    ranks: Tensor, dim_names: tuple[str, ...], device_type: str, parent: dist.ProcessGroup | None = None
 ) -> DeviceMesh:
     """A mesh over ``ranks``, this one among them, that only those of ``around`` take part in making.
 
     A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
     """
-    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    coords = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups = []
     for axis in range(ranks.ndim):
-        line = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(here))]
-        groups.append(group_of(line.tolist(), around))
+        axis_ranks = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(coords))]
+        groups.append(new_subgroup(axis_ranks.tolist(), parent))
     if ranks.ndim == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 
-def split_data_axis(mesh: DeviceMesh, size: int) -> DeviceMesh:
+def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``size`` consecutive ranks.
 
     Raises:
         ValueError: ``size`` does not divide the number of ranks.
     """
-    world = mesh.size()
-    if world % size:
-        fitting = [number for number in range(1, world + 1) if world % number == 0]
+    num_ranks = mesh.size()
+    if num_ranks % shard_size:
+        divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise ValueError(
-            f"zero_optimization.mics_shard_size = {size} does not divide the {world} data-parallel ranks: "
-            f"use one of {fitting}, or -1 to shard over all of them"
+            f"zero_optimization.mics_shard_size = {shard_size} does not divide the {num_ranks} data-parallel ranks: "
+            f"use one of {divisors}, or -1 to shard over all of them"
         )
-    grid = mesh.mesh.flatten().view(-1, size)
-    return grid_of(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())
+    grid = mesh.mesh.flatten().view(-1, shard_size)
+    return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())

@@ -35,11 +35,11 @@ def split_params_into_different_moe_groups_for_optimizer(
     """
     groups: list[dict[str, Any]]
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    rest: list[dict[str, Any]] = []
-    experts: list[dict[str, Any]] = []
+    dense_groups: list[dict[str, Any]] = []
+    expert_groups: list[dict[str, Any]] = []
     for group in groups:
         params = list(group["params"])
-        rest.append({**group, "params": [p for p in params if not is_moe_param(p)]})
+        dense_groups.append({**group, "params": [p for p in params if not is_moe_param(p)]})
         chunks: list[list[Tensor]] = []
         size = 0.0
         for param in filter(is_moe_param, params):
@@ -48,5 +48,5 @@ def split_params_into_different_moe_groups_for_optimizer(
                 size = 0.0
             chunks[-1].append(param)
             size += param.numel()
-        experts += [{**group, "name": "experts", "moe": True, "params": chunk} for chunk in chunks]
-    return [group for group in rest if group["params"]] + experts
+        expert_groups += [{**group, "name": "experts", "moe": True, "params": chunk} for chunk in chunks]
+    return [group for group in dense_groups if group["params"]] + expert_groups

@@ -17,8 +17,8 @@ from tests.dist.sequence_parity import batch_of
 from tests.dist.tensor_models import build
 from thalweg.moe import MoE
 from thalweg.nn.transformer import Block, GPTConfig
-from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, Stage, TiedLayerSpec
-from thalweg.utils.trees import call_with, loss_of
+from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, LocalLayers, TiedLayerSpec
+from thalweg.utils.trees import call_model, get_loss
 
 WIDTH = 16
 LR = 0.2
@@ -96,7 +96,7 @@ def expert_layers() -> PipelineModule:
 
 def whole(model: PipelineModule) -> nn.Module:
     """All layers on one process."""
-    return Stage(model.specs, model.build_layers(range(len(model.specs))))
+    return LocalLayers(model.specs, model.build_layers(range(len(model.specs))))
 
 
 class InPlace(nn.Module):
@@ -241,7 +241,7 @@ class Case:
         """What the engine trains on, in plain PyTorch."""
         if self.kind.startswith("layers"):
             return token_loss(model(item[0]), item[1])
-        return loss_of(call_with(model, item))
+        return get_loss(call_model(model, item))
 
 
 @dataclass(frozen=True)

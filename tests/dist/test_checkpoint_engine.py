@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import thalweg
 from tests.dist.models import Odd, batch, tiny_gpt
 from tests.harness import run_ranks
-from thalweg.checkpoint import Checkpoint, MissingCheckpoint
+from thalweg.checkpoint import Checkpoint, CheckpointNotFoundError
 
 CLIENT = {"epoch": 3, "tuple": (1, {"x"}), "tensor": torch.arange(3), 7: b"\x80"}
 CASES = {
@@ -146,10 +146,10 @@ def test_row34_a_tied_model_keeps_its_tie(saved):
 def missing_job(rank: int, world: int, folder: str) -> list[str]:
     engine = engine_of("gpt", 0, 3, world, "adamw", {})
     assert engine.load_checkpoint(folder) == (None, None)
-    with pytest.raises(MissingCheckpoint) as caught:
+    with pytest.raises(CheckpointNotFoundError) as caught:
         engine.load_checkpoint(folder, tag="global_step7")
     must = engine_of("gpt", 0, 2, world, "adamw", {"checkpoint": {"resume": "must"}})
-    with pytest.raises(MissingCheckpoint, match="must"):
+    with pytest.raises(CheckpointNotFoundError, match="must"):
         must.load_checkpoint(folder)
     return [str(caught.value)]
 

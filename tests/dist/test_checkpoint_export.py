@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
 from tests.unit.checkpoint_support import Fast, entries, fail_at
-from thalweg.checkpoint import Checkpoint, CheckpointError, collect, save
+from thalweg.checkpoint import Checkpoint, CheckpointError, build_snapshot, save_snapshot
 from thalweg.checkpoint.hf import export_hf, save_16bit
 
 transformers = pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def sharded(seed: int = 0):
 def write(rank: int, world: int, folder: str) -> list[str]:
     model = sharded()
     save_16bit(model, f"{folder}/16", torch.bfloat16, io=Fast(), max_shard_bytes=4000)
-    save(f"{folder}/c", "t", collect(model), step=0, io=Fast())
+    save_snapshot(f"{folder}/c", "t", build_snapshot(model), step=0, io=Fast())
     texts = []
     for k in (2, 3, 5, 6):
         with pytest.raises(CheckpointError) as caught:

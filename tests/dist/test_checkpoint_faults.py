@@ -19,12 +19,12 @@ from tests.unit.checkpoint_support import Fast, digest, entries, fail_at, kill_a
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
-    DamagedCheckpoint,
+    CorruptCheckpointError,
     FileSystem,
-    MismatchedCheckpoint,
+    CheckpointMismatchError,
     Snapshot,
-    load,
-    save,
+    open_verified,
+    save_snapshot,
 )
 
 
@@ -39,7 +39,7 @@ def snapshot(rank: int, world: int, seed: int) -> Snapshot:
 
 
 def save_one(rank: int, world: int, folder: str, tag: str, seed: int, io: FileSystem | None = None) -> None:
-    save(folder, tag, snapshot(rank, world, seed), step=seed, io=io or Fast())
+    save_snapshot(folder, tag, snapshot(rank, world, seed), step=seed, io=io or Fast())
 
 
 def load_damaged(rank: int, world: int, folder: str) -> tuple[str, str, float, bool]:
@@ -52,11 +52,11 @@ def load_damaged(rank: int, world: int, folder: str) -> tuple[str, str, float, b
     started = time.monotonic()
     kinds, texts = [], []
     for attempt in (
-        lambda: load(folder, "t"),
-        lambda: load(folder),
+        lambda: open_verified(folder, "t"),
+        lambda: open_verified(folder),
         lambda: Checkpoint.open(folder, "t").read_into(live),
     ):
-        with pytest.raises(DamagedCheckpoint) as caught:
+        with pytest.raises(CorruptCheckpointError) as caught:
             attempt()
         kinds.append(type(caught.value).__name__)
         texts.append(str(caught.value))
@@ -79,7 +79,7 @@ def test_a_damaged_shard_of_any_rank_stops_every_rank_with_one_error(tmp_path, v
 
 
 def load_falling_back(rank: int, world: int, folder: str) -> tuple[str, int]:
-    checkpoint = load(folder, resume="must")
+    checkpoint = open_verified(folder, resume="must")
     assert checkpoint is not None
     return checkpoint.tag, checkpoint.state["seed"]
 
@@ -96,18 +96,18 @@ def one_rank_differs(rank: int, world: int, folder: str) -> list[str]:
     texts = []
     rows = 7 if rank else 6
     live = {"model/w": torch.zeros(rows, 5), "model/b": torch.zeros(4)}
-    with pytest.raises(MismatchedCheckpoint) as caught:
-        load(folder, "t").read_into(live)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        open_verified(folder, "t").read_into(live)
     texts.append(str(caught.value))
     assert not live["model/b"].any()
     with pytest.raises(CheckpointError) as caught:
-        save(folder, "x", Snapshot({"model/w": torch.zeros(rows, 5)}), step=0)
+        save_snapshot(folder, "x", Snapshot({"model/w": torch.zeros(rows, 5)}), step=0)
     texts.append(str(caught.value))
     with pytest.raises(CheckpointError) as caught:
-        save(folder if rank == 0 else f"{folder}/elsewhere", "y", Snapshot(), step=0)
+        save_snapshot(folder if rank == 0 else f"{folder}/elsewhere", "y", Snapshot(), step=0)
     texts.append(str(caught.value).replace("/elsewhere", ""))
     with pytest.raises(CheckpointError) as caught:
-        save(folder, "z", Snapshot(state={"f": os} if rank else {}), step=0)
+        save_snapshot(folder, "z", Snapshot(state={"f": os} if rank else {}), step=0)
     texts.append(str(caught.value))
     return texts
 
@@ -133,13 +133,13 @@ def save_failing(rank: int, world: int, folder: str, victim: int, code: int) -> 
             outcomes.append("")
         except CheckpointError as error:
             outcomes.append(str(error))
-        checkpoint = load(folder, resume="must")
+        checkpoint = open_verified(folder, resume="must")
         assert checkpoint is not None
         assert checkpoint.state["seed"] in ((1, 2) if outcomes[-1] else (2,)), (k, outcomes)
         save_one(rank, world, folder, "t", 1)
         if rank == 0:
             assert entries(Path(folder)) == {"t", "latest"}
-        done = [len(probe.log) <= k if rank == victim else None]
+        done = [len(probe.calls) <= k if rank == victim else None]
         dist.broadcast_object_list(done, src=victim)
         if done[0]:
             return outcomes
@@ -168,13 +168,13 @@ def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -
         base = root / f"{k}"
         shutil.copytree(root / "first", base)
         statuses = run_pair(base, 2, victim, k)
-        checkpoint = load(base, resume="must")
+        checkpoint = open_verified(base, resume="must")
         assert checkpoint is not None
         found.append(checkpoint.state["seed"])
         digest(checkpoint)
-        save(base, "t", Snapshot(state={"seed": 3}), step=3, io=Fast())
+        save_snapshot(base, "t", Snapshot(state={"seed": 3}), step=3, io=Fast())
         assert entries(base) == {"t", "latest"}, (k, entries(base))
-        checkpoint = load(base, resume="must")
+        checkpoint = open_verified(base, resume="must")
         assert checkpoint is not None and checkpoint.state["seed"] == 3
         if statuses[victim] != 9:
             assert statuses == [0, 0]
@@ -214,10 +214,10 @@ def test_row36_a_rank_killed_at_every_operation_of_a_save(tmp_path, victim):
 def tags_that_differ(rank: int, world: int, folder: str) -> list[str]:
     texts = []
     for attempt in (
-        lambda: save(folder, f"t{rank}", Snapshot(), step=0),
-        lambda: save(folder, "t" if rank else "a/b", Snapshot(), step=0),
-        lambda: save(folder, "t", Snapshot(), step=0, keep=rank),
-        lambda: load(folder, f"t{rank}"),
+        lambda: save_snapshot(folder, f"t{rank}", Snapshot(), step=0),
+        lambda: save_snapshot(folder, "t" if rank else "a/b", Snapshot(), step=0),
+        lambda: save_snapshot(folder, "t", Snapshot(), step=0, keep_latest_k=rank),
+        lambda: open_verified(folder, f"t{rank}"),
     ):
         with pytest.raises(CheckpointError) as caught:
             attempt()

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness import run_ranks
 from tests.unit.checkpoint_support import Small, small_model, train
-from thalweg.checkpoint import Checkpoint, Snapshot, UnstorableState, collect, load, restore, save
+from thalweg.checkpoint import Checkpoint, Snapshot, UnserializableStateError, build_snapshot, open_verified, restore_module, save_snapshot
 
 
 def build(seed: int, stage: int) -> Small:
@@ -61,22 +61,22 @@ def save_trained(rank: int, world: int, folder: str, stage: int) -> dict[str, st
     model = build(0, stage)
     optimizer = optimizer_of(model)
     train(model, optimizer, 3)
-    save(folder, "a", collect(model, optimizer, state={"client": (1, {2})}, per_rank={"rank": rank}), step=3)
+    save_snapshot(folder, "a", build_snapshot(model, optimizer, state={"client": (1, {2})}, per_rank={"rank": rank}), step=3)
     return fingerprint(model, optimizer)
 
 
 def load_and_save(rank: int, world: int, folder: str, out: str, stage: int) -> dict[str, str]:
     model = build(5, stage)
     optimizer = optimizer_of(model, lr=3.0)
-    checkpoint = load(folder, resume="must")
+    checkpoint = open_verified(folder, resume="must")
     assert checkpoint is not None
-    assert restore(checkpoint, model, optimizer)["client"] == (1, {2})
+    assert restore_module(checkpoint, model, optimizer)["client"] == (1, {2})
     for parameter, state in optimizer.state.items():
         assert isinstance(state["exp_avg"], DTensor) == isinstance(parameter, DTensor)
         if isinstance(parameter, DTensor):
             assert state["exp_avg"].placements == parameter.placements
         assert state["step"].device.type == "cpu" and state["step"].dim() == 0
-    save(out, "a", collect(model, optimizer, state={"client": (1, {2})}), step=3)
+    save_snapshot(out, "a", build_snapshot(model, optimizer, state={"client": (1, {2})}), step=3)
     result = fingerprint(model, optimizer)
     train(model, optimizer, 1)
     assert fingerprint(model, optimizer) != result
@@ -104,8 +104,8 @@ def test_row01_saved_at_four_ranks_loads_at_any_world_and_stage(saved, tmp_path,
         for found in run_ranks(load_and_save, 4, str(out), str(tmp_path / "back"), 3):
             assert found == expected
         a, b = Checkpoint.open(folder), Checkpoint.open(tmp_path / "back")
-        names = a.names("model/") + a.names("optim/")
-        assert names == b.names("model/") + b.names("optim/")
+        names = a.tensor_names("model/") + a.tensor_names("optim/")
+        assert names == b.tensor_names("model/") + b.tensor_names("optim/")
         assert all(torch.equal(a.read(name), b.read(name)) for name in names)
 
 
@@ -118,7 +118,7 @@ def test_row01_the_comparison_can_fail(saved, tmp_path):
 def load_with_a_changed_bit(rank: int, world: int, folder: str) -> dict[str, str]:
     model = build(5, 3)
     optimizer = optimizer_of(model)
-    restore(Checkpoint.open(folder), model, optimizer)
+    restore_module(Checkpoint.open(folder), model, optimizer)
     if rank == 1:
         optimizer.state[model.hidden.weight]["exp_avg"].to_local().view(torch.int32)[0, 0] ^= 1
     return fingerprint(model, optimizer)
@@ -128,8 +128,8 @@ def test_row34_ties_survive_sharding(saved):
     folder, _ = saved
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.manifest.aliases == {"model/head.weight": "model/embed.weight"}
-    assert "optim/exp_avg/embed.weight" in checkpoint.names()
-    assert not [name for name in checkpoint.names() if "head" in name or "scratch" in name]
+    assert "optim/exp_avg/embed.weight" in checkpoint.tensor_names()
+    assert not [name for name in checkpoint.tensor_names() if "head" in name or "scratch" in name]
 
 
 def test_every_rank_writes_only_its_own_and_nothing_twice(saved):
@@ -186,28 +186,28 @@ def save_placements(rank: int, world: int, folder: str) -> None:
         values, mesh, (Replicate(), _StridedShard(0, split_factor=2))
     )
     tensors["model/plain"] = torch.arange(5.0)
-    save(folder, "t", Snapshot(tensors, state={"ema": strided, "here": rank}), step=0)
+    save_snapshot(folder, "t", Snapshot(tensors, state={"ema": strided, "here": rank}), step=0)
 
 
 def load_placements(rank: int, world: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (3, 2))
     expected = laid_out(mesh, 3)
     live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    missing = load(folder, resume="must").read_into(live, strict=False)
+    missing = open_verified(folder, resume="must").read_into(live, strict=False)
     assert not missing
     for name, tensor in expected.items():
         assert torch.equal(live[name].to_local(), tensor.to_local()), (name, tensor.placements)
     strided = torch.zeros(12, 6)
-    load(folder, resume="must").read_into({"model/strided": strided}, strict=False)
+    open_verified(folder, resume="must").read_into({"model/strided": strided}, strict=False)
     assert torch.equal(strided, torch.arange(72.0).reshape(12, 6))
 
 
 def test_every_placement_on_a_two_dimensional_mesh(tmp_path):
     run_ranks(save_placements, 6, str(tmp_path))
-    checkpoint = load(tmp_path, resume="must")
+    checkpoint = open_verified(tmp_path, resume="must")
     for index, shape in enumerate(SHAPES):
         values = torch.arange(int(numpy.prod(shape)), dtype=torch.float32).reshape(shape) + 100 * index
-        names = [name for name in checkpoint.names() if name.startswith(f"model/{shape} ")]
+        names = [name for name in checkpoint.tensor_names() if name.startswith(f"model/{shape} ")]
         assert names
         for name in names:
             assert torch.equal(checkpoint.read(name), values), name
@@ -223,8 +223,8 @@ def save_partial(rank: int, world: int, folder: str) -> str:
 
     mesh = init_device_mesh("cpu", (world,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    with pytest.raises(UnstorableState, match=r"model/x: placement .* unreduced") as caught:
-        save(folder, "t", Snapshot({"model/x": partial}), step=0)
+    with pytest.raises(UnserializableStateError, match=r"model/x: placement .* unreduced") as caught:
+        save_snapshot(folder, "t", Snapshot({"model/x": partial}), step=0)
     return str(caught.value)
 
 
@@ -237,11 +237,11 @@ def save_replicated(rank: int, world: int, folder: str) -> None:
     tensors = {f"model/{i}": torch.full((1000,), float(i)) for i in range(8)}
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(rank)
-    snapshot = collect(model)
-    save(
+    snapshot = build_snapshot(model)
+    save_snapshot(
         folder,
         "t",
-        Snapshot({**tensors, **snapshot.tensors}, unsynced=snapshot.unsynced, per_rank={"r": (rank,)}),
+        Snapshot({**tensors, **snapshot.tensors}, rank_local=snapshot.rank_local, per_rank={"r": (rank,)}),
         step=0,
     )
 
@@ -260,17 +260,17 @@ def two_groups(rank: int, world: int, folder: str) -> None:
     mine = rank // 2
     for step in range(3):
         snapshot = Snapshot({"model/x": torch.full((3,), float(mine + step))}, per_rank={"rank": rank})
-        save(folder, f"job{mine}", snapshot, step=step, group=groups[mine])
+        save_snapshot(folder, f"job{mine}", snapshot, step=step, group=groups[mine])
     with pytest.raises(ValueError, match="not in the process group"):
-        save(folder, "x", Snapshot(), step=0, group=groups[1 - mine])
+        save_snapshot(folder, "x", Snapshot(), step=0, group=groups[1 - mine])
 
 
 def test_two_groups_save_to_one_directory_at_once(tmp_path):
     run_ranks(two_groups, 4, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"job0", "job1", "latest"}
     for mine in range(2):
-        checkpoint = load(tmp_path, f"job{mine}")
-        assert checkpoint is not None and checkpoint.world == 2 and checkpoint.step == 2
+        checkpoint = open_verified(tmp_path, f"job{mine}")
+        assert checkpoint is not None and checkpoint.world_size == 2 and checkpoint.step == 2
         assert torch.equal(checkpoint.read("model/x"), torch.full((3,), mine + 2.0))
         assert checkpoint.per_rank(1)["rank"] == 2 * mine + 1
 
@@ -297,12 +297,12 @@ def local_state(rank: int, world: int, folder: str, out: str, load_first: bool) 
     model = build(5, 3)
     optimizer = LocalMomentum(model.parameters())
     if load_first:
-        restore(load(folder, resume="must"), model, optimizer)
+        restore_module(open_verified(folder, resume="must"), model, optimizer)
         assert all(not isinstance(s["momentum"], DTensor) for s in optimizer.state.values())
         assert all(s["momentum"].shape == p.to_local().shape for p, s in optimizer.state.items() if p.dim())
     losses = train(model, optimizer, 2, seed=1 if load_first else 0)
     if not load_first:
-        save(folder, "a", collect(model, optimizer), step=2)
+        save_snapshot(folder, "a", build_snapshot(model, optimizer), step=2)
         losses = train(model, optimizer, 2, seed=1)
     return losses
 

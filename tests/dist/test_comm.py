@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from thalweg.comm import Arena, CommError, Ledger, Ring, SharedAllGather, SharedReduceScatter
-from thalweg.comm.buffer import Lender
-from thalweg.comm.sums import PIECE, sum_rows
+from thalweg.comm import SharedMemoryArena, CommError, CommsLog, SharedMemoryRing, SharedMemoryAllGather, SharedMemoryReduceScatter
+from thalweg.comm.buffer import ReusableBuffer
+from thalweg.comm.sums import CHUNK_NUMEL, sum_rows
 
 AVERAGE, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
 def _reduce(rank, world, dtype):
     group = dist.group.WORLD
-    sizes = [3 * world, PIECE * world + world, world]
+    sizes = [3 * world, CHUNK_NUMEL * world + world, world]
     slot = max(sizes) * dtype.itemsize
-    arena = Arena.create(group, Ring.num_bytes(world, slot))
+    arena = SharedMemoryArena.create(group, SharedMemoryRing.num_bytes(world, slot))
     assert arena is not None
-    reducer = SharedReduceScatter(Ring(arena, slot), "m", Ledger(), torch.float32)
+    reducer = SharedMemoryReduceScatter(SharedMemoryRing(arena, slot), "m", CommsLog(), torch.float32)
     worst = 0.0
     for step in range(12):
         size, op = sizes[step % 3], (AVERAGE, SUM)[step % 2]
@@ -49,8 +49,8 @@ def test_reduce_scatter_sums_in_fp32_whatever_the_pace(world, dtype):
 
 
 def _gather(rank, world):
-    arena = Arena.create(dist.group.WORLD, Ring.num_bytes(world, 4096, 4))
-    gather = SharedAllGather(Ring(arena, 4096, 4), "m")
+    arena = SharedMemoryArena.create(dist.group.WORLD, SharedMemoryRing.num_bytes(world, 4096, 4))
+    gather = SharedMemoryAllGather(SharedMemoryRing(arena, 4096, 4), "m")
     good = True
     for step in range(20):
         out = gather.allocate((5 * world,), dtype=torch.float32, device=torch.device("cpu"))
@@ -70,9 +70,9 @@ def test_all_gather_keeps_writers_behind_readers(world):
 
 
 def _other_module(rank, world):
-    arena = Arena.create(dist.group.WORLD, Ring.num_bytes(world, 1024))
-    ring = Ring(arena, 1024)
-    reducer = SharedReduceScatter(ring, "this" if rank == 0 else "that")
+    arena = SharedMemoryArena.create(dist.group.WORLD, SharedMemoryRing.num_bytes(world, 1024))
+    ring = SharedMemoryRing(arena, 1024)
+    reducer = SharedMemoryReduceScatter(ring, "this" if rank == 0 else "that")
     given = reducer.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
     out = reducer.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
     start = time.monotonic()
@@ -87,10 +87,10 @@ def test_ranks_in_different_modules_learn_it_within_seconds():
 
 
 def _late(rank, world):
-    arena = Arena.create(dist.group.WORLD, 4096, timeout=0.5)
+    arena = SharedMemoryArena.create(dist.group.WORLD, 4096, timeout=0.5)
     if rank == 0:
         with pytest.raises(CommError, match=r"rank 0 waited .* for rank 1"):
-            arena.fence("the test")
+            arena.barrier("the test")
     else:
         time.sleep(1.5)
     return True
@@ -102,12 +102,12 @@ def test_a_peer_that_does_not_come_is_named():
 
 
 def _dead(rank, world, folder):
-    arena = Arena.create(dist.group.WORLD, 4096)
+    arena = SharedMemoryArena.create(dist.group.WORLD, 4096)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        arena.fence("the test")
+        arena.barrier("the test")
     except CommError as error:
         with open(os.path.join(folder, "seen"), "w") as out:
             out.write(f"{time.monotonic() - start:.2f} {error}")
@@ -126,8 +126,8 @@ def test_a_dead_peer_is_noticed_within_two_seconds(tmp_path):
 
 def _nothing_left(rank, world):
     before = set(os.listdir("/dev/shm"))
-    arena = Arena.create(dist.group.WORLD, 1 << 20)
-    arena.fence("the test")
+    arena = SharedMemoryArena.create(dist.group.WORLD, 1 << 20)
+    arena.barrier("the test")
     names = set(os.listdir("/dev/shm")) - before
     return sorted(name for name in names if "thalweg" in name)
 
@@ -137,18 +137,18 @@ def test_nothing_has_a_name():
 
 
 def test_a_lent_block_is_lent_again_only_when_nobody_holds_it():
-    lender = Lender()
-    first = lender.take((1000,), torch.float32)
+    lender = ReusableBuffer()
+    first = lender.allocate((1000,), torch.float32)
     address = first.data_ptr()
     view = first[10:20].as_strided((2,), (1,))
     del first
-    second = lender.take((1000,), torch.float32)
+    second = lender.allocate((1000,), torch.float32)
     assert second.data_ptr() != address  # the view is still somebody's
     del view, second
-    third = lender.take((500,), torch.float32)
+    third = lender.allocate((500,), torch.float32)
     again = third.data_ptr()
     del third
-    assert lender.take((500,), torch.float32).data_ptr() == again
+    assert lender.allocate((500,), torch.float32).data_ptr() == again
 
 
 def test_sums_are_in_rank_order():
@@ -159,7 +159,7 @@ def test_sums_are_in_rank_order():
 
 
 def test_the_ledger_counts_the_ring_s_bytes():
-    ledger = Ledger()
+    ledger = CommsLog()
     ledger.record("all_reduce", "a", "wire", full_bytes=1000, world_size=4)
     ledger.record("reduce_scatter", "a", "wire", full_bytes=1000, world_size=4)
     assert ledger.total("all_reduce").sent_bytes == 1500

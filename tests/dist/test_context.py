@@ -51,7 +51,7 @@ def _controls(rank: int, world: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     found = {}
-    merge, documents_of, summed = ring._merge, parts.documents_of, ring._summed_groups
+    merge, documents_of, summed = ring._merge_by_lse, parts.document_ids_from_positions, ring._sum_kv_groups
 
     def unweighted(out, lse, new_out, new_lse):
         out.add_(new_out * 0.5)
@@ -59,9 +59,9 @@ def _controls(rank: int, world: int) -> dict[str, float]:
     for name, kind in (("merge", "plain"), ("documents", "packed"), ("gradients", "plain")):
         case = Case("llama", kind, 9, 0, context=2)
         wanted = plain(case, 2, world)
-        ring._merge = unweighted if name == "merge" else merge
-        parts.documents_of = (lambda positions: None) if name == "documents" else documents_of
-        ring._summed_groups = (lambda x, repeat: 0.99 * summed(x, repeat)) if name == "gradients" else summed
+        ring._merge_by_lse = unweighted if name == "merge" else merge
+        parts.document_ids_from_positions = (lambda positions: None) if name == "documents" else documents_of
+        ring._sum_kv_groups = (lambda x, repeat: 0.99 * summed(x, repeat)) if name == "gradients" else summed
         found[name] = engine(case, 2, rank, world).differences(wanted)["gradient"]
     return found
 
@@ -109,14 +109,14 @@ def _model():
 def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[int, dict[str, int]]:
     """Bytes of live tensors at a step's peak at ``factor`` times the length; bytes sent for attention."""
     import thalweg
-    from thalweg.plan.tape import Tape
+    from thalweg.plan.tape import AllocationRecorder
 
     torch.set_num_threads(1)
     config = config_of(0, 1, 1, 1, **({axis: world} if world > 1 else {}))
     own, *_ = thalweg.initialize(model=_model(), config=config)
     tokens = torch.arange(factor * BASE)[None] % 64
-    tape = Tape()
-    tape.know(own.module.parameters())
+    tape = AllocationRecorder()
+    tape.ignore(own.module.parameters())
     with tape:
         own.backward(own(tokens, tokens))
     live = peak = 0

@@ -153,13 +153,13 @@ def test_row07_disjoint_routing_and_unhit_experts_complete_at_stage_3():
 
 
 def _control(rank: int, world: int) -> float:
-    from thalweg.zero.spread import SpreadParameters
+    from thalweg.zero.spread import ZeroExpertParams
 
     torch.set_num_threads(1)
     model = Tiny(2, 2, False)
     plain = _plain(model, 2 * world, 2, False)
-    reduce = SpreadParameters.reduce
-    SpreadParameters.reduce = lambda self, divisor: reduce(self, 1.01 * divisor)  # type: ignore[method-assign]
+    reduce = ZeroExpertParams.reduce_grads
+    ZeroExpertParams.reduce_grads = lambda self, divisor: reduce(self, 1.01 * divisor)  # type: ignore[method-assign]
     return _engine(model, rank, world, 1, 2, False).differences(plain)["gradient"]
 
 

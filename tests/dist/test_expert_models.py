@@ -152,18 +152,18 @@ def test_traffic_is_four_times_the_chosen_rows():
 
 
 def _control(rank: int, world: int) -> dict[str, float]:
-    from thalweg.parallel.expert import ExpertTeam
+    from thalweg.parallel.expert import AllToAllDispatcher
 
     torch.set_num_threads(1)
     model = build("mixtral")
     plain = _plain(model, 2 * world, world, 2)
-    to_experts = ExpertTeam.to_experts
+    to_experts = AllToAllDispatcher.dispatch
 
     def wrong(self: Any, rows: Any, groups: Any) -> Any:
         received, own, back = to_experts(self, rows, groups)
         return received, own, lambda results: back(results.flip(0))  # results of other rows
 
-    ExpertTeam.to_experts = wrong  # type: ignore[method-assign]
+    AllToAllDispatcher.dispatch = wrong  # type: ignore[method-assign]
     return _engine(model, rank, world, 2, 1, 2).differences(plain)
 
 

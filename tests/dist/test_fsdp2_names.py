@@ -45,7 +45,7 @@ def _missing(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, mesh=mesh)
     _fsdp2.lazy_init(model)
-    (group,) = _fsdp2.groups_of(model)
+    (group,) = _fsdp2.get_fsdp_groups(model)
     inner = group._inner
     missing = [f"FSDPParamGroup.{name}" for name in GROUP if not hasattr(inner, name)]
     missing += [f"FSDPParam.{name}" for name in PARAM if not hasattr(inner.fsdp_params[0], name)]
@@ -54,10 +54,10 @@ def _missing(rank, world):
             missing.append(f"ParamModuleInfo.{kind}")
     # The home: an unsharded parameter that is there already is taken as it is, without a gather.
     home = torch.zeros(4, 4)
-    group.params[0].set_home(home)
-    group.params[1].set_home(torch.zeros(4))
-    group.params[2].set_home(torch.zeros(4, 4))
-    group.params[3].set_home(torch.zeros(4))
+    group.params[0].set_unsharded_storage(home)
+    group.params[1].set_unsharded_storage(torch.zeros(4))
+    group.params[2].set_unsharded_storage(torch.zeros(4, 4))
+    group.params[3].set_unsharded_storage(torch.zeros(4))
     group.to_unsharded()
     if model[0].weight.data_ptr() != home.data_ptr():
         missing.append("FSDPParam._unsharded_param as the home")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tests.harness import run_ranks
-from thalweg.zero.gather import GatheredParameters, gathered, track
+from thalweg.zero.gather import GatheredParameters, iter_gathered, register_sharded_model
 
 
 class Tied(nn.Module):
@@ -43,7 +43,7 @@ def _model(world: int, shard: bool = True, **options: object) -> tuple[Tied, Tie
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(model.body, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, ignored_params={model.scale}, **options)
-        track(model)
+        register_sharded_model(model)
     return plain, model
 
 
@@ -226,7 +226,7 @@ def _nested(rank: int, world: int) -> None:
     with GatheredParameters(p, modifier_rank=0):
         p.requires_grad_(False)
     assert not p.requires_grad and isinstance(p, DTensor)
-    for (_, full), expected in zip(gathered(model.parameters()), plain.parameters(), strict=True):
+    for (_, full), expected in zip(iter_gathered(model.parameters()), plain.parameters(), strict=True):
         assert torch.equal(full, expected)
 
 

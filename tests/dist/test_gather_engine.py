@@ -10,7 +10,7 @@ from torch import Tensor
 
 import thalweg
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.zero.gather import track
+from thalweg.zero.gather import register_sharded_model
 
 SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
 
@@ -34,7 +34,7 @@ def _engine(stage: int, build: str, accumulation: int, low: bool) -> thalweg.Eng
         "cpu_kernels": "torch",
     }
     engine, *_ = thalweg.initialize(model=model, config=config)
-    track(engine.module)
+    register_sharded_model(engine.module)
     return engine
 
 

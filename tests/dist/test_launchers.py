@@ -179,7 +179,7 @@ def _tensor_groups(rank: int, world: int) -> list[tuple[int, list[str]]]:
     """Hosts of a tensor group and what is said: two ranks a host, then three and one."""
     import logging
 
-    from thalweg.parallel.hosts import note_groups_across_hosts
+    from thalweg.parallel.hosts import warn_cross_host_groups
 
     said: list[str] = []
     handler = logging.Handler()
@@ -192,7 +192,7 @@ def _tensor_groups(rank: int, world: int) -> list[tuple[int, list[str]]]:
         said.clear()
         world_group = dist.group.WORLD
         assert world_group is not None
-        most = note_groups_across_hosts(groups[rank // 2], world_group, 12, 768, torch.device("cpu"))
+        most = warn_cross_host_groups(groups[rank // 2], world_group, 12, 768, torch.device("cpu"))
         found.append((most, list(said)))
     return found
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
-from thalweg.comm.buffer import Pool
+from thalweg.comm.buffer import BufferPool
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.observe import resident_mib
-from thalweg.optim.leaving import PENDING
+from thalweg.optim.leaving import MAX_PENDING_UPDATES
 
 SHAPE = GPTConfig(vocab_size=2000, n_layer=6, n_head=4, n_embd=256, block_size=64)
 
@@ -46,13 +46,13 @@ def _held(rank, world, keeps):
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
         if keeps:
             held: list[Any] = []
-            find = Pool._find
+            find = BufferPool._find
 
             def keeping(self, num_bytes):
                 held.append(find(self, num_bytes))
                 return held[-1]
 
-            patch.setattr(Pool, "_find", keeping)
+            patch.setattr(BufferPool, "_find", keeping)
         engine = start(GPT(SHAPE), folder)
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
@@ -64,11 +64,11 @@ def _held(rank, world, keeps):
 
 def test_gradients_of_a_few_units_exist_at_once():
     """Those whose update waits for the disk, the one at work, and the one that is reduced."""
-    assert run_ranks(_held, 1, False)[0] <= PENDING + 2
+    assert run_ranks(_held, 1, False)[0] <= MAX_PENDING_UPDATES + 2
 
 
 def test_negative_control_gradients_that_stay_are_noticed():
-    assert run_ranks(_held, 1, True)[0] > PENDING + 2
+    assert run_ranks(_held, 1, True)[0] > MAX_PENDING_UPDATES + 2
 
 
 def test_resident_memory_after_step_6_is_that_after_step_3():

@@ -13,8 +13,8 @@ import thalweg
 from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
-from thalweg.optim.worker import Worker
-from thalweg.store import SwapFile, Ticket
+from thalweg.optim.worker import PiecewiseOptimizer
+from thalweg.store import SwapFile, IoFuture
 from thalweg.store.disk import Disk
 from thalweg.store.regions import round_up
 
@@ -58,22 +58,22 @@ class Order:
             patch.setattr(SwapFile, verb, self._around_transfer(verb, getattr(SwapFile, verb)))
         for call in ("preadv", "pwritev"):
             patch.setattr(Disk, call, self._around_call(getattr(Disk, call)))
-        wait, step = Ticket.wait, Worker.step
+        wait, step = IoFuture.wait, PiecewiseOptimizer.step
 
-        def waiting(ticket: Ticket) -> None:
+        def waiting(ticket: IoFuture) -> None:
             self.events.append(("wait", id(ticket)))
             wait(ticket)
 
-        def stepping(worker: Worker, jobs: Any) -> None:
+        def stepping(worker: PiecewiseOptimizer, jobs: Any) -> None:
             self.events.append(("update", None))
             self.update_threads.add((threading.current_thread().name, torch.get_num_threads()))
             step(worker, jobs)
 
-        patch.setattr(Ticket, "wait", waiting)
-        patch.setattr(Worker, "step", stepping)
+        patch.setattr(IoFuture, "wait", waiting)
+        patch.setattr(PiecewiseOptimizer, "step", stepping)
 
     def _around_transfer(self, verb: str, plain: Any) -> Any:
-        def begin(swap: SwapFile, offset: int, tensor: torch.Tensor) -> Ticket:
+        def begin(swap: SwapFile, offset: int, tensor: torch.Tensor) -> IoFuture:
             ticket = plain(swap, offset, tensor)
             self.events.append((verb, ticket))  # kept, so that no two tickets share an id
             return ticket
@@ -101,7 +101,7 @@ class Order:
 
 
 def _waits_for(begin: Any) -> Any:
-    def blocking(swap: SwapFile, offset: int, tensor: torch.Tensor) -> Ticket:
+    def blocking(swap: SwapFile, offset: int, tensor: torch.Tensor) -> IoFuture:
         ticket = begin(swap, offset, tensor)
         ticket.wait()
         return ticket

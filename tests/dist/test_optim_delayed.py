@@ -16,19 +16,19 @@ from tests.dist.models import batch, tiny_gpt
 from tests.dist.parity import full
 from tests.harness import run_ranks
 from thalweg.optim import build_optimizer
-from thalweg.optim.delayed import DelayPolicy
+from thalweg.optim.delayed import ZenFlowPolicy
 
 SHAPES = [(13, 40), (40, 16), (5, 6, 7), (60,)]
 
 
 def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
     """The largest difference of shards stepped to whole parameters stepped."""
-    policy = DelayPolicy(topk_ratio=0.2, select_interval=5, update_interval=update, overlap=overlap)
+    policy = ZenFlowPolicy(topk_ratio=0.2, select_interval=5, update_interval=update, overlap=overlap)
     mesh = init_device_mesh("cpu", (world,))
     g = torch.Generator().manual_seed(0)
     whole = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
     cut = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole]
-    optimizers = [build_optimizer("AdamW", params, {"lr": 1e-2}, delay=policy) for params in (whole, cut)]
+    optimizers = [build_optimizer("AdamW", params, {"lr": 1e-2}, zenflow_policy=policy) for params in (whole, cut)]
     for _ in range(9):
         for p, q in zip(whole, cut, strict=True):
             p.grad = torch.randn(p.shape, generator=g)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from thalweg.optim import adopt, build_optimizer, clip_grads_, global_grad_norm
+from thalweg.optim import to_local_optimizer, build_optimizer, clip_grads_, global_grad_norm
 from thalweg.optim.build import OPTIMIZERS
 
 HYPER: dict[str, dict[str, Any]] = {
@@ -251,7 +251,7 @@ def adopted(rank: int, world: int) -> dict[str, float]:
         pairs = zip(net.parameters(), reference.parameters(), strict=True)
         chosen = [(p, q) for p, q in pairs if name != "Muon" or p.ndim == 2]
         ours, theirs = cls([p for p, _ in chosen], lr=0.01), cls([q for _, q in chosen], lr=0.01)
-        adopt(ours)
+        to_local_optimizer(ours)
         generator = torch.Generator().manual_seed(2)
         for _ in range(3):
             for p, q in chosen:

@@ -23,11 +23,11 @@ def _both(rank, world, stage, accumulation):
 
 def _train(rank, world, stage, accumulation, shared, delay):
     import thalweg
-    from thalweg.comm.background import Background
+    from thalweg.comm.background import CommThread
 
     os.environ["THALWEG_SHARED_MEMORY"] = "1" if shared else "0"
     count = 0
-    submit = Background.submit
+    submit = CommThread.submit
 
     def slow(self, work):
         nonlocal count
@@ -49,7 +49,7 @@ def _train(rank, world, stage, accumulation, shared, delay):
         "cpu_kernels": "torch",
     }
     patch = pytest.MonkeyPatch()
-    patch.setattr(Background, "submit", slow)
+    patch.setattr(CommThread, "submit", slow)
     engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
     grads = None
     for step in range(STEPS * accumulation):

@@ -10,14 +10,14 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache
 from tests.dist.derived_models import build
 from tests.dist.tensor_parity import config_of
 from tests.harness import run_ranks
-from thalweg.parallel.cuts import Cut, Pieces, by_units, even, sections
+from thalweg.parallel.cuts import ShardSpec, RaggedShard, contiguous_spec, split_evenly, fused_spec
 
 SIZES = range(8, 8 + 4 * 40, 4)
 
 
-def _laid_out(cut: Cut, placement: Placement, mesh) -> DTensor:
+def _laid_out(cut: ShardSpec, placement: Placement, mesh) -> DTensor:
     full = torch.arange(float(cut.size))
-    own = cut.take(full, mesh.get_local_rank(0))
+    own = cut.local_slice(full, mesh.get_local_rank(0))
     layout = (placement, Replicate())
     return DTensor.from_local(own, mesh, layout, run_check=False, shape=full.shape, stride=(1,))
 
@@ -27,8 +27,8 @@ def _mistaken(mesh, plain: bool) -> int:
     wrong = 0
     for size in SIZES:
         half = size // 2
-        halves = by_units(0, size, 2)
-        fused = sections(0, [half, half], [[span, span] for span in even(half, 2)])
+        halves = contiguous_spec(0, size, 2)
+        fused = fused_spec(0, [half, half], [[span, span] for span in split_evenly(half, 2)])
         first: Placement = Shard(0) if plain else halves.placement()
         _clear_fast_path_sharding_prop_cache()  # a small table has few buckets
         for cut, placement in ((halves, first), (fused, fused.placement())):
@@ -54,8 +54,8 @@ def test_cuts_of_one_shape_are_not_mistaken_for_each_other():
 def _turned(rank: int, world: int) -> bool:
     mesh = init_device_mesh("cpu", (world,))
     full = torch.arange(24.0).view(8, 3)
-    cut = sections(0, [4, 4], [[span, span] for span in even(4, world)])
-    own = cut.take(full, rank)
+    cut = fused_spec(0, [4, 4], [[span, span] for span in split_evenly(4, world)])
+    own = cut.local_slice(full, rank)
     held = DTensor.from_local(
         own, mesh, [cut.placement()], run_check=False, shape=full.shape, stride=full.stride()
     )
@@ -77,7 +77,7 @@ def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
     engine, *_ = thalweg.initialize(model=build("convolved"), config=config)
     held = list(engine.module.parameters())
     kinds = {type(p.placements[0]).__name__ for p in held}
-    fused = next(p for p in held if isinstance(p.placements[0], Pieces) and not p.placements[0].chunked)
+    fused = next(p for p in held if isinstance(p.placements[0], RaggedShard) and not p.placements[0].chunked)
     engine.close()
 
     param = _half(fused.detach())
@@ -119,7 +119,7 @@ def test_no_tensor_axis_has_a_plain_shard():
 
 
 def test_a_cut_knows_whether_it_is_chunks():
-    assert by_units(0, 10, 2).placement().chunked
-    assert by_units(0, 5, 4, 1).placement().chunked is False  # 2, 1, 1, 1: chunk would give 2, 2, 1, 0
-    assert sections(0, [4, 4], [[(0, 2), (0, 2)], [(2, 4), (2, 4)]]).placement().chunked is False
-    assert Cut(0, 3, (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))).placement().chunked
+    assert contiguous_spec(0, 10, 2).placement().chunked
+    assert contiguous_spec(0, 5, 4, 1).placement().chunked is False  # 2, 1, 1, 1: chunk would give 2, 2, 1, 0
+    assert fused_spec(0, [4, 4], [[(0, 2), (0, 2)], [(2, 4), (2, 4)]]).placement().chunked is False
+    assert ShardSpec(0, 3, (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))).placement().chunked

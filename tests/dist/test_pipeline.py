@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
-from thalweg.parallel.pipeline.actions import Schedule
-from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, Stage
-from thalweg.parallel.pipeline.runtime import Runner, StageCalls
-from thalweg.parallel.pipeline.schedules import NAMES, build, stages_per_rank
-from thalweg.parallel.pipeline.wire import Wire
+from thalweg.parallel.pipeline.actions import PipelineSchedule
+from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, LocalLayers
+from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule, stages_per_rank
+from thalweg.parallel.pipeline.wire import P2PChannel
 
 WIDTH = 6
 
@@ -55,7 +55,7 @@ def micro_batches(num: int, seed: int = 0):
 def reference(num_layers: int, num_micro: int, factor: float = 1.0):
     """Losses and gradients of one process."""
     model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
-    whole = Stage(model.specs, model.build_layers(range(num_layers + 1)))
+    whole = LocalLayers(model.specs, model.build_layers(range(num_layers + 1)))
     losses = []
     for x, y in micro_batches(num_micro):
         loss = F.mse_loss(whole(x), y)
@@ -65,18 +65,18 @@ def reference(num_layers: int, num_micro: int, factor: float = 1.0):
 
 
 def _run(rank, world, name, num_layers, num_micro, chunks):
-    schedule: Schedule = build(name, world, num_micro, chunks=chunks)
+    schedule: PipelineSchedule = build_schedule(name, world, num_micro, num_virtual_stages=chunks)
     model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
-    cuts = model.cut(schedule.num_stages)
-    mine = {s: Stage(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_of(rank)}
+    cuts = model.partition_layers(schedule.num_stages)
+    mine = {s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)}
 
     def run(stage, value, batch):
         value = mine[stage](batch[0] if stage == 0 else value)
         return F.mse_loss(value, batch[1]) if stage + 1 == schedule.num_stages else value
 
-    calls = StageCalls(run, lambda s: list(mine[s].parameters()), lambda loss: loss / num_micro)
+    calls = StageCallbacks(run, lambda s: list(mine[s].parameters()), lambda loss: loss / num_micro)
     back = dist.new_group(list(range(world)))  # as on CUDA
-    runner = Runner(schedule, rank, Wire(dist.group.WORLD, torch.device("cpu"), back=back), calls)
+    runner = ScheduleExecutor(schedule, rank, P2PChannel(dist.group.WORLD, torch.device("cpu"), reverse_group=back), calls)
     losses = [loss.item() for loss in runner.train(micro_batches(num_micro))]
     seen = [loss.item() for loss in runner.evaluate(micro_batches(num_micro))]
     assert seen == losses
@@ -86,11 +86,11 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
 
 
 @pytest.mark.parametrize(("world", "num_micro"), [(2, 4), (2, 5), (3, 6), (4, 8)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_each_schedule_gives_the_gradients_of_one_process(name, world, num_micro):
     if name == "dualpipev" and num_micro < 2 * world:
         with pytest.raises(ValueError, match="at least as many micro-batches"):
-            build(name, world, num_micro)
+            build_schedule(name, world, num_micro)
         return
     num_layers = world * stages_per_rank(name) + 1
     losses, grads = reference(num_layers, num_micro)

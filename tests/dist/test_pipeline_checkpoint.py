@@ -156,7 +156,7 @@ def _stored(folder: str) -> dict[str, str]:
     """A digest of each stored tensor, and what is stored of names, groups, schedule and counters."""
     checkpoint = Checkpoint.open(Path(folder))
     found = {}
-    for name in checkpoint.names():
+    for name in checkpoint.tensor_names():
         if name.startswith(("model/", "optim/")):
             raw = checkpoint.read(name).contiguous().reshape(-1).view(torch.uint8)
             found[name] = hashlib.sha256(raw.numpy()).hexdigest()

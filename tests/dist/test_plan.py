@@ -166,7 +166,7 @@ def _around_the_limit(rank, world_size, widths, room, zero):
     import thalweg
     from thalweg.observe import resident_mib
     from thalweg.plan import preflight
-    from thalweg.plan.preflight import DoesNotFit
+    from thalweg.plan.preflight import PredictedOutOfMemoryError
 
     preflight._SEARCH_SECONDS = 0.1  # what would fit instead is not asked here
     _ = thalweg.initialize
@@ -186,7 +186,7 @@ def _around_the_limit(rank, world_size, widths, room, zero):
             found.append((width, False, resident_mib(peak=True), None, 0.0, ""))
             engine.close()
             del engine
-        except DoesNotFit as error:
+        except PredictedOutOfMemoryError as error:
             total = error.plan.per_rank.total / 2**20 if error.plan else None
             spent = time.process_time() - start
             found.append((width, True, resident_mib(peak=True), total, spent, str(error)))
@@ -298,7 +298,7 @@ def _too_large(rank, world_size, zero, limit, folder):
     import time
 
     import thalweg
-    from thalweg.plan.preflight import DoesNotFit
+    from thalweg.plan.preflight import PredictedOutOfMemoryError
 
     config = config_of(1, memory={"host_limit": limit, "nvme_path": folder}) | {"zero_optimization": zero}
     model, start = GPT(BIG), time.process_time()
@@ -306,7 +306,7 @@ def _too_large(rank, world_size, zero, limit, folder):
         engine, *_ = thalweg.initialize(model=model, config=config)
         train(engine, 1, 1, rank)
         engine.close()
-    except DoesNotFit as error:
+    except PredictedOutOfMemoryError as error:
         return str(error), time.process_time() - start
     return "ran", time.process_time() - start
 
@@ -331,7 +331,7 @@ def _resident(rank, world_size):
 
 def _regardless(rank, world_size, modes):
     import thalweg
-    from thalweg.plan.preflight import DoesNotFit
+    from thalweg.plan.preflight import PredictedOutOfMemoryError
 
     found = []
     for mode in modes:
@@ -341,7 +341,7 @@ def _regardless(rank, world_size, modes):
             train(engine, 1, 1, rank)
             engine.close()
             found.append("ran")
-        except DoesNotFit as error:
+        except PredictedOutOfMemoryError as error:
             found.append(str(error))
     return found
 

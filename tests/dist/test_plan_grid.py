@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.parallel.pipeline.schedules import build
+from thalweg.parallel.pipeline.schedules import build_schedule
 from thalweg.parallel.pipeline.simulate import simulate
 
 LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS, MICROS = 16, 64, 512, 16, 2, 3
@@ -30,13 +30,13 @@ def _config(stage: int) -> dict:
 
 
 def _ranks(rank: int, world: int, places: list[tuple[int, int, int, int]]) -> list:
-    from thalweg.plan.grid import Grid, simulate_grid
+    from thalweg.plan.grid import MeshShape, simulate_mesh_rank
 
     torch.set_num_threads(1)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     batch = {"tokens_BT": tokens, "labels_BT": tokens}
-    grid = Grid(PIPELINE, DATA, TENSOR)
-    return [simulate_grid(GPT(SHAPE), _config(zero), batch, grid, *at) for zero, *at in places]
+    grid = MeshShape(PIPELINE, DATA, TENSOR)
+    return [simulate_mesh_rank(GPT(SHAPE), _config(zero), batch, grid, *at) for zero, *at in places]
 
 
 def _block_shape(rows: int, columns: int, by_rows: bool) -> tuple[int, int]:
@@ -72,18 +72,18 @@ def test_shapes_memory_and_traffic_of_1024_ranks_are_the_formulas() -> None:
             assert weights <= rank.held["parameters"] <= 1.1 * weights + len(own) * 4 * 13 * WIDTH
             whole = rank.sent["data"] * DATA / (DATA - 1)  # one gather, one reduce-scatter
             assert 2 * weights * DATA <= whole <= 2.2 * weights * DATA + len(own) * 8 * 13 * WIDTH
-    schedule = build("1f1b", PIPELINE, 32)
+    schedule = build_schedule("1f1b", PIPELINE, 32)
     assert simulate(schedule).bubble == pytest.approx((PIPELINE - 1) / (32 + PIPELINE - 1))
     assert time.monotonic() - began < 60
 
 
 def _too_many(rank: int, world: int) -> str:
-    from thalweg.plan.grid import Grid, simulate_grid
+    from thalweg.plan.grid import MeshShape, simulate_mesh_rank
 
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     with pytest.raises(ValueError) as caught:
-        simulate_grid(
-            GPT(SHAPE), _config(1), {"tokens_BT": tokens, "labels_BT": tokens}, Grid(32, 4, 8), stage=0
+        simulate_mesh_rank(
+            GPT(SHAPE), _config(1), {"tokens_BT": tokens, "labels_BT": tokens}, MeshShape(32, 4, 8), pp_rank=0
         )
     return str(caught.value)
 

@@ -29,7 +29,7 @@ def _bytes_of_state(rank: int, world: int) -> dict[str, float]:
         resolved = resolve(load({key: value for key, value in config.items() if value}), world_size=world)
         found = Preflight(model, mesh, resolved, torch.device("cpu"), given)
         gradients = 4 * numel if optimizer or given else 0
-        return (found._states - found._process_bytes - 4 * numel - gradients) / numel
+        return (found._state_bytes - found._process_bytes - 4 * numel - gradients) / numel
 
     found = {
         kind: state({"type": kind})
@@ -49,7 +49,7 @@ def _bytes_of_state(rank: int, world: int) -> dict[str, float]:
         torch.device("cpu"),
         Own(parameters),
     )
-    found["own"] = (own._states - own._process_bytes - 4 * numel) / numel
+    found["own"] = (own._state_bytes - own._process_bytes - 4 * numel) / numel
     return found
 
 

@@ -15,11 +15,11 @@ from tests.dist.parity import Case, equal_bits, run_engine
 from tests.dist.tensor_models import batch as llama_batch
 from tests.dist.tensor_models import build, loss_of
 from tests.harness import run_ranks
-from thalweg.remat import PartitionedSaver, RematPolicy, apply_activation_checkpointing, putaway
+from thalweg.remat import PartitionedActivationOffloader, ActivationCheckpointPolicy, apply_activation_checkpointing, putaway
 
 
 def _stages(rank: int, world: int, folder: str, cases: list[Case]) -> list[bool]:
-    putaway.LEAST_BYTES = 1
+    putaway.MIN_OFFLOAD_BYTES = 1
     found = []
     for case in cases:
         model = tiny_gpt(dropout=0.1)
@@ -41,12 +41,12 @@ def test_on_disk_at_every_stage() -> None:
 
 
 def _parts(rank: int, world: int) -> tuple[bool, int, int]:
-    putaway.LEAST_BYTES = 1
+    putaway.MIN_OFFLOAD_BYTES = 1
     tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
     grads: list[list[torch.Tensor]] = []
     held = []
 
-    class Counting(PartitionedSaver):
+    class Counting(PartitionedActivationOffloader):
         def save(self, tensor: torch.Tensor) -> Any:
             kept: Any = super().save(tensor)
             held.append((tensor.numel(), kept.kept.tensor.numel()))
@@ -54,7 +54,7 @@ def _parts(rank: int, world: int) -> tuple[bool, int, int]:
 
     for saver in (None, Counting(dist.group.WORLD)):  # type: ignore[arg-type]
         model = tiny_gpt(dropout=0.1)
-        apply_activation_checkpointing(model, list(model.blocks), RematPolicy("full"), saver)
+        apply_activation_checkpointing(model, list(model.blocks), ActivationCheckpointPolicy("full"), saver)
         torch.manual_seed(1)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -71,12 +71,12 @@ def test_in_parts_the_bits_are_the_same(world: int) -> None:
 def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
     """An engine on two tensor ranks whose units keep parts of their inputs, in memory or on disk."""
     import thalweg
-    from thalweg.remat.offload import DiskSaver
+    from thalweg.remat.offload import NvmeActivationOffloader
 
-    putaway.LEAST_BYTES = 1
+    putaway.MIN_OFFLOAD_BYTES = 1
     closed = []
-    plain_save, plain_close = PartitionedSaver.save, DiskSaver.close
-    DiskSaver.close = lambda self: (closed.append(1), plain_close(self))[1]  # type: ignore[method-assign]
+    plain_save, plain_close = PartitionedActivationOffloader.save, NvmeActivationOffloader.close
+    NvmeActivationOffloader.close = lambda self: (closed.append(1), plain_close(self))[1]  # type: ignore[method-assign]
     found: list[Any] = []
     for parts, offload in ((False, "none"), (True, "none"), (True, "nvme")):
         held = []
@@ -86,7 +86,7 @@ def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
             held.append(kept.kept.fetch().numel() / tensor.numel())  # type: ignore[attr-defined]
             return kept
 
-        PartitionedSaver.save = counting  # type: ignore[method-assign]
+        PartitionedActivationOffloader.save = counting  # type: ignore[method-assign]
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "cpu_kernels": "torch",

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops import linear, switch_linear_layers
-from thalweg.ops.products import REFERENCE, usable
-from thalweg.remat import RematPolicy, apply_activation_checkpointing
+from thalweg.ops import linear, patch_linear_layers
+from thalweg.ops.products import REFERENCE, is_usable
+from thalweg.remat import ActivationCheckpointPolicy, apply_activation_checkpointing
 
 needs_onednn = pytest.mark.skipif(
-    not usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"
+    not is_usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"
 )
 
 
@@ -26,14 +26,14 @@ class _Always:
     def __init__(self, name: str) -> None:
         self.name, self.dtypes = name, set[torch.dtype]()
 
-    def pick(self, kind: str, dtype: torch.dtype, *_dims: int) -> str:
+    def best_kernel(self, kind: str, dtype: torch.dtype, *_dims: int) -> str:
         self.dtypes.add(dtype)
-        return self.name if usable(kind, self.name, dtype) else REFERENCE
+        return self.name if is_usable(kind, self.name, dtype) else REFERENCE
 
 
 def _force(name: str) -> _Always:
     table = _Always(name)
-    linear.default_table = lambda: table
+    linear.get_autotune_cache = lambda: table
     linear._MIN_FLOPS = 0.0
     return table
 
@@ -86,8 +86,8 @@ def _sharded(rank: int, world: int, options: dict[str, Any]) -> list[np.ndarray]
     model = _model(options.get("dropout", 0.0))
     names = [name for name, _ in model.named_parameters()]
     if "kernel" in options:
-        assert switch_linear_layers(model) == 13
-    apply_activation_checkpointing(model, list(model.blocks), options.get("policy", RematPolicy()))
+        assert patch_linear_layers(model) == 13
+    apply_activation_checkpointing(model, list(model.blocks), options.get("policy", ActivationCheckpointPolicy()))
     dtype = options.get("dtype")
     _shard(model, dtype, options.get("reshard", True))
     assert [name for name, _ in model.named_parameters()] == names
@@ -114,7 +114,7 @@ def _close(mine: list[np.ndarray], theirs: list[np.ndarray], tolerance: float) -
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_recomputation_changes_no_bit(reshard: bool, dtype: torch.dtype | None) -> None:
     common = {"reshard": reshard, "dtype": dtype, "dropout": 0.2}
-    policies = (RematPolicy("full"), RematPolicy("selective"), RematPolicy("selective", every=2))
+    policies = (ActivationCheckpointPolicy("full"), ActivationCheckpointPolicy("selective"), ActivationCheckpointPolicy("selective", every=2))
     cases = [common, *({**common, "policy": policy} for policy in policies), {**common, "dropout": 0.3}]
     for plain, *recomputed, other in run_ranks(_sharded_each, 2, cases):
         assert all(_same(got, plain) for got in recomputed)
@@ -126,7 +126,7 @@ def test_measured_kernels_on_shards_match_one_process() -> None:
     torch.set_num_threads(1)
     want = _train(_model(), slice(0, 4), average=False)
     wrong = _train(_model(), slice(0, 2), average=False)
-    policies = (RematPolicy(), RematPolicy("full"), RematPolicy("selective"))
+    policies = (ActivationCheckpointPolicy(), ActivationCheckpointPolicy("full"), ActivationCheckpointPolicy("selective"))
     results = run_ranks(_sharded_each, 2, [{"kernel": "onednn", "policy": policy} for policy in policies])
     for got in (*results[0], *results[1]):
         assert _close(got[:4], want[:4], 1e-5) and not _close(got[:4], wrong[:4], 1e-5)
@@ -140,7 +140,7 @@ def test_measured_kernels_in_mixed_precision() -> None:
     cases: list[dict[str, Any]] = []
     for dtype, kernel in kernels:
         cases.append({"dtype": dtype})
-        cases.append({"dtype": dtype, "kernel": kernel, "policy": RematPolicy("full")})
+        cases.append({"dtype": dtype, "kernel": kernel, "policy": ActivationCheckpointPolicy("full")})
         cases.append({"dtype": dtype, "dropout": 0.5})
     (results, _) = run_ranks(_sharded_each, 2, cases)
     for plain, got, other in zip(results[::3], results[1::3], results[2::3], strict=True):
@@ -152,7 +152,7 @@ def _storages(rank: int, world: int) -> tuple[list[int], list[int], bool]:
     """Bytes behind one block's gathered weight after the forward and in the backward pass."""
     _force("onednn")
     model = _model()
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     seen: list[Tensor] = []
     sizes: list[int] = []
     layer = model.blocks[1].mlp.up

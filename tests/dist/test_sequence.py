@@ -33,14 +33,14 @@ def _without(rank: int, world: int) -> dict[str, float]:
     import thalweg.parallel.parts as parts
 
     torch.set_num_threads(1)
-    found, token_mean, documents_of = {}, rooms.token_mean, parts.documents_of
+    found, token_mean, documents_of = {}, rooms.token_mean_loss, parts.document_ids_from_positions
     for kind in ("masked", "packed"):
         case = Case("llama", kind, 9, 0, 2)
         wanted = plain(case, 2, world)
-        rooms.token_mean = (
+        rooms.token_mean_loss = (
             (lambda total, count, whole, team: total / count.clamp(min=1)) if kind == "masked" else token_mean
         )
-        parts.documents_of = documents_of if kind == "masked" else (lambda position_ids: None)
+        parts.document_ids_from_positions = documents_of if kind == "masked" else (lambda position_ids: None)
         found[kind] = engine(case, 2, rank, world).differences(wanted)["gradient"]
     return found
 
@@ -54,7 +54,7 @@ def test_negative_controls_fail():
 def _tiled(rank: int, world: int, cases: list[Case]) -> list[str]:
     import thalweg.parallel.sequence as rooms
 
-    rooms._TILE = 4
+    rooms._TILE_TOKENS = 4
     return failures(rank, world, cases, 2)
 
 

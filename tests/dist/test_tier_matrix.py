@@ -121,13 +121,13 @@ def _place(swaps, tensor):
 def _train(cell, dtype, rank, world, folder):
     """Losses, parameters and moments; and what is not where it should be."""
     import thalweg
-    from thalweg.remat.offload import DiskSaver
+    from thalweg.remat.offload import NvmeActivationOffloader
 
     engine = thalweg.initialize(model=Small(), config=cell.config(dtype, folder))[0]
     update = getattr(engine.optimizer._update, "inner", engine.optimizer._update)
     swaps = {getattr(update, "swap", None), engine._parts.sharded.swap} - {None}
     losses, wrong, saved = [], [], 0
-    save = DiskSaver.save
+    save = NvmeActivationOffloader.save
 
     def counting(self, tensor):
         nonlocal saved
@@ -135,7 +135,7 @@ def _train(cell, dtype, rank, world, folder):
         return save(self, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskSaver, "save", counting)
+        patch.setattr(NvmeActivationOffloader, "save", counting)
         for step in range(STEPS):
             tokens, labels = batch(step, 2 * world)
             loss = engine(tokens[rank::world], labels[rank::world])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import GatheredParameters, Init
-from thalweg.zero.init import has_pending, materialize
+from thalweg.zero.init import has_meta_tensors, materialize_module
 
 SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
 TOKENS = torch.arange(16)[None]
@@ -40,7 +40,7 @@ def _memory(rank: int, world: int) -> tuple[float, float, float]:
         model = build()
     building = _peak_mib() - start
     start = _peak_mib(reset=True)
-    materialize(model, lambda *_: None)
+    materialize_module(model, lambda *_: None)
     filling = _peak_mib() - start
     start = _peak_mib(reset=True)
     kept = build()
@@ -72,7 +72,7 @@ def _sharded(rank: int, world: int) -> None:
     twin = copy.deepcopy(plain)
     fully_shard(twin, mesh=mesh)
     placements = {name: p.placements for name, p in twin.named_parameters()}  # type: ignore[union-attr]
-    materialize(model, sink)
+    materialize_module(model, sink)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -103,7 +103,7 @@ def _gathered_before_sharding(rank: int, world: int) -> None:
         assert torch.equal(model(TOKENS), plain(TOKENS))
         if rank == world - 1:
             other.data[3:5] = 9.0
-    assert has_pending(model) and weight.is_meta and model.head.weight is weight
+    assert has_meta_tensors(model) and weight.is_meta and model.head.weight is weight
     nn.init.ones_(model.norm.bias)
     plain.blocks[0].mlp.up.weight.data[3:5] = 9.0
     nn.init.ones_(plain.norm.bias)
@@ -114,7 +114,7 @@ def _gathered_before_sharding(rank: int, world: int) -> None:
         assert torch.equal(value, expected[name]), name
         found.append(name)
 
-    materialize(model, sink)
+    materialize_module(model, sink)
     assert sorted(found) == sorted(expected)
     with pytest.raises(ValueError, match="no value yet"), GatheredParameters(weight):
         pass

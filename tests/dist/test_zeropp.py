@@ -145,13 +145,13 @@ def _hierarchical(rank, world):
     """A MiCS group over two hosts whose gathers cross each link once."""
     place((0, 0, 1, 1, 2, 2, 3, 3)[:world], rank)
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
-    from thalweg.comm import Hosts, Route, TwoLevelAllGather
+    from thalweg.comm import HostGroups, HostTopology, TwoLevelAllGather
 
     group = dist.group.WORLD
-    route = Route.find(group)
-    hosts = Hosts.find(group, route)
+    route = HostTopology.discover(group)
+    hosts = HostGroups.discover(group, route)
     gather = TwoLevelAllGather(
-        hosts.local, hosts.peers, (hosts.local_route, hosts.peers_route), hosts.places, "m"
+        hosts.intra_host_group, hosts.inter_host_group, (hosts.intra_host_topology, hosts.inter_host_topology), hosts.ranks_by_local_rank, "m"
     )
     out = gather.allocate((5 * world,), dtype=torch.bfloat16, device=torch.device("cpu"))
     own = out.narrow(0, 5 * rank, 5)

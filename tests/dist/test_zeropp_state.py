@@ -165,10 +165,10 @@ def test_checkpoints_hold_logical_tensors_and_a_resumed_run_has_the_same_bits(na
 
 def _forgets_nothing(rank, world, folder):
     """As above, but the run that goes on keeps what it has sent and what it owes."""
-    from thalweg.zero.shard import Sharded
+    from thalweg.zero.shard import ShardedModel
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sharded, "begin_anew", lambda self: None)
+        patch.setattr(ShardedModel, "begin_anew", lambda self: None)
         return _checkpoint(rank, world, folder, MIXES["LoCo all"])[1]
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import thalweg.cli
-from thalweg.cli.demo_rank import build_model, digest, held_out_loss, plain_model
-from thalweg.cli.demo_settings import DemoSettings, engine_config
+from thalweg.cli.demo_rank import build_model, hash_weights, held_out_loss, build_plain_model
+from thalweg.cli.demo_settings import DemoSettings, build_engine_config
 from thalweg.config import load_config
 from thalweg.data import save_tokens
 from thalweg.observe.files import read_jsonl
@@ -133,9 +133,9 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capfd):
 def test_more_processes_than_cores_is_said(capfd, monkeypatch):
     from thalweg.cli import demo as module
 
-    module._warn_of_cores(10_000)
+    module._warn_if_oversubscribed(10_000)
     assert "--nproc 10000 on" in capfd.readouterr().err
-    module._warn_of_cores(1)
+    module._warn_if_oversubscribed(1)
     assert capfd.readouterr().err == ""
 
 
@@ -157,7 +157,7 @@ def test_a_missing_package_is_named_before_any_work(missing, monkeypatch, capfd,
 def test_the_configuration_is_a_valid_one_at_every_stage():
     for stage in range(4):
         settings = replace(DemoSettings(out="o", results=""), stage=stage, steps=1, precision="bf16")
-        config = load_config(engine_config(settings), world_size=2)
+        config = load_config(build_engine_config(settings), world_size=2)
         assert config.zero_optimization.stage == stage
         assert config.bf16.enabled
 
@@ -177,12 +177,12 @@ def test_the_held_out_loss_repeats_to_the_last_bit_and_sees_a_change(tmp_path):
     save_tokens(tmp_path / "held_out.npy", tokens.numpy().astype("uint16"))
     weights = {name: value.clone() for name, value in build_model(settings).state_dict().items()}
     torch.set_num_threads(2)
-    loss = held_out_loss(plain_model(settings, weights), settings)
+    loss = held_out_loss(build_plain_model(settings, weights), settings)
     torch.set_num_threads(1)
-    assert held_out_loss(plain_model(settings, weights), settings) == loss
-    before = digest(weights)
+    assert held_out_loss(build_plain_model(settings, weights), settings) == loss
+    before = hash_weights(weights)
     flat = weights["blocks.0.mlp.up.weight"].view(-1)
     flat[0] = torch.nextafter(flat[0], torch.tensor(1e9))
-    assert digest(weights) != before
+    assert hash_weights(weights) != before
     flat[0] += 1e-2
-    assert held_out_loss(plain_model(settings, weights), settings) != loss
+    assert held_out_loss(build_plain_model(settings, weights), settings) != loss

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import thalweg
-from thalweg.cli import available, doctor, main
+from thalweg.cli import available_commands, doctor, main
 
 THALWEG = [sys.executable, "-m", "thalweg"]
 
@@ -38,7 +38,7 @@ def test_doctor_prints_one_json_object(tmp_path: Path) -> None:
 def test_doctor_names_a_cure_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (doctor._shared_memory, doctor._python, doctor._core_packages))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._check_shared_memory, doctor._check_python, doctor._check_core_packages))
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
     )
@@ -56,7 +56,7 @@ def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: d
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert doctor._processor().status == ("warn" if environ else "ok")
+    assert doctor._check_processor().status == ("warn" if environ else "ok")
 
 
 def test_doctor_knows_what_an_extra_brings() -> None:
@@ -69,8 +69,8 @@ def test_doctor_knows_what_an_extra_brings() -> None:
 
 
 def test_every_subcommand_has_help_with_an_example(capsys: pytest.CaptureFixture) -> None:
-    assert {"run", "doctor", "config"} <= set(available())
-    for name in available():
+    assert {"run", "doctor", "config"} <= set(available_commands())
+    for name in available_commands():
         with pytest.raises(SystemExit) as leaving:
             main([name, "--help"])
         text = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_the_front_page_lists_them_without_torch() -> None:
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name, text in available().items():
+    for name, text in available_commands().items():
         assert name in done.stdout and text in done.stdout
 
 

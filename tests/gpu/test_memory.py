@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
-from thalweg.optim.delayed import DelayPolicy
-from thalweg.remat import DiskSaver, HostSaver, RematPolicy, apply_activation_checkpointing, putaway
+from thalweg.optim.delayed import ZenFlowPolicy
+from thalweg.remat import NvmeActivationOffloader, CpuActivationOffloader, ActivationCheckpointPolicy, apply_activation_checkpointing, putaway
 from thalweg.store import SwapFile
 
 pytestmark = [
@@ -26,7 +26,7 @@ def _train(saver, steps=4):
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=97, n_layer=6, n_head=2, n_embd=64, block_size=64, dropout=0.1)
     model = GPT(shape).cuda()
-    apply_activation_checkpointing(model, list(model.blocks), RematPolicy("full"), saver)
+    apply_activation_checkpointing(model, list(model.blocks), ActivationCheckpointPolicy("full"), saver)
     found = []
     for step in range(steps):
         g = torch.Generator().manual_seed(step)
@@ -44,7 +44,7 @@ def test_offloaded_inputs_keep_their_bits(where, monkeypatch):
     monkeypatch.setattr(putaway, "LEAST_BYTES", 1)
     want = _train(None)
     with tempfile.TemporaryDirectory() as folder:
-        saver = HostSaver(torch.device("cuda")) if where == "host" else DiskSaver(partial(SwapFile, folder))
+        saver = CpuActivationOffloader(torch.device("cuda")) if where == "host" else NvmeActivationOffloader(partial(SwapFile, folder))
         assert all(torch.equal(a, b) for a, b in zip(_train(saver), want, strict=True))
 
 
@@ -80,12 +80,12 @@ def test_a_tiled_module():
 
 @pytest.mark.parametrize("hyper", [{"state_dtype": "bf16"}, {"state_dtype": "int8"}, {}], ids=str)
 def test_optimisers_step_as_on_the_cpu(hyper):
-    delay = None if hyper else DelayPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
+    delay = None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
     results = []
     for device in ("cpu", "cuda"):
         g = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(40, 300, generator=g).to(device))]
-        optimizer = build_optimizer("AdamW", params, {"lr": 1e-2, **hyper}, delay=delay)
+        optimizer = build_optimizer("AdamW", params, {"lr": 1e-2, **hyper}, zenflow_policy=delay)
         for _ in range(6):
             params[0].grad = torch.randn(40, 300, generator=g).to(device)
             optimizer.step()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thalweg.moe import MoE
-from thalweg.ops.grouped import Groups, grouped_linear
+from thalweg.ops.grouped import RowGroups, grouped_linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def test_grouped_products_equal_the_processor(flipped, width, dtype, tolerance):
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     counts = torch.tensor([70, 0, 130, 33])
-    groups = Groups(counts, torch.arange(4).repeat_interleave(counts))
+    groups = RowGroups(counts, torch.arange(4).repeat_interleave(counts))
     x = torch.randn(233, width, dtype=dtype)
     weight = torch.randn(4, width, 48, dtype=dtype) if flipped else torch.randn(4, 48, width, dtype=dtype)
     bias = torch.randn(4, 48, dtype=dtype)
@@ -32,8 +32,8 @@ def test_grouped_products_equal_the_processor(flipped, width, dtype, tolerance):
     results = []
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (x, weight, bias)]
-        placed = Groups(counts.to(device), groups.index.to(device))
-        y = grouped_linear(leaves[0], leaves[1], placed, leaves[2], inputs_first=flipped)
+        placed = RowGroups(counts.to(device), groups.group_ids.to(device))
+        y = grouped_linear(leaves[0], leaves[1], placed, leaves[2], in_features_first=flipped)
         results.append([y, *torch.autograd.grad(y, leaves, upstream.to(device))])
     for here, there in zip(*results, strict=True):
         scale = here.abs().max()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import StreamedUpdate
-from thalweg.store import HostTier, NvmeTier, Ring, SwapFile
+from thalweg.optim.streamed import NvmeStep
+from thalweg.store import HostTier, NvmeTier, BufferRing, SwapFile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_a_ring_is_page_locked() -> None:
-    ring = Ring(2, 1 << 20, pin=True)
+    ring = BufferRing(2, 1 << 20, pin=True)
     assert ring.pinned and ring[0].is_pinned()
     there = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     ring[1].random_()
@@ -31,7 +31,7 @@ def test_a_ring_is_page_locked() -> None:
 @pytest.mark.parametrize("kind", ["host", "nvme"])
 def test_values_come_back_to_the_device(kind: str, tmp_path: Path) -> None:
     with SwapFile(tmp_path, 64 << 20) as swap:
-        tier = HostTier() if kind == "host" else NvmeTier(swap, Ring(2, 1 << 20))
+        tier = HostTier() if kind == "host" else NvmeTier(swap, BufferRing(2, 1 << 20))
         values = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (5, 3_000_001, 70_000)]
         for i, value in enumerate(values):
             tier.put(i, value)
@@ -48,7 +48,7 @@ def test_the_update_writes_copies_on_the_device(tmp_path: Path) -> None:
     copies = {p: torch.zeros(p.shape, dtype=torch.bfloat16, device="cuda") for p in params}
     reference, optimizer = AdamW(plain, lr=1e-2, fused=True), AdamW(params, lr=1e-2, fused=True)
     with SwapFile(tmp_path, 8 << 20) as swap:
-        update = StreamedUpdate(optimizer, swap, Ring(3, 1 << 20, pin=True), copies=copies)
+        update = NvmeStep(optimizer, swap, BufferRing(3, 1 << 20, pin=True), compute_copies=copies)
         for _ in range(3):
             for a, b in zip(plain, params, strict=True):
                 a.grad = torch.randn_like(a)

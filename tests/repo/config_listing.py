@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.expected import expected
-from thalweg.config.fates import fate_of
-from thalweg.config.problems import show
+from thalweg.config.expected import describe_type
+from thalweg.config.fates import get_support_status
+from thalweg.config.problems import to_json_snippet
 from thalweg.config.schema import Config
-from thalweg.config.schema_base import Section, options, plain, section_of
+from thalweg.config.schema_base import Section, list_options, to_jsonable, get_section_type
 from thalweg.config.schema_optim import OPTIMIZERS
 from thalweg.config.schema_schedules import SCHEDULES
 
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("config_schema.txt")
 def listing() -> str:
     """One line for each option, in the order of the schema, then the parameters by type."""
     lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
-    lines += [_line(path, field, fate_of(path)) for path, field in options(Config) if not _is_block(field)]
+    lines += [_line(path, field, get_support_status(path)) for path, field in list_options(Config) if not _is_block(field)]
     lines += _below_lists()
     for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         for name, model in table.items():
@@ -34,12 +34,12 @@ def listing() -> str:
 
 
 def _is_block(field: Any) -> bool:
-    return section_of(field.annotation) is not None
+    return get_section_type(field.annotation) is not None
 
 
 def _line(path: str, field: Any, fate: str) -> str:
-    kind = expected(field.annotation, field.metadata)
-    return f"{path} | {kind} | {show(plain(field.default))} | {fate}"
+    kind = describe_type(field.annotation, field.metadata)
+    return f"{path} | {kind} | {to_json_snippet(to_jsonable(field.default))} | {fate}"
 
 
 def _below_lists() -> list[str]:
@@ -47,7 +47,7 @@ def _below_lists() -> list[str]:
     lines = []
     for model in sorted(_all_sections(Section), key=lambda one: one.__name__):
         if model.__name__ in ("CurriculumMetric", "TPLayerSpec", "Group"):
-            for path, field in options(model):
+            for path, field in list_options(model):
                 if not _is_block(field):
                     lines.append(_line(f"({model.__name__}).{path}", field, "later"))
     return lines

@@ -10,11 +10,11 @@ import pytest
 import thalweg
 from tests.repo.config_listing import FILE, listing
 from thalweg.config import Config
-from thalweg.config.fates import LATER, NO_EFFECT, NOT_BUILT, fate_of
-from thalweg.config.schema_base import AUTO, Section, choices, options, section_of
+from thalweg.config.fates import UNSUPPORTED_BLOCKS, IGNORED, UNSUPPORTED, get_support_status
+from thalweg.config.schema_base import AUTO, Section, literal_choices, list_options, get_section_type
 
 CURE = "run `python -m tests.repo.config_listing` and review the difference"
-PATHS = {path for path, _ in options(Config)}
+PATHS = {path for path, _ in list_options(Config)}
 
 
 def test_schema_is_the_committed_one() -> None:
@@ -30,33 +30,33 @@ def test_a_changed_default_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert listing() != FILE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [*NO_EFFECT, *LATER, *(switch.path for switch in NOT_BUILT)])
+@pytest.mark.parametrize("path", [*IGNORED, *UNSUPPORTED_BLOCKS, *(switch.path for switch in UNSUPPORTED)])
 def test_tables_name_options_that_exist(path: str) -> None:
     assert path in PATHS
 
 
 def test_no_option_has_two_fates() -> None:
-    for switch in NOT_BUILT:
-        assert switch.path not in NO_EFFECT
+    for switch in UNSUPPORTED:
+        assert switch.path not in IGNORED
 
 
 def test_every_block_with_a_switch_is_listed_as_later() -> None:
     """A block whose only use is not built yet must not be printed as if its options were read."""
-    for switch in NOT_BUILT:
+    for switch in UNSUPPORTED:
         block, _, name = switch.path.rpartition(".")
         if name == "enabled":
-            assert any(fate_of(f"{block}.{key}") == "later" for key in ("enabled",))
-            assert any(switch.path.startswith(one) for one in LATER), switch.path
+            assert any(get_support_status(f"{block}.{key}") == "later" for key in ("enabled",))
+            assert any(switch.path.startswith(one) for one in UNSUPPORTED_BLOCKS), switch.path
 
 
 def test_every_default_has_its_declared_type() -> None:
-    for path, field in options(Config):
+    for path, field in list_options(Config):
         block, _, _ = path.rpartition(".")
-        if field.default == AUTO and AUTO not in choices(field.annotation):
+        if field.default == AUTO and AUTO not in literal_choices(field.annotation):
             continue
-        holder = Config if not block else section_of(dict(options(Config))[block].annotation)
+        holder = Config if not block else get_section_type(dict(list_options(Config))[block].annotation)
         assert holder is not None
-        if not section_of(field.annotation) and not field.is_required():
+        if not get_section_type(field.annotation) and not field.is_required():
             name = path.rpartition(".")[2]
             built = holder.model_validate({**_required(holder), name: _loose(field.default)})
             assert getattr(built, name) == field.default, path
@@ -80,9 +80,9 @@ def test_every_option_that_counts_as_read_is_named_outside_the_config() -> None:
 
     silent = {
         path
-        for path, field in options(Config)
-        if fate_of(path) == "read"
-        and not section_of(field.annotation)
+        for path, field in list_options(Config)
+        if get_support_status(path) == "read"
+        and not get_section_type(field.annotation)
         and not all(named(part) for part in path.split("."))
     }
     assert not silent, f"read by nobody: {sorted(silent)}; read them, or say why not in config/fates.py"

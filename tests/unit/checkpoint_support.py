@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.checkpoint import Checkpoint, FileSystem, Probe, Snapshot, collect, load, save
+from thalweg.checkpoint import Checkpoint, FileSystem, FaultInjectingFileSystem, Snapshot, build_snapshot, open_verified, save_snapshot
 
 
 def tiny(seed: int = 0) -> Snapshot:
@@ -32,7 +32,7 @@ def tiny(seed: int = 0) -> Snapshot:
 def digest(checkpoint: Checkpoint) -> str:
     """One hash over every tensor, the state and its values, all read through the checks."""
     total = hashlib.sha256(repr(checkpoint.head.step).encode())
-    for name in checkpoint.names():
+    for name in checkpoint.tensor_names():
         tensor = checkpoint.read(name)
         total.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -42,13 +42,13 @@ def digest(checkpoint: Checkpoint) -> str:
 
 def saved_digest(snapshot: Snapshot, step: int, folder: Path) -> str:
     """The digest that a checkpoint of ``snapshot`` has."""
-    save(folder, "reference", snapshot, step=step)
+    save_snapshot(folder, "reference", snapshot, step=step)
     return digest(Checkpoint.open(folder))
 
 
 def newest_digest(folder: Path) -> str:
     """The digest of what a resuming job would take."""
-    checkpoint = load(folder, resume="must")
+    checkpoint = open_verified(folder, resume="must")
     assert checkpoint is not None
     with checkpoint:
         return digest(checkpoint)
@@ -59,7 +59,7 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-class Fast(Probe):
+class Fast(FaultInjectingFileSystem):
     """A probe that does not wait for the disk: where no power is lost, fsync changes nothing."""
 
     def fsync(self, handle: int) -> None:
@@ -69,7 +69,7 @@ class Fast(Probe):
         pass
 
 
-def fail_at(index: int, code: int = errno.EIO, *, forever: bool = False) -> Probe:
+def fail_at(index: int, code: int = errno.EIO, *, forever: bool = False) -> FaultInjectingFileSystem:
     """A disk whose operation ``index`` fails (and, with ``forever``, all after it)."""
 
     def before(k: int, operation: str, target: Any) -> None:
@@ -79,7 +79,7 @@ def fail_at(index: int, code: int = errno.EIO, *, forever: bool = False) -> Prob
     return Fast(before)
 
 
-def kill_at(index: int) -> Probe:
+def kill_at(index: int) -> FaultInjectingFileSystem:
     """A disk at whose operation ``index`` the process is killed as by ``kill -9``."""
 
     def before(k: int, operation: str, target: Any) -> None:
@@ -102,7 +102,7 @@ def in_child(action: Callable[[], Any]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def count_operations(action: Callable[[FileSystem], Any]) -> Probe:
+def count_operations(action: Callable[[FileSystem], Any]) -> FaultInjectingFileSystem:
     """Run ``action`` on a probe that does nothing; its ``log`` has the operations."""
     probe = Fast()
     action(probe)
@@ -152,4 +152,4 @@ def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[f
 
 def save_model(folder: Path, model: nn.Module, optimizer: Any, step: int = 0, **options: Any) -> Path:
     """Collect and save under ``step<N>``."""
-    return save(folder, f"step{step}", collect(model, optimizer), step=step, **options)
+    return save_snapshot(folder, f"step{step}", build_snapshot(model, optimizer), step=step, **options)

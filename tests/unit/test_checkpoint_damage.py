@@ -16,12 +16,12 @@ from tests.unit.checkpoint_support import digest, newest_digest, saved_digest, t
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
-    DamagedCheckpoint,
+    CorruptCheckpointError,
     Snapshot,
-    load,
-    save,
+    open_verified,
+    save_snapshot,
 )
-from thalweg.checkpoint.manifest import parse, serialise
+from thalweg.checkpoint.manifest import parse_manifest, serialize_manifest
 from thalweg.cli import main
 
 torch.set_num_threads(1)
@@ -30,7 +30,7 @@ SEED = 20260
 
 @pytest.fixture
 def saved(tmp_path):
-    save(tmp_path, "t", tiny(1), step=1)
+    save_snapshot(tmp_path, "t", tiny(1), step=1)
     return tmp_path / "t"
 
 
@@ -40,10 +40,10 @@ def files(path: Path) -> list[Path]:
 
 def sees_damage(path: Path) -> str:
     """The error of each way to load; all must find it."""
-    with pytest.raises(DamagedCheckpoint) as first:
-        load(path.parent, path.name)
-    with pytest.raises(DamagedCheckpoint, match="does not start over silently"):
-        load(path.parent)
+    with pytest.raises(CorruptCheckpointError) as first:
+        open_verified(path.parent, path.name)
+    with pytest.raises(CorruptCheckpointError, match="does not start over silently"):
+        open_verified(path.parent)
     return str(first.value)
 
 
@@ -60,7 +60,7 @@ def test_row36_every_sampled_flip_is_found_and_named(saved):
             text = sees_damage(saved)
             assert file.name in text, (file.name, place, text)
         file.write_bytes(intact)
-    assert load(saved.parent, "t") is not None
+    assert open_verified(saved.parent, "t") is not None
 
 
 def test_a_flip_in_the_data_names_its_tensor(saved):
@@ -72,7 +72,7 @@ def test_a_flip_in_the_data_names_its_tensor(saved):
         flipped[place] ^= 64
         file.write_bytes(flipped)
         assert f"tensor {name}" in sees_damage(saved)
-        found = Checkpoint.open(saved.parent).damage()
+        found = Checkpoint.open(saved.parent).find_corruption()
         assert [(d.file, d.tensor) for d in found] == [(file.name, name)]
 
 
@@ -87,7 +87,7 @@ def test_no_flip_reaches_a_live_tensor(saved):
             live = {"model/weight": torch.full((5, 3), 7.0), "model/half": torch.full((7,), 7.0).bfloat16()}
             checkpoint = Checkpoint.open(saved.parent, "t")
             if ".model." in file.name:
-                with pytest.raises(DamagedCheckpoint):
+                with pytest.raises(CorruptCheckpointError):
                     checkpoint.read_into(live)
                 assert all((tensor == 7.0).all() for tensor in live.values())
             else:
@@ -107,7 +107,7 @@ def test_truncations_are_found(saved, cut):
 
 
 def test_missing_swapped_and_stale_shards_are_found(tmp_path):
-    paths = [save(tmp_path / f"{n}", "t", tiny(n), step=n) for n in (1, 2)]
+    paths = [save_snapshot(tmp_path / f"{n}", "t", tiny(n), step=n) for n in (1, 2)]
     for file in files(paths[0]):
         intact = file.read_bytes()
         file.unlink()
@@ -126,7 +126,7 @@ def test_missing_swapped_and_stale_shards_are_found(tmp_path):
 
 
 def test_shards_of_equal_layout_swapped_between_ranks_are_found(tmp_path):
-    path = save(tmp_path, "t", Snapshot({"model/a": torch.zeros(4), "optim/b/a": torch.ones(4)}), step=0)
+    path = save_snapshot(tmp_path, "t", Snapshot({"model/a": torch.zeros(4), "optim/b/a": torch.ones(4)}), step=0)
     a, b = sorted(path.glob("*.safetensors"))
     data = a.read_bytes(), b.read_bytes()
     a.write_bytes(data[1]), b.write_bytes(data[0])
@@ -142,7 +142,7 @@ def test_a_shard_that_is_a_directory_or_unreadable_is_damage_not_a_crash(saved):
 
 def test_falling_back_to_the_newest_good_one_loudly(tmp_path, caplog):
     for step in range(1, 5):
-        save(tmp_path, f"s{step}", tiny(step), step=step)
+        save_snapshot(tmp_path, f"s{step}", tiny(step), step=step)
     good = {step: saved_digest(tiny(step), step, tmp_path / "reference") for step in range(1, 5)}
     victims = [("s4", "*.model.*"), ("s3", "manifest.json"), ("s2", "*.state.*")]
     assert newest_digest(tmp_path) == good[4]
@@ -157,33 +157,33 @@ def test_falling_back_to_the_newest_good_one_loudly(tmp_path, caplog):
         for victim in victims[: 4 - step]:
             assert f"{victim[0]}/" in caplog.text
         assert "falling back past a damaged checkpoint" in caplog.text
-        with pytest.raises(DamagedCheckpoint, match=file.name):
-            load(tmp_path, tag)
+        with pytest.raises(CorruptCheckpointError, match=file.name):
+            open_verified(tmp_path, tag)
     file = tmp_path / "s1" / "manifest.json"
     file.write_bytes(b"")
     for policy in ("auto", "must"):
-        with pytest.raises(DamagedCheckpoint, match="does not start over silently"):
-            load(tmp_path, resume=policy)
+        with pytest.raises(CorruptCheckpointError, match="does not start over silently"):
+            open_verified(tmp_path, resume=policy)
 
 
 def test_open_skips_damaged_manifests_and_names_them(tmp_path, caplog):
-    save(tmp_path, "a", tiny(1), step=1)
-    save(tmp_path, "b", tiny(2), step=2)
+    save_snapshot(tmp_path, "a", tiny(1), step=1)
+    save_snapshot(tmp_path, "b", tiny(2), step=2)
     (tmp_path / "b" / "manifest.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         assert Checkpoint.open(tmp_path).tag == "a"
     assert "skipping a damaged checkpoint" in caplog.text
-    with pytest.raises(DamagedCheckpoint, match="does not begin with its checksum"):
+    with pytest.raises(CorruptCheckpointError, match="does not begin with its checksum"):
         Checkpoint.open(tmp_path, "b")
     (tmp_path / "a" / "manifest.json").write_text("{}")
-    with pytest.raises(DamagedCheckpoint, match="every checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="every checkpoint"):
         Checkpoint.open(tmp_path)
 
 
 def test_a_damaged_tag_can_be_saved_again(tmp_path):
-    save(tmp_path, "t", tiny(1), step=1)
+    save_snapshot(tmp_path, "t", tiny(1), step=1)
     (tmp_path / "t" / "manifest.json").write_bytes(b"\0" * 10)
-    save(tmp_path, "t", tiny(2), step=2)
+    save_snapshot(tmp_path, "t", tiny(2), step=2)
     assert {p.name for p in tmp_path.iterdir()} == {"t", "latest"}
     assert newest_digest(tmp_path) == saved_digest(tiny(2), 2, tmp_path / "reference")
 
@@ -253,14 +253,14 @@ def test_a_manifest_nested_without_end_is_refused(saved):
 
 def refused(path: Path) -> None:
     with pytest.raises(CheckpointError):
-        load(path.parent, "t")
+        open_verified(path.parent, "t")
     with pytest.raises(CheckpointError):
         digest(Checkpoint.open(path.parent, "t"))
 
 
 def test_the_crafting_of_this_file_leaves_a_sound_manifest_sound(saved):
     crafted(saved, lambda tree: None)
-    assert load(saved.parent, "t") is not None
+    assert open_verified(saved.parent, "t") is not None
 
 
 def test_random_bytes_never_crash_the_parsers(saved):
@@ -273,10 +273,10 @@ def test_random_bytes_never_crash_the_parsers(saved):
             place = draw.randrange(len(changed))
             changed[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         try:
-            found = parse(signed(bytes(changed)), "x")
-        except DamagedCheckpoint:
+            found = parse_manifest(signed(bytes(changed)), "x")
+        except CorruptCheckpointError:
             continue
-        assert parse(serialise(found), "x") == found
+        assert parse_manifest(serialize_manifest(found), "x") == found
 
 
 def run_verify(capsys, *arguments: str) -> tuple[int, str]:
@@ -285,7 +285,7 @@ def run_verify(capsys, *arguments: str) -> tuple[int, str]:
 
 
 def test_ckpt_verify_names_each_damaged_file_and_tensor(tmp_path, capsys):
-    path = save(tmp_path, "t", tiny(1), step=1)
+    path = save_snapshot(tmp_path, "t", tiny(1), step=1)
     assert run_verify(capsys, str(tmp_path))[0] == 0
     code, out = run_verify(capsys, str(tmp_path), "--json")
     assert code == 0 and json.loads(out)["sound"] is True
@@ -313,8 +313,8 @@ def test_ckpt_verify_names_each_damaged_file_and_tensor(tmp_path, capsys):
 
 
 def test_ckpt_verify_does_not_verify_another_one_instead(tmp_path, capsys):
-    save(tmp_path, "a", tiny(1), step=1)
-    save(tmp_path, "b", tiny(2), step=2)
+    save_snapshot(tmp_path, "a", tiny(1), step=1)
+    save_snapshot(tmp_path, "b", tiny(2), step=2)
     (tmp_path / "b" / "manifest.json").write_bytes(b"{")
     assert run_verify(capsys, str(tmp_path))[0] == 1
     assert run_verify(capsys, str(tmp_path), "--tag", "a")[0] == 0
@@ -326,7 +326,7 @@ def test_ckpt_verify_does_not_verify_another_one_instead(tmp_path, capsys):
 
 
 def test_ckpt_inspect(tmp_path, capsys):
-    save(tmp_path, "t", tiny(1), step=7)
+    save_snapshot(tmp_path, "t", tiny(1), step=7)
     assert main(["ckpt", "inspect", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["tag"], report["step"], report["world"]) == ("t", 7, 1)

@@ -15,11 +15,11 @@ from tests.unit.checkpoint_support import Fast, count_operations, entries, fail_
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
-    DamagedCheckpoint,
-    MismatchedCheckpoint,
+    CorruptCheckpointError,
+    CheckpointMismatchError,
     Snapshot,
-    collect,
-    save,
+    build_snapshot,
+    save_snapshot,
 )
 from thalweg.checkpoint.hf import export_hf, save_16bit
 from thalweg.cli import main
@@ -64,7 +64,7 @@ KINDS = [(kind, tie) for kind in ("gpt2", "llama", "t5") for tie in (True, False
 @pytest.mark.parametrize(("kind", "tie"), KINDS)
 def test_row34_an_export_loads_equal_with_ties_on_and_off(tmp_path, kind, tie, limit):
     model = build(kind, tie)
-    save(tmp_path / "c", "t", collect(model), step=0, io=Fast())
+    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0, io=Fast())
     export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf", max_shard_bytes=limit, io=Fast())
     back, info = type(model).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -94,16 +94,16 @@ def test_a_16_bit_save_is_the_cast_model(tmp_path, kind, tie):
 
 def test_dtypes_and_layout_of_an_export(tmp_path):
     model = small_model()
-    save(
+    save_snapshot(
         tmp_path / "c",
         "t",
-        collect(model, state={"hf_config": {"model_type": "x", "torch_dtype": "y"}}),
+        build_snapshot(model, state={"hf_config": {"model_type": "x", "torch_dtype": "y"}}),
         step=0,
     )
     checkpoint = Checkpoint.open(tmp_path / "c")
     export_hf(checkpoint, tmp_path / "hf", dtype=torch.float16)
     found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert {name.removeprefix("model/") for name in checkpoint.names("model/")} == found.keys()
+    assert {name.removeprefix("model/") for name in checkpoint.tensor_names("model/")} == found.keys()
     assert found["norm.num_batches_tracked"].dtype == torch.int64
     assert found["low.weight"].dtype == torch.float16 and found["scale"].shape == ()
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as opened:
@@ -128,11 +128,11 @@ def test_dtypes_and_layout_of_an_export(tmp_path):
 
 def test_a_failing_disk_leaves_no_half_export(tmp_path):
     model = small_model()
-    save(tmp_path / "c", "t", collect(model), step=0)
+    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0)
     checkpoint = Checkpoint.open(tmp_path / "c")
     export_hf(checkpoint, tmp_path / "hf")
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    log = count_operations(lambda io: export_hf(checkpoint, tmp_path / "hf", io=io)).log
+    log = count_operations(lambda io: export_hf(checkpoint, tmp_path / "hf", io=io)).calls
     renamed = [operation for operation, _ in log].index("rename")
     assert renamed > 4
     for k in range(2, renamed + 1):
@@ -145,22 +145,22 @@ def test_a_failing_disk_leaves_no_half_export(tmp_path):
 
 
 def test_damage_is_not_exported(tmp_path):
-    path = save(tmp_path / "c", "t", collect(small_model()), step=0)
+    path = save_snapshot(tmp_path / "c", "t", build_snapshot(small_model()), step=0)
     file = next(path.glob("*.model.*"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="has changed"):
+    with pytest.raises(CorruptCheckpointError, match="has changed"):
         export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
     assert not entries(tmp_path / "hf")
-    save(tmp_path / "c", "empty", Snapshot({"other/x": torch.zeros(1)}), step=1)
-    with pytest.raises(MismatchedCheckpoint, match="to export"):
+    save_snapshot(tmp_path / "c", "empty", Snapshot({"other/x": torch.zeros(1)}), step=1)
+    with pytest.raises(CheckpointMismatchError, match="to export"):
         export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
 
 
 def test_ckpt_export(tmp_path, capsys):
     model = build("gpt2", True)
-    save(tmp_path / "c", "t", collect(model), step=0)
+    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0)
     assert main(["ckpt", "export", str(tmp_path / "c"), "--out", str(tmp_path / "hf"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["files"]) == {"model.safetensors", "config.json"}
@@ -177,8 +177,8 @@ def test_ckpt_export(tmp_path, capsys):
 
 
 def test_the_export_beside_the_checkpoints_does_not_disturb_them(tmp_path):
-    save(tmp_path, "t", collect(small_model()), step=0)
+    save_snapshot(tmp_path, "t", build_snapshot(small_model()), step=0)
     export_hf(Checkpoint.open(tmp_path), tmp_path / "hf")
-    save(tmp_path, "u", collect(small_model()), step=1, keep=1)
+    save_snapshot(tmp_path, "u", build_snapshot(small_model()), step=1, keep_latest_k=1)
     assert entries(tmp_path) == {"u", "latest", "hf"}
     assert Path(tmp_path / "hf" / "model.safetensors").exists()

@@ -18,13 +18,13 @@ from tests.unit.checkpoint_support import (
 )
 from thalweg.checkpoint import (
     Checkpoint,
-    MismatchedCheckpoint,
+    CheckpointMismatchError,
     Snapshot,
-    collect,
-    load,
+    build_snapshot,
+    open_verified,
     model_tensors,
-    restore,
-    save,
+    restore_module,
+    save_snapshot,
 )
 
 torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def test_model_and_optimizer_go_on_as_if_never_stopped(tmp_path, name):
     fresh = OPTIMIZERS[name](other.parameters())
     for group in fresh.param_groups:
         group["lr"] = torch.tensor(7.0) if isinstance(group["lr"], torch.Tensor) else 7.0
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert train(other, fresh, 3, seed=1) == expected
     assert models_equal(model, other)
     assert states_equal(optimizer, fresh)
@@ -94,7 +94,7 @@ def test_the_comparison_notices_a_wrong_learning_rate(tmp_path):
     expected = train(model, optimizer, 3, seed=1)
     other = small_model(seed=9)
     fresh = OPTIMIZERS["adamw"](other.parameters())
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     fresh.param_groups[0]["lr"] = 0.0101
     assert train(other, fresh, 3, seed=1) != expected
     assert not models_equal(model, other)
@@ -108,7 +108,7 @@ def test_an_optimizer_in_use_is_reset_to_the_checkpoint(tmp_path):
     expected = train(model, optimizer, 2, seed=3)
     train(model, optimizer, 5, seed=4)
     model.scale.requires_grad_(True)
-    restore(Checkpoint.open(tmp_path), model, optimizer)
+    restore_module(Checkpoint.open(tmp_path), model, optimizer)
     assert train(model, optimizer, 2, seed=3) == expected
 
 
@@ -132,13 +132,13 @@ def test_groups_are_matched_by_name_not_by_order(tmp_path):
     fresh = groups(other, turn=True)
     for group in fresh.param_groups:
         group.update(lr=5.0, weight_decay=3.0)
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert [g["lr"] for g in fresh.param_groups] == [0.02, 0.01]
     assert train(other, fresh, 3, seed=1) == expected
 
     one_group = small_model()  # that its group has frozen parameters as well does not matter
-    with pytest.raises(MismatchedCheckpoint, match="hyperparameters differ"):
-        restore(Checkpoint.open(tmp_path), one_group, torch.optim.AdamW(one_group.parameters()))
+    with pytest.raises(CheckpointMismatchError, match="hyperparameters differ"):
+        restore_module(Checkpoint.open(tmp_path), one_group, torch.optim.AdamW(one_group.parameters()))
 
 
 def test_lbfgs_state_of_lists_of_tensors(tmp_path):
@@ -163,7 +163,7 @@ def test_lbfgs_state_of_lists_of_tensors(tmp_path):
     save_model(tmp_path, model, optimizer)
     expected = run(model, optimizer)
     other, fresh = build(1)
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert run(other, fresh) == expected
 
 
@@ -181,10 +181,10 @@ def test_state_random_generators_and_extra_state(tmp_path):
     model[0].seen = 5
     state = {"client": {"tuple": (1, {"x": torch.arange(3)})}, "schedule": {"last": 3}}
     random.seed(3), numpy.random.seed(4), torch.manual_seed(5)
-    save(tmp_path, "t", collect(model, state=state, per_rank={"position": (7, [1])}), step=1)
+    save_snapshot(tmp_path, "t", build_snapshot(model, state=state, per_rank={"position": (7, [1])}), step=1)
     drawn = (random.random(), random.gauss(0, 1), numpy.random.rand(), torch.rand(2).tolist())
     other = nn.Sequential(Extra(2, 2))
-    back = restore(Checkpoint.open(tmp_path), other)
+    back = restore_module(Checkpoint.open(tmp_path), other)
     assert (random.random(), random.gauss(0, 1), numpy.random.rand(), torch.rand(2).tolist()) == drawn
     assert other[0].seen == 5
     assert back["client"]["tuple"][0] == 1 and torch.equal(back["client"]["tuple"][1]["x"], torch.arange(3))
@@ -204,13 +204,13 @@ def test_row34_tied_weights_are_stored_once_and_come_back_tied_or_not(tmp_path):
     assert checkpoint.manifest.aliases == {"model/head.weight": "model/embed.weight"}
     assert torch.equal(checkpoint.read("model/head.weight"), model.embed.weight)
     tied = small_model(1)
-    restore(checkpoint, tied)
+    restore_module(checkpoint, tied)
     assert tied.head.weight is tied.embed.weight
     assert models_equal(tied, model)
     untied = small_model(2)
     untied.head.weight = nn.Parameter(torch.zeros(7, 5))
     fresh = OPTIMIZERS["adamw"](untied.parameters())
-    restore(checkpoint, untied, fresh)
+    restore_module(checkpoint, untied, fresh)
     assert torch.equal(untied.head.weight, untied.embed.weight)
     assert torch.equal(
         fresh.state[untied.head.weight]["exp_avg"], fresh.state[untied.embed.weight]["exp_avg"]
@@ -220,20 +220,20 @@ def test_row34_tied_weights_are_stored_once_and_come_back_tied_or_not(tmp_path):
 def test_row34_an_untied_checkpoint_fills_a_tied_model_only_if_equal(tmp_path):
     apart = small_model()
     apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())
-    save(tmp_path, "equal", collect(apart), step=0)
+    save_snapshot(tmp_path, "equal", build_snapshot(apart), step=0)
     tied = small_model(1)
-    restore(Checkpoint.open(tmp_path), tied)
+    restore_module(Checkpoint.open(tmp_path), tied)
     assert torch.equal(tied.head.weight, apart.embed.weight)
     with torch.no_grad():
         apart.head.weight += 1
-    save(tmp_path, "different", collect(apart), step=0)
-    with pytest.raises(MismatchedCheckpoint, match=r"ties head\.weight to embed\.weight"):
-        restore(Checkpoint.open(tmp_path), tied)
+    save_snapshot(tmp_path, "different", build_snapshot(apart), step=0)
+    with pytest.raises(CheckpointMismatchError, match=r"ties head\.weight to embed\.weight"):
+        restore_module(Checkpoint.open(tmp_path), tied)
 
 
 def test_row34_the_other_name_of_a_tie_may_come_first(tmp_path):
     model = small_model()
-    save(tmp_path, "t", collect(model), step=0)
+    save_snapshot(tmp_path, "t", build_snapshot(model), step=0)
 
     class Reversed(Small):
         def __init__(self) -> None:
@@ -248,7 +248,7 @@ def test_row34_the_other_name_of_a_tie_may_come_first(tmp_path):
     save_model(tmp_path, other, optimizer)
     back = small_model(4)
     fresh = OPTIMIZERS["adamw"](back.parameters())
-    restore(Checkpoint.open(tmp_path), back, fresh)
+    restore_module(Checkpoint.open(tmp_path), back, fresh)
     assert torch.equal(back.embed.weight, other.embed.weight)
     assert torch.equal(
         fresh.state[back.embed.weight]["exp_avg"], optimizer.state[other.head.weight]["exp_avg"]
@@ -266,32 +266,32 @@ def test_row02_unmatched_names_are_errors_with_the_nearest_names(tmp_path):
     renamed = small_model(1)
     renamed.hiden = renamed._modules.pop("hidden")
     before = {k: v.clone() for k, v in renamed.state_dict().items()}
-    with pytest.raises(MismatchedCheckpoint, match=r"model/hiden\.weight \(nearest: model/hidden\.weight"):
-        restore(checkpoint, renamed)
+    with pytest.raises(CheckpointMismatchError, match=r"model/hiden\.weight \(nearest: model/hidden\.weight"):
+        restore_module(checkpoint, renamed)
     assert all(torch.equal(before[k], v) for k, v in renamed.state_dict().items())
 
     smaller = small_model(1)
     del smaller.frozen
-    with pytest.raises(MismatchedCheckpoint, match=r"not asked for: .*model/frozen\.weight"):
-        restore(checkpoint, smaller)
-    restore(checkpoint, smaller, strict=False)
+    with pytest.raises(CheckpointMismatchError, match=r"not asked for: .*model/frozen\.weight"):
+        restore_module(checkpoint, smaller)
+    restore_module(checkpoint, smaller, strict=False)
     assert torch.equal(smaller.hidden.weight, model.hidden.weight)
 
     resized = small_model(1)
     resized.hidden = nn.Linear(5, 4)
     with pytest.raises(
-        MismatchedCheckpoint, match=r"model/hidden\.weight has shape \[4, 5\] here and \[3, 5\] there"
+        CheckpointMismatchError, match=r"model/hidden\.weight has shape \[4, 5\] here and \[3, 5\] there"
     ):
-        restore(checkpoint, resized)
+        restore_module(checkpoint, resized)
 
     fewer = small_model(1)
     partial = OPTIMIZERS["adamw"]([p for n, p in fewer.named_parameters() if n != "scale"])
-    with pytest.raises(MismatchedCheckpoint, match=r"not asked for: .*optim/.*/scale"):
-        restore(checkpoint, fewer, partial)
+    with pytest.raises(CheckpointMismatchError, match=r"not asked for: .*optim/.*/scale"):
+        restore_module(checkpoint, fewer, partial)
 
-    save(tmp_path, "weights", collect(model), step=1)
-    with pytest.raises(MismatchedCheckpoint, match="saved without an optimiser"):
-        restore(Checkpoint.open(tmp_path, "weights"), model, optimizer)
+    save_snapshot(tmp_path, "weights", build_snapshot(model), step=1)
+    with pytest.raises(CheckpointMismatchError, match="saved without an optimiser"):
+        restore_module(Checkpoint.open(tmp_path, "weights"), model, optimizer)
 
 
 def test_row02_the_loss_curve_continues(tmp_path):
@@ -306,7 +306,7 @@ def test_row02_the_loss_curve_continues(tmp_path):
     save_model(tmp_path, first, optimizer, 4)
     second = small_model(5)
     optimizer = OPTIMIZERS["adamw"](second.parameters())
-    restore(load(tmp_path, resume="must"), second, optimizer)
+    restore_module(open_verified(tmp_path, resume="must"), second, optimizer)
     assert train(second, optimizer, 4, seed=2) == whole
 
 
@@ -318,39 +318,39 @@ def test_a_parameter_frozen_at_save_may_be_unfrozen_and_the_reverse_is_an_error(
     other = small_model(1)
     other.frozen.requires_grad_(True)
     fresh = OPTIMIZERS["adamw"](other.parameters())
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert other.frozen.weight not in fresh.state
     train(other, fresh, 1)
-    save(tmp_path, "some", collect(other, OPTIMIZERS["adamw"]([other.scale])), step=2)
+    save_snapshot(tmp_path, "some", build_snapshot(other, OPTIMIZERS["adamw"]([other.scale])), step=2)
     with pytest.raises(
-        MismatchedCheckpoint, match=r"group 0 has parameters that .* did not have: embed\.weight"
+        CheckpointMismatchError, match=r"group 0 has parameters that .* did not have: embed\.weight"
     ):
-        restore(Checkpoint.open(tmp_path, "some"), other, fresh)
+        restore_module(Checkpoint.open(tmp_path, "some"), other, fresh)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(MismatchedCheckpoint, match="not among the module's"):
-        collect(model, stranger)
+    with pytest.raises(CheckpointMismatchError, match="not among the module's"):
+        build_snapshot(model, stranger)
 
 
 def test_dtypes_are_cast_with_a_warning_and_only_among_floats(tmp_path, caplog):
-    save(tmp_path, "t", Snapshot({"model/a": torch.arange(3.0), "model/i": torch.arange(3)}), step=0)
+    save_snapshot(tmp_path, "t", Snapshot({"model/a": torch.arange(3.0), "model/i": torch.arange(3)}), step=0)
     target = {"model/a": torch.zeros(3, dtype=torch.bfloat16), "model/i": torch.zeros(3, dtype=torch.int64)}
     with caplog.at_level(logging.WARNING):
         Checkpoint.open(tmp_path).read_into(target)
     assert "model/a" in caplog.text and torch.equal(target["model/a"], torch.arange(3).bfloat16())
     target["model/i"] = torch.zeros(3)
-    with pytest.raises(MismatchedCheckpoint, match="model/i is float32 here and int64 there"):
+    with pytest.raises(CheckpointMismatchError, match="model/i is float32 here and int64 there"):
         Checkpoint.open(tmp_path).read_into(target)
-    with pytest.raises(MismatchedCheckpoint, match="meta device"):
+    with pytest.raises(CheckpointMismatchError, match="meta device"):
         Checkpoint.open(tmp_path).read_into({"model/a": torch.zeros(3, device="meta")}, strict=False)
 
 
 def test_frozen_parameters_may_be_left_out(tmp_path):
     model = small_model()
-    save(tmp_path, "t", collect(model, frozen=False), step=0)
-    assert not [name for name in Checkpoint.open(tmp_path).names() if "frozen" in name]
+    save_snapshot(tmp_path, "t", build_snapshot(model, include_frozen=False), step=0)
+    assert not [name for name in Checkpoint.open(tmp_path).tensor_names() if "frozen" in name]
     other = small_model(1)
     before = other.frozen.weight.clone()
-    restore(Checkpoint.open(tmp_path), other)
+    restore_module(Checkpoint.open(tmp_path), other)
     assert torch.equal(other.frozen.weight, before)
     assert torch.equal(other.hidden.weight, model.hidden.weight)
 
@@ -368,7 +368,7 @@ def test_on_a_gpu_state_and_generator_go_back_to_where_they_were(tmp_path, optio
     drawn = torch.rand(3, device="cuda")
     other = small_model(1).cuda()
     fresh = torch.optim.AdamW(other.parameters(), **options)
-    restore(Checkpoint.open(tmp_path), other, fresh)
+    restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
     assert models_equal(model, other) and states_equal(optimizer, fresh)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):

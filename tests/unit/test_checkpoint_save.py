@@ -29,17 +29,17 @@ from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
     FileSystem,
-    MismatchedCheckpoint,
-    MissingCheckpoint,
-    Probe,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    FaultInjectingFileSystem,
     Snapshot,
-    UnstorableState,
-    collect,
-    load,
+    UnserializableStateError,
+    build_snapshot,
+    open_verified,
     publish,
-    save,
+    save_snapshot,
 )
-from thalweg.checkpoint.stream import BUFFER, SMALL, Stream
+from thalweg.checkpoint.stream import BUFFER_BYTES, SMALL_FILE_BYTES, DirectWriter
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def test_row33_no_pickle_on_disk(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 2)
     state = {"client": {"set": {1, 2}, "bytes": b"\x80\x04.", "array": numpy.arange(3), 4: (5,)}}
-    path = save(tmp_path, "t", collect(model, optimizer, state=state), step=2)
+    path = save_snapshot(tmp_path, "t", build_snapshot(model, optimizer, state=state), step=2)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) == 5
     for file in files:
@@ -115,9 +115,9 @@ def test_every_dtype_shape_and_stride(tmp_path):
     tensors["model/expanded"] = torch.randn(1, 4).expand(3, 4)
     tensors["model/conjugate"] = torch.randn(3, dtype=torch.complex64).conj()
     tensors["odd name/with spaces@0,1"] = torch.ones(1)
-    path = save(tmp_path, "t", Snapshot(tensors), step=0)
+    path = save_snapshot(tmp_path, "t", Snapshot(tensors), step=0)
     checkpoint = Checkpoint.open(tmp_path)
-    assert set(checkpoint.names()) == set(tensors)
+    assert set(checkpoint.tensor_names()) == set(tensors)
     for name, tensor in tensors.items():
         back = checkpoint.read(name)
         assert back.dtype == tensor.dtype and back.shape == tensor.shape, name
@@ -132,7 +132,7 @@ def test_every_dtype_shape_and_stride(tmp_path):
 def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["thalweg.checkpoint.save"], "PIECE_BYTES", 40)
     tensor = torch.arange(7 * 5 * 2).view(7, 5, 2).float()
-    save(tmp_path, "t", Snapshot({"model/x": tensor, "model/row": torch.arange(30.0)}), step=0)
+    save_snapshot(tmp_path, "t", Snapshot({"model/x": tensor, "model/row": torch.arange(30.0)}), step=0)
     checkpoint = Checkpoint.open(tmp_path)
     assert len(checkpoint.manifest.tensors["model/x"].pieces) == 7
     assert len(checkpoint.manifest.tensors["model/row"].pieces) == 3
@@ -140,17 +140,17 @@ def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
     assert torch.equal(checkpoint.read("model/x", (2, 1, 0), (3, 2, 1)), tensor[2:5, 1:3, :1])
     assert checkpoint.read("model/x", (2, 1, 0), (0, 2, 1)).shape == (0, 2, 1)
     for offsets, sizes in (((0, 0, 0), (8, 1, 1)), ((-1, 0, 0), (1, 1, 1)), ((0, 0), (1, 1))):
-        with pytest.raises(MismatchedCheckpoint, match="outside"):
+        with pytest.raises(CheckpointMismatchError, match="outside"):
             checkpoint.read("model/x", offsets, sizes)
-    with pytest.raises(MismatchedCheckpoint, match="nearest: model/x"):
+    with pytest.raises(CheckpointMismatchError, match="nearest: model/x"):
         checkpoint.read("model/xx")
 
 
 def test_a_tag_is_replaced_and_the_directory_is_left_tidy(tmp_path):
     reference = tmp_path / "reference"
-    save(tmp_path / "c", "t", tiny(1), step=1)
+    save_snapshot(tmp_path / "c", "t", tiny(1), step=1)
     inode = (tmp_path / "c" / "t").stat().st_ino
-    path = save(tmp_path / "c", "t", tiny(2), step=2)
+    path = save_snapshot(tmp_path / "c", "t", tiny(2), step=2)
     assert path == tmp_path / "c" / "t" and path.stat().st_ino != inode
     assert entries(tmp_path / "c") == {"latest", "t"}
     assert newest_digest(tmp_path / "c") == saved_digest(tiny(2), 2, reference)
@@ -160,11 +160,11 @@ def test_a_tag_is_replaced_and_the_directory_is_left_tidy(tmp_path):
 
 def test_keep(tmp_path):
     for step in range(5):
-        save(tmp_path, f"s{step}", tiny(step), step=step, keep=2 if step == 4 else None)
+        save_snapshot(tmp_path, f"s{step}", tiny(step), step=step, keep_latest_k=2 if step == 4 else None)
     assert entries(tmp_path) == {"latest", "s3", "s4"}
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="keep is"):
-            save(tmp_path, "x", tiny(), step=0, keep=wrong)
+            save_snapshot(tmp_path, "x", tiny(), step=0, keep_latest_k=wrong)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_keep(tmp_path):
 )
 def test_tags_that_are_no_plain_names_are_refused(tmp_path, tag):
     with pytest.raises(ValueError, match="cannot name a checkpoint"):
-        save(tmp_path, tag, tiny(), step=0)
+        save_snapshot(tmp_path, tag, tiny(), step=0)
     assert not entries(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_a_directory_that_is_not_a_checkpoint_is_not_touched(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mine.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="not a checkpoint of Thalweg"):
-        save(tmp_path, "t", tiny(), step=0)
+        save_snapshot(tmp_path, "t", tiny(), step=0)
     assert entries(tmp_path) == {"t"} and entries(tmp_path / "t") == {"mine.txt"}
 
 
@@ -195,17 +195,17 @@ def test_snapshots_that_contradict_themselves(tmp_path):
         (Snapshot({"state/x": torch.zeros(1)}, state={"x": torch.zeros(1)}), "names both"),
         (Snapshot(state={"client": {"f": threading.Lock()}}), r"state\['client'\]\['f'\]"),
     ]:
-        with pytest.raises(UnstorableState, match=text):
-            save(tmp_path / "c", "t", snapshot, step=0)
+        with pytest.raises(UnserializableStateError, match=text):
+            save_snapshot(tmp_path / "c", "t", snapshot, step=0)
         assert not (tmp_path / "c").exists() or not entries(tmp_path / "c")
 
 
 def test_a_superseded_job_cannot_commit(tmp_path):
-    save(tmp_path, "new", tiny(2), step=2, epoch=3)
+    save_snapshot(tmp_path, "new", tiny(2), step=2, epoch=3)
     with pytest.raises(CheckpointError, match=r"epoch 2, but .* of epoch 3"):
-        save(tmp_path, "old", tiny(1), step=1, epoch=2)
+        save_snapshot(tmp_path, "old", tiny(1), step=1, epoch=2)
     assert entries(tmp_path) == {"latest", "new"}
-    save(tmp_path, "same", tiny(3), step=3, epoch=3)
+    save_snapshot(tmp_path, "same", tiny(3), step=3, epoch=3)
 
 
 def test_a_job_superseded_during_its_save_cannot_commit(tmp_path):
@@ -214,23 +214,23 @@ def test_a_job_superseded_during_its_save_cannot_commit(tmp_path):
     def before(k, operation, target):
         if operation == "fsync" and not done:
             done.append(k)
-            save(tmp_path, "new", tiny(2), step=2, epoch=3)
+            save_snapshot(tmp_path, "new", tiny(2), step=2, epoch=3)
 
-    probe = Probe(before)
+    probe = FaultInjectingFileSystem(before)
     with pytest.raises(CheckpointError):
-        save(tmp_path, "old", tiny(1), step=1, epoch=2, io=probe)
+        save_snapshot(tmp_path, "old", tiny(1), step=1, epoch=2, io=probe)
     assert entries(tmp_path) == {"latest", "new"}
     assert Checkpoint.open(tmp_path).tag == "new"
 
 
 def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
-    save(tmp_path, "a", tiny(), step=0)
-    owner = publish._owner()
+    save_snapshot(tmp_path, "a", tiny(), step=0)
+    owner = publish._owner_token()
     host, _, started = owner.rsplit("-", 2)
     dead = tmp_path / f".saving-{host}-999999999-5-{'0' * 16}"
     reused_pid = tmp_path / f".saving-{host}-1-3-{'1' * 16}"
     mine = tmp_path / f".saving-{owner}-{'2' * 16}"
-    alive = tmp_path / f".saving-{host}-{os.getppid()}-{publish._start_time(os.getppid())}-{'3' * 16}"
+    alive = tmp_path / f".saving-{host}-{os.getppid()}-{publish._process_start_time(os.getppid())}-{'3' * 16}"
     elsewhere = tmp_path / f".saving-otherhost-1-{started}-{'4' * 16}"
     for path in (dead, reused_pid, mine, alive, elsewhere):
         path.mkdir()
@@ -238,77 +238,77 @@ def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     (tmp_path / ".removing-0123").mkdir()
     (tmp_path / f".latest-{host}-999999999-5-{'0' * 16}").write_text("a")
     (tmp_path / ".note-of-a-user").write_text("x")
-    save(tmp_path, "b", tiny(), step=1)
+    save_snapshot(tmp_path, "b", tiny(), step=1)
     assert entries(tmp_path) == {"latest", "a", "b", alive.name, elsewhere.name, ".note-of-a-user"}
     os.utime(elsewhere, (0, 0))
-    save(tmp_path, "b", tiny(), step=1)
+    save_snapshot(tmp_path, "b", tiny(), step=1)
     assert entries(tmp_path) == {"latest", "a", "b", alive.name, ".note-of-a-user"}
 
 
 def test_resume_policies(tmp_path, caplog):
-    assert load(tmp_path / "none") is None
-    assert load(tmp_path / "none", resume="never") is None
-    with pytest.raises(MissingCheckpoint, match="resume='must'"):
-        load(tmp_path / "none", resume="must")
+    assert open_verified(tmp_path / "none") is None
+    assert open_verified(tmp_path / "none", resume="never") is None
+    with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
+        open_verified(tmp_path / "none", resume="must")
     with pytest.raises(ValueError, match="resume is 'maybe'"):
-        load(tmp_path, resume="maybe")
-    save(tmp_path, "a", tiny(1), step=1)
-    save(tmp_path, "b", tiny(2), step=2)
-    assert load(tmp_path, resume="never") is None
-    assert load(tmp_path).tag == "b"
-    assert load(tmp_path, "a").tag == "a"
-    assert load(tmp_path, "latest").tag == "b"
-    with pytest.raises(MissingCheckpoint, match="it holds b, a"):
-        load(tmp_path, "c")
+        open_verified(tmp_path, resume="maybe")
+    save_snapshot(tmp_path, "a", tiny(1), step=1)
+    save_snapshot(tmp_path, "b", tiny(2), step=2)
+    assert open_verified(tmp_path, resume="never") is None
+    assert open_verified(tmp_path).tag == "b"
+    assert open_verified(tmp_path, "a").tag == "a"
+    assert open_verified(tmp_path, "latest").tag == "b"
+    with pytest.raises(CheckpointNotFoundError, match="it holds b, a"):
+        open_verified(tmp_path, "c")
     caplog.clear()
     (tmp_path / "latest").unlink()
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path).tag == "b"
+        assert open_verified(tmp_path).tag == "b"
     assert "no 'latest'" in caplog.text
     (tmp_path / "latest").write_text("a\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path).tag == "a"
+        assert open_verified(tmp_path).tag == "a"
     assert "committed after it" in caplog.text
     (tmp_path / "latest").write_text("gone\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path).tag == "b"
+        assert open_verified(tmp_path).tag == "b"
         assert Checkpoint.open(tmp_path).tag == "b"
     assert "names 'gone', which is not there" in caplog.text
-    with pytest.raises(MissingCheckpoint):
+    with pytest.raises(CheckpointNotFoundError):
         Checkpoint.open(tmp_path / "none")
     assert Checkpoint.open(tmp_path / "a").tag == "a"
 
 
 def test_loading_reads_only_what_it_needs(tmp_path):
-    path = save(tmp_path, "t", tiny(), step=0)
+    path = save_snapshot(tmp_path, "t", tiny(), step=0)
     probe = count_operations(lambda io: Checkpoint.open(tmp_path, io=io).read("model/weight"))
-    opened = {Path(target).name for operation, target in probe.log if operation == "open_read"}
+    opened = {Path(target).name for operation, target in probe.calls if operation == "open_read"}
     assert opened == {"latest", "manifest.json", "shard-00000-of-00001.model.safetensors"}
     assert len(list(path.glob("*.safetensors"))) == 3
 
 
 def test_a_save_beside_the_pointer(tmp_path):
-    save(tmp_path, "a", tiny(1), step=1)
-    save(tmp_path, "b", tiny(2), step=2, latest=False)
-    assert load(tmp_path).tag == "a" and load(tmp_path, "b").tag == "b"
+    save_snapshot(tmp_path, "a", tiny(1), step=1)
+    save_snapshot(tmp_path, "b", tiny(2), step=2, save_latest=False)
+    assert open_verified(tmp_path).tag == "a" and open_verified(tmp_path, "b").tag == "b"
 
 
-@pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4095, 4096, BUFFER - 1, BUFFER, BUFFER + 1])
+@pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1])
 @pytest.mark.parametrize("direct", [True, False])
 def test_streams_of_every_length(tmp_path, extra, direct):
-    size = BUFFER + extra if direct else abs(extra) % SMALL
+    size = BUFFER_BYTES + extra if direct else abs(extra) % SMALL_FILE_BYTES
     data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy()
     seen = hashlib.sha256()
-    probe = Probe()
-    with closing(Stream(probe, tmp_path / "x", size)) as stream:
+    probe = FaultInjectingFileSystem()
+    with closing(DirectWriter(probe, tmp_path / "x", size)) as stream:
         for start in range(0, size, 700_001):
             stream.append(data[start : start + 700_001].data, seen.update)
         stream.finish()
     assert (tmp_path / "x").read_bytes() == data.tobytes()
     assert seen.hexdigest() == hashlib.sha256(data.tobytes()).hexdigest()
-    kept = [name for name, _ in probe.log if name not in ("pwrite", "truncate")]
+    kept = [name for name, _ in probe.calls if name not in ("pwrite", "truncate")]
     assert kept == ["open_write", "fsync", "close"]
 
 

@@ -21,14 +21,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.checkpoint import DamagedCheckpoint, UnstorableState
-from thalweg.checkpoint.tree import TAG, decode, encode
+from thalweg.checkpoint import CorruptCheckpointError, UnserializableStateError
+from thalweg.checkpoint.tree import TAG_KEY, decode_tree, encode_tree
 
 
 def round_trip(value):
-    node, tensors = encode(value, "state")
+    node, tensors = encode_tree(value, "state")
     text = json.dumps(node, allow_nan=False)
-    return decode(json.loads(text), lambda name: tensors[name].clone())
+    return decode_tree(json.loads(text), lambda name: tensors[name].clone())
 
 
 def same(a, b) -> bool:
@@ -81,7 +81,7 @@ VALUES = [
     frozenset({(1, 2)}),
     {"a": 1, "b": {"c": (1, 2)}},
     {1: "x", (2, 3): "y", None: 0, 1.5: True, "k": 2},
-    {TAG: "tuple", "v": []},
+    {TAG_KEY: "tuple", "v": []},
     collections.OrderedDict([("b", 1), ("a", 2)]),
     collections.Counter("hello"),
     collections.deque([1, 2], maxlen=3),
@@ -218,20 +218,20 @@ REFUSED = [
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda v: type(v).__name__)
 def test_what_cannot_be_kept_is_refused_with_its_path(value):
-    with pytest.raises(UnstorableState, match=r"state\['client'\]\['list'\]\['1'\]"):
-        encode({"client": {"list": [0, value]}}, "state")
+    with pytest.raises(UnserializableStateError, match=r"state\['client'\]\['list'\]\['1'\]"):
+        encode_tree({"client": {"list": [0, value]}}, "state")
 
 
 def test_cycles_and_bottomless_trees_are_refused():
     loop: list = [1]
     loop.append({"again": loop})
-    with pytest.raises(UnstorableState, match="contains itself"):
-        encode({"a": loop}, "state")
+    with pytest.raises(UnserializableStateError, match="contains itself"):
+        encode_tree({"a": loop}, "state")
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(UnstorableState, match="nested deeper"):
-        encode(deep, "state")
+    with pytest.raises(UnserializableStateError, match="nested deeper"):
+        encode_tree(deep, "state")
     shallow: list = []
     for _ in range(150):
         shallow = [(shallow,)] if len(str(shallow)) % 2 else [shallow]
@@ -248,27 +248,27 @@ def test_one_object_twice_is_no_cycle():
 @pytest.mark.parametrize(
     "node",
     [
-        {TAG: "os.system", "v": "true"},
-        {TAG: "tuple", "v": 3},
-        {TAG: "tuple"},
-        {TAG: ["x"], "v": 0},
-        {TAG: "numpy", "v": "AAAA", "dtype": "O"},
-        {TAG: "numpy", "v": "", "dtype": "f8"},
-        {TAG: "ndarray", "v": None, "dtype": "f8", "shape": [1 << 60]},
-        {TAG: "ndarray", "v": None, "dtype": "O", "shape": [0]},
-        {TAG: "set", "v": [[1]]},
-        {TAG: "bytes", "v": "!!"},
-        {TAG: "decimal", "v": "x"},
-        {TAG: "dtype", "v": "load"},
-        {TAG: "namespace", "v": [1]},
-        {TAG: "fraction", "v": [1, 0]},
-        {TAG: "float", "v": "1e3"},
-        {TAG: "dict", "v": [[1]]},
+        {TAG_KEY: "os.system", "v": "true"},
+        {TAG_KEY: "tuple", "v": 3},
+        {TAG_KEY: "tuple"},
+        {TAG_KEY: ["x"], "v": 0},
+        {TAG_KEY: "numpy", "v": "AAAA", "dtype": "O"},
+        {TAG_KEY: "numpy", "v": "", "dtype": "f8"},
+        {TAG_KEY: "ndarray", "v": None, "dtype": "f8", "shape": [1 << 60]},
+        {TAG_KEY: "ndarray", "v": None, "dtype": "O", "shape": [0]},
+        {TAG_KEY: "set", "v": [[1]]},
+        {TAG_KEY: "bytes", "v": "!!"},
+        {TAG_KEY: "decimal", "v": "x"},
+        {TAG_KEY: "dtype", "v": "load"},
+        {TAG_KEY: "namespace", "v": [1]},
+        {TAG_KEY: "fraction", "v": [1, 0]},
+        {TAG_KEY: "float", "v": "1e3"},
+        {TAG_KEY: "dict", "v": [[1]]},
     ],
 )
 def test_a_crafted_tree_is_an_error_and_nothing_else(node):
     def fetch(name):
         raise AssertionError(name)
 
-    with pytest.raises(DamagedCheckpoint, match="state tree"):
-        decode({"a": [node]}, fetch)
+    with pytest.raises(CorruptCheckpointError, match="state tree"):
+        decode_tree({"a": [node]}, fetch)

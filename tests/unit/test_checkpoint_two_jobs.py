@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint_support import Fast, entries, in_child, tiny
-from thalweg.checkpoint import Checkpoint, save
+from thalweg.checkpoint import Checkpoint, save_snapshot
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ def job(folder: Path, mine: int, tags: int, saves: int) -> None:
     io = hesitant(mine)
     for step in range(saves):
         tag = f"job{mine}-{step % tags}"
-        save(folder, tag, tiny(100 * mine + step), step=step, io=io)
+        save_snapshot(folder, tag, tiny(100 * mine + step), step=step, io=io)
         with Checkpoint.open(folder, tag) as checkpoint:
             assert checkpoint.step == step, (checkpoint.step, step)
 
@@ -58,9 +58,9 @@ def test_a_replacement_that_was_cut_off_is_finished_once(tmp_path):
     """Several savers find the same two generations of a tag of nobody: the newer one stays."""
     for trial in range(8):
         folder = tmp_path / str(trial)
-        save(folder, "a", tiny(1), step=1, io=Fast())
-        save(folder / "new", "a", tiny(2), step=2, io=Fast())
-        save(folder / "new", "a", tiny(3), step=3, io=Fast())
+        save_snapshot(folder, "a", tiny(1), step=1, io=Fast())
+        save_snapshot(folder / "new", "a", tiny(2), step=2, io=Fast())
+        save_snapshot(folder / "new", "a", tiny(3), step=3, io=Fast())
         (folder / "new" / "a").rename(folder / "a~2")
         children = []
         for mine in range(3):

@@ -6,19 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.comm.codec import Codec, Packing
-from thalweg.comm.quantised import Feedback
+from thalweg.comm.codec import BlockQuantizer, PayloadFormat
+from thalweg.comm.quantised import ErrorFeedback
 
-CODECS = (Codec(4), Codec(8), Codec(4, 64), Codec(8, 1024))
+CODECS = (BlockQuantizer(4), BlockQuantizer(8), BlockQuantizer(4, 64), BlockQuantizer(8, 1024))
 
 
-def _through(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _through(codec: BlockQuantizer, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     payload = torch.full((codec.num_bytes(values.numel()),), 255, dtype=torch.uint8)
-    codec.encode(values, payload)
+    codec.quantize(values, payload)
     out = torch.empty(values.numel())
-    codec.decode(payload, out)
-    steps = codec.step_sizes(payload, values.numel())
-    return out, steps.repeat_interleave(codec.block)[: values.numel()]
+    codec.dequantize(payload, out)
+    steps = codec.get_scales(payload, values.numel())
+    return out, steps.repeat_interleave(codec.block_size)[: values.numel()]
 
 
 def _values(numel: int, spread: float, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_a_value_that_is_not_finite_is_seen_on_the_other_side(codec, numel, wher
     seed=st.integers(0, 2**31),
 )
 def test_a_packing_keeps_raw_pieces_and_adds_as_it_writes(pieces, bits, raw, seed):
-    packing = Packing(tuple(pieces), Codec(bits), raw)
+    packing = PayloadFormat(tuple(pieces), BlockQuantizer(bits), raw)
     values = _values(packing.numel, 1.0, seed, raw)
     payload = torch.empty(packing.num_bytes, dtype=torch.uint8)
     packing.pack(values, payload)
@@ -96,15 +96,15 @@ def test_a_packing_keeps_raw_pieces_and_adds_as_it_writes(pieces, bits, raw, see
 
 def test_the_sizes_are_what_the_text_says():
     numel = 1 << 20
-    assert Codec(8).num_bytes(numel) / numel < 1.008
-    assert Codec(4).num_bytes(numel) / numel < 0.508
+    assert BlockQuantizer(8).num_bytes(numel) / numel < 1.008
+    assert BlockQuantizer(4).num_bytes(numel) / numel < 0.508
 
 
 def test_two_bits_without_scales_are_not_good_enough():
     """The negative control: the bound above has teeth."""
     values = _values(2048, 2.0, 0, torch.float32)
     crude = (values / values.abs().max()).round() * values.abs().max()
-    _, steps = _through(Codec(4), values)
+    _, steps = _through(BlockQuantizer(4), values)
     assert not bool(((crude - values).abs() <= 0.5001 * steps).all())
 
 
@@ -115,12 +115,12 @@ def test_feedback_makes_up_for_what_rounding_takes(seed, beta, unit):
     generator = torch.Generator().manual_seed(seed)
     mean = torch.randn(1, 512, generator=generator) * 0.05
     mean[0, ::256] = 1.0  # sets the scale, so the others are rounded hard
-    feedback, codec = Feedback(beta, 1000), Codec(4)
+    feedback, codec = ErrorFeedback(beta, 1000), BlockQuantizer(4)
     wanted, sent, careless = torch.zeros(512), torch.zeros(512), torch.zeros(512)
     for _ in range(60):
         rows = feedback.compensate(mean * unit, unit)
         out = _through(codec, rows[0])[0]
-        feedback.note(rows, out[None], unit)
+        feedback.update(rows, out[None], unit)
         wanted += mean[0]
         sent += out / unit
         careless += _through(codec, mean[0])[0]
@@ -129,7 +129,7 @@ def test_feedback_makes_up_for_what_rounding_takes(seed, beta, unit):
 
 
 def test_feedback_survives_an_overflow():
-    feedback = Feedback(0.8, 1024)
+    feedback = ErrorFeedback(0.8, 1024)
     feedback.compensate(torch.ones(1, 8), 1.0)
-    feedback.note(torch.full((1, 8), float("inf")), torch.full((1, 8), float("nan")), 1.0)
+    feedback.update(torch.full((1, 8), float("inf")), torch.full((1, 8), float("nan")), 1.0)
     assert bool(feedback.compensate(torch.ones(1, 8), 1.0).isfinite().all())

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from tests.unit.config_mutations import BASES, misspell, mutate, mutate_text
 from thalweg.config import Config, ConfigError, load, load_config, resolve
-from thalweg.config.older import SPELLINGS
-from thalweg.config.schema_base import Section, alternatives, section_of
-from thalweg.config.schema_optim import params_of
+from thalweg.config.older import DEPRECATED_KEYS
+from thalweg.config.schema_base import Section, union_members, get_section_type
+from thalweg.config.schema_optim import get_params_schema
 from thalweg.config.text import parse
 
 SEED = int(os.environ.get("THALWEG_SEED", "20"))
 COUNT = int(os.environ.get("THALWEG_MUTATIONS", "600"))
-OLDER = {name.rpartition(".")[2] for name in SPELLINGS} | {"cpu_offload", "zero_optimization"}
+OLDER = {name.rpartition(".")[2] for name in DEPRECATED_KEYS} | {"cpu_offload", "zero_optimization"}
 
 
 def outcome(source: Any, world_size: int = 1) -> Config | ConfigError:
@@ -63,9 +63,9 @@ def unknown_keys(tree: Any, section: type[Section], path: str = "") -> list[str]
             found.append(f"{path}{key}")
             continue
         field = section.model_fields.get(key)
-        inner = section_of(field.annotation) if field else None
+        inner = get_section_type(field.annotation) if field else None
         if path in ("optimizer.", "scheduler.") and key == "params":
-            inner = params_of(path[:-1], tree.get("type"))
+            inner = get_params_schema(path[:-1], tree.get("type"))
         if inner:
             found += unknown_keys(value, inner, f"{path}{key}.")
     return found
@@ -140,7 +140,7 @@ def typed_blocks(draw: st.DrawFn) -> dict[str, Any]:
     """Blocks with their own keys and any values: what passes the shape but not the types."""
     tree: dict[str, Any] = {}
     for name in draw(st.lists(st.sampled_from(list(Config.model_fields)), max_size=3)):
-        inner = section_of(Config.model_fields[name].annotation)
+        inner = get_section_type(Config.model_fields[name].annotation)
         if inner:
             tree[name] = draw(st.dictionaries(st.sampled_from(list(inner.model_fields)), JSON, max_size=4))
     return tree
@@ -188,4 +188,4 @@ def test_no_number_that_is_not_finite(option: str, value: float) -> None:
 
 
 def test_the_walk_of_annotations_sees_unions() -> None:
-    assert list(alternatives(int | None)) == [int, type(None)]
+    assert list(union_members(int | None)) == [int, type(None)]

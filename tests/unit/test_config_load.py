@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thalweg.config import Config, ConfigError, Problem, load, load_config
+from thalweg.config import Config, ConfigError, ConfigProblem, load, load_config
 
 
-def problems(source: Any, **options: Any) -> dict[str, Problem]:
+def problems(source: Any, **options: Any) -> dict[str, ConfigProblem]:
     """The problems of a bad config by path."""
     with pytest.raises(ConfigError) as caught:
         load_config(source, **options)
@@ -59,7 +59,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest(source: Any, path: str, nea
     found = problems(source)
     assert list(found) == [path]
     if nearest:
-        assert found[path].nearest == nearest
+        assert found[path].suggestion == nearest
         assert f"did you mean {nearest}?" in str(found[path])
     assert "unknown key" in str(found[path])
 
@@ -123,9 +123,9 @@ def test_a_wrong_value_is_told_with_path_value_and_expectation(source: Any, path
 def test_the_cure_is_named_for_a_number_in_quotes() -> None:
     assert problems({"optimizer": {"type": "Adam", "params": {"lr": "1e-5"}}})[
         "optimizer.params.lr"
-    ].nearest == ("1e-5, without quotes")
-    assert problems({"fp16": {"enabled": "True"}})["fp16.enabled"].nearest == "true"
-    assert problems({"gradient_allreduce_op": "maen"})["gradient_allreduce_op"].nearest == '"mean"'
+    ].suggestion == ("1e-5, without quotes")
+    assert problems({"fp16": {"enabled": "True"}})["fp16.enabled"].suggestion == "true"
+    assert problems({"gradient_allreduce_op": "maen"})["gradient_allreduce_op"].suggestion == '"mean"'
 
 
 def test_numbers_as_people_write_them() -> None:
@@ -337,7 +337,7 @@ def test_base64_is_url_safe() -> None:
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text("{}")
     found = problems(str(tmp_path / "ds_confg.json"))
-    assert found[""].nearest == str(tmp_path / "ds_config.json")
+    assert found[""].suggestion == str(tmp_path / "ds_config.json")
     assert list(problems(str(tmp_path))) == [""]
     assert list(problems("bm90IGpzb24=")) == [""]
     assert list(problems("nul\0byte")) == [""]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from thalweg.config import ConfigError, load_config
-from thalweg.config.schema_base import Section, plain
+from thalweg.config.schema_base import Section, to_jsonable
 from thalweg.config.schema_optim import OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from thalweg.config.schema_schedules import REQUIRED_PARAMS, SCHEDULES, UNUSABLE_SCHEDULES
-from thalweg.optim import build_optimizer, build_schedule
+from thalweg.optim import build_optimizer, build_lr_scheduler
 
 COMPRESSED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 BUILT = [name for name in OPTIMIZERS if name not in COMPRESSED]
@@ -42,7 +42,7 @@ def test_every_schedule_of_torch_is_known() -> None:
 def test_every_parameter_of_the_table_is_taken_by_the_optimiser(name: str) -> None:
     for key, field in OPTIMIZERS[name].model_fields.items():
         if field.default is not None:
-            build_optimizer(name, parameters(), {key: plain(field.default)})
+            build_optimizer(name, parameters(), {key: to_jsonable(field.default)})
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -59,7 +59,7 @@ def test_the_value_of_auto_is_the_optimisers_own_default(name: str) -> None:
     group = build_optimizer(name, parameters(), {}).param_groups[0]
     for key, field in OPTIMIZERS[name].model_fields.items():
         if key in group and field.default is not None and group[key] is not None:
-            assert plain(group[key]) == plain(field.default), key
+            assert to_jsonable(group[key]) == to_jsonable(field.default), key
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
@@ -80,8 +80,8 @@ def test_schedules_take_what_the_table_has(name: str) -> None:
     for key, field in SCHEDULES[name].model_fields.items():
         given = dict(config.scheduler.params)
         if field.default is not None:
-            given.setdefault(key, plain(field.default))
-        build_schedule(name, given, build_optimizer("SGD", parameters(), {"lr": 0.1, "momentum": 0.9}))
+            given.setdefault(key, to_jsonable(field.default))
+        build_lr_scheduler(name, given, build_optimizer("SGD", parameters(), {"lr": 0.1, "momentum": 0.9}))
 
 
 @pytest.mark.parametrize(("block", "table"), [("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)])

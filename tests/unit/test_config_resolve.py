@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.config import Config, ConfigError, ModelFacts, load, load_config, resolve
-from thalweg.config.check import CONFLICTS
-from thalweg.config.fates import NO_EFFECT, NOT_BUILT
-from thalweg.config.schema_base import AUTO, choices, options, section_of, value_at, with_values
+from thalweg.config import Config, ConfigError, ModelSize, load, load_config, resolve
+from thalweg.config.check import RULES
+from thalweg.config.fates import IGNORED, UNSUPPORTED
+from thalweg.config.schema_base import AUTO, literal_choices, list_options, get_section_type, get_by_path, replace_by_path
 
 LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -143,7 +143,7 @@ def test_load_checks_the_equation_only_with_a_world_size() -> None:
 def test_buffers_follow_the_hidden_size() -> None:
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     source = {"zero_optimization": dict.fromkeys(names, "auto")}
-    model = ModelFacts(num_parameters=10**6, hidden_size=100, num_layers=2)
+    model = ModelSize(num_parameters=10**6, hidden_size=100, num_layers=2)
     zero = load_config(source, model=model).zero_optimization
     assert [getattr(zero, name) for name in names] == [10_000, 9_000, 1_000]
 
@@ -151,7 +151,7 @@ def test_buffers_follow_the_hidden_size() -> None:
 def test_a_model_without_hidden_size_gets_the_defaults() -> None:
     """PAIN_POINTS 18: "auto" never depends on a ``hidden_size`` being there."""
     source = {"zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
-    for model in (None, ModelFacts(num_parameters=10)):
+    for model in (None, ModelSize(num_parameters=10)):
         config = load_config(source, model=model)
         assert config.zero_optimization == load_config({}).zero_optimization
 
@@ -243,7 +243,7 @@ SWITCHED_ON_BY_PRESENCE = (
 )
 
 
-@pytest.mark.parametrize("path", [path for path, _ in options(Config)])
+@pytest.mark.parametrize("path", [path for path, _ in list_options(Config)])
 def test_auto_is_taken_at_every_option_and_resolved(path: str) -> None:
     tree: Any = AUTO
     for name in reversed(path.split(".")):
@@ -256,16 +256,16 @@ def test_auto_is_taken_at_every_option_and_resolved(path: str) -> None:
             load_config(tree, world_size=2)
         return
     config = load_config(tree, world_size=2)
-    field = dict(options(Config))[path]
-    value = value_at(config, path)
-    assert value != AUTO or AUTO in choices(field.annotation)
+    field = dict(list_options(Config))[path]
+    value = get_by_path(config, path)
+    assert value != AUTO or AUTO in literal_choices(field.annotation)
 
 
 def test_resolving_twice_changes_nothing() -> None:
     config = load(
         {"gradient_clipping": "auto", TOTAL: 16, "zero_optimization": {"reduce_bucket_size": "auto"}}
     )
-    model = ModelFacts(num_parameters=10, hidden_size=8)
+    model = ModelSize(num_parameters=10, hidden_size=8)
     once = resolve(config, world_size=4, model=model)
     assert resolve(once, world_size=4) == once
     assert once.describe() == resolve(once, world_size=4).describe()
@@ -403,7 +403,7 @@ def test_contradictions_are_refused(source: dict[str, Any], path: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.paths[0] for rule in CONFLICTS} <= {path for _, path in BROKEN}
+    assert {rule.paths[0] for rule in RULES} <= {path for _, path in BROKEN}
 
 
 @pytest.mark.parametrize(
@@ -482,9 +482,9 @@ def _with(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**tree, head: _with(tree.get(head, {}), rest, value) if rest else value}
 
 
-@pytest.mark.parametrize("switch", NOT_BUILT, ids=lambda switch: switch.path)
+@pytest.mark.parametrize("switch", UNSUPPORTED, ids=lambda switch: switch.path)
 def test_a_switch_of_later_work_is_one_clear_error(switch: Any) -> None:
-    field = dict(options(Config))[switch.path]
+    field = dict(list_options(Config))[switch.path]
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
     value, base = ON.get(switch.path, (True if bool in kinds else 2, {}))
     with pytest.raises(ConfigError) as caught:
@@ -497,8 +497,8 @@ def test_a_switch_of_later_work_is_one_clear_error(switch: Any) -> None:
 
 def test_blocks_that_are_switched_off_are_accepted() -> None:
     tree: dict[str, Any] = {"sparse_attention": {"mode": "dense"}}
-    fields = dict(options(Config))
-    for switch in NOT_BUILT:
+    fields = dict(list_options(Config))
+    for switch in UNSUPPORTED:
         default = fields[switch.path].default
         if switch.path.endswith(".enabled"):
             tree = _with(tree, switch.path, False)
@@ -517,13 +517,13 @@ def test_a_degree_that_does_not_divide_is_blamed_before_the_batch_equation() -> 
 
 def _a_leaf(path: str) -> tuple[str, Any]:
     """The path itself, or the first option below it that is no block, and its default."""
-    found = ((p, field) for p, field in options(Config) if p == path or p.startswith(f"{path}."))
+    found = ((p, field) for p, field in list_options(Config) if p == path or p.startswith(f"{path}."))
     return next(
-        (p, field.default) for p, field in found if not section_of(field.annotation) and field.default != AUTO
+        (p, field.default) for p, field in found if not get_section_type(field.annotation) and field.default != AUTO
     )
 
 
-@pytest.mark.parametrize("path", list(NO_EFFECT))
+@pytest.mark.parametrize("path", list(IGNORED))
 def test_what_has_no_effect_is_told_once_if_it_was_set(path: str) -> None:
     assert f"{path} = " not in load_config({}).describe()
     leaf, value = (path, True) if path.endswith("overlap_comm") else _a_leaf(path)
@@ -531,14 +531,14 @@ def test_what_has_no_effect_is_told_once_if_it_was_set(path: str) -> None:
     text = load_config(_with(base, leaf, value)).describe()
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{path} = ")]
     assert len(lines) == 1
-    assert lines[0].endswith(NO_EFFECT[path])
+    assert lines[0].endswith(IGNORED[path])
     assert "accepted, no effect" in text
 
 
 def test_values_are_replaced_by_path_without_touching_the_original() -> None:
     config = load({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}})
-    changed = with_values(config, {"optimizer.params.lr": 2.0, "fp16.enabled": True, "seed": 4})
-    assert value_at(changed, "optimizer.params.lr") == 2.0
-    assert value_at(changed, "fp16.enabled") is True
-    assert value_at(config, "optimizer.params.lr") == 1.0
-    assert value_at(config, "fp16.enabled") is False
+    changed = replace_by_path(config, {"optimizer.params.lr": 2.0, "fp16.enabled": True, "seed": 4})
+    assert get_by_path(changed, "optimizer.params.lr") == 2.0
+    assert get_by_path(changed, "fp16.enabled") is True
+    assert get_by_path(config, "optimizer.params.lr") == 1.0
+    assert get_by_path(config, "fp16.enabled") is False

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from thalweg.data import CountingLoader, adopt_loader, build_loader, forever
+from thalweg.data import PassthroughLoader, wrap_dataloader, build_loader, cycle
 
 
 class Squares(Dataset):
@@ -94,7 +94,7 @@ def test_no_sample_is_lost_or_doubled_over_restarts_at_other_worlds(size, stages
                     break
                 num_steps -= 1
                 for loader in group:
-                    if not loader.last_repeated:
+                    if not loader.last_num_duplicates:
                         seen[loader.epoch].update(loader.last_sample_ids)
         states = [loader.state_dict() for loader in group]
         assert all(other == states[0] for other in states), "the state must not depend on the rank"
@@ -252,7 +252,7 @@ def test_a_stream_gives_each_sample_once_and_resumes(size, world, batch, num_ste
             break
         for loader, item in zip(group, items, strict=True):
             assert item.tolist() == loader.last_sample_ids
-            if not loader.last_repeated:
+            if not loader.last_num_duplicates:
                 seen.update(loader.last_sample_ids)
     state = json.loads(json.dumps(group[0].state_dict()))
     group = loaders(size, world_after, batch, Counting)
@@ -262,7 +262,7 @@ def test_a_stream_gives_each_sample_once_and_resumes(size, world, batch, num_ste
         number = 0
         for _ in loader:
             number += 1
-            if not loader.last_repeated and state["epoch"] == 0:
+            if not loader.last_num_duplicates and state["epoch"] == 0:
                 seen.update(loader.last_sample_ids)
         counts.add(number)
     assert len(counts) == 1
@@ -283,15 +283,15 @@ def test_limits_of_streams_are_said():
 
 def test_forever_goes_on_and_ends_on_nothing():
     loader = build_loader(Squares(4), batch_size=2)
-    batches = forever(loader)
+    batches = cycle(loader)
     ids = [next(batches)[0].tolist() for _ in range(6)]
     assert sorted(i for pair in ids for i in pair) == sorted([*range(4)] * 3)
     assert loader.epoch == 2
-    assert list(forever([])) == []
+    assert list(cycle([])) == []
     # A stream whose state was saved at its very end is empty once, and then starts again.
     stream = build_loader(Counting(4), batch_size=2)
     stream.load_state_dict(stream.state_dict() | {"position": 4})
-    assert next(forever(stream)).tolist() == [0, 1]
+    assert next(cycle(stream)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("dataset", [Squares, Counting])
@@ -313,7 +313,7 @@ def test_a_users_dataloader_is_dealt_out(shuffle):
     seen: Counter = Counter()
     orders = []
     for rank in range(2):
-        loader = adopt_loader(user_loader(shuffle=shuffle), rank=rank, world_size=2, seed=3)
+        loader = wrap_dataloader(user_loader(shuffle=shuffle), rank=rank, world_size=2, seed=3)
         ids = [x for (batch,) in loader for x in batch.tolist()]
         assert loader.batch_size == 4
         orders.append(ids)
@@ -328,13 +328,13 @@ def test_a_weighted_sampler_keeps_its_weights_on_every_rank():
     for rank in range(3):
         torch.manual_seed(rank)
         sampler = WeightedRandomSampler(weights, num_samples=30)
-        loader = adopt_loader(user_loader(sampler=sampler), rank=rank, world_size=3)
+        loader = wrap_dataloader(user_loader(sampler=sampler), rank=rank, world_size=3)
         assert len(loader) == 3
         drawn.append([x for (batch,) in loader for x in batch.tolist()])
     assert [len(ids) for ids in drawn] == [10, 10, 10]
     assert all(x >= 11 for ids in drawn for x in ids)
     # One draw dealt out, not three: rank 1 of one world holds what world 1 has at the same places.
-    alone = adopt_loader(
+    alone = wrap_dataloader(
         user_loader(sampler=WeightedRandomSampler(weights, num_samples=30)), world_size=1, distribute=True
     )
     whole = [x for (batch,) in alone for x in batch.tolist()]
@@ -345,8 +345,8 @@ def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():
     torch.manual_seed(0)
     plain = [batch.tolist() for (batch,) in user_loader(shuffle=True)]
     torch.manual_seed(0)
-    loader = adopt_loader(user_loader(shuffle=True))
-    assert isinstance(loader, CountingLoader)
+    loader = wrap_dataloader(user_loader(shuffle=True))
+    assert isinstance(loader, PassthroughLoader)
     assert len(loader) == 6
     got, states = [], []
     for (batch,) in loader:
@@ -354,7 +354,7 @@ def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():
         states.append(json.loads(json.dumps(loader.state_dict())))
     assert got == plain
     torch.manual_seed(0)
-    resumed = adopt_loader(user_loader(shuffle=True))
+    resumed = wrap_dataloader(user_loader(shuffle=True))
     resumed.load_state_dict(states[2])
     assert [batch.tolist() for (batch,) in resumed] == plain[3:]
     resumed.load_state_dict(states[-1])
@@ -365,8 +365,8 @@ def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():
 
 def test_a_users_distributed_sampler_is_believed():
     sampler = DistributedSampler(range(21), num_replicas=2, rank=1, shuffle=True)
-    loader = adopt_loader(user_loader(sampler=sampler), rank=1, world_size=2)
-    assert isinstance(loader, CountingLoader)
+    loader = wrap_dataloader(user_loader(sampler=sampler), rank=1, world_size=2)
+    assert isinstance(loader, PassthroughLoader)
     first = [batch.tolist() for (batch,) in loader]
     second = [batch.tolist() for (batch,) in loader]
     assert first != second, "set_epoch must reach the user's sampler"
@@ -379,5 +379,5 @@ def test_a_custom_batch_sampler_cannot_be_divided():
     data = TensorDataset(torch.arange(21))
     loader = DataLoader(data, batch_sampler=Mine(SequentialSampler(data), 4, False))
     with pytest.raises(ValueError, match="give the batch sampler its rank"):
-        adopt_loader(loader, rank=0, world_size=2)
-    assert len(list(adopt_loader(loader))) == 6
+        wrap_dataloader(loader, rank=0, world_size=2)
+    assert len(list(wrap_dataloader(loader))) == 6

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.data import EpochPlan, permutation
-from thalweg.data.sampler import share_bounds
+from thalweg.data import EpochSampler, permutation
+from thalweg.data.sampler import rank_slice_bounds
 
 worlds = st.integers(1, 5)
 batches = st.integers(1, 5)
 
 
-def plans(size: int, world: int, batch: int, **options) -> list[EpochPlan]:
-    return [EpochPlan(size, batch, rank=rank, world_size=world, **options) for rank in range(world)]
+def plans(size: int, world: int, batch: int, **options) -> list[EpochSampler]:
+    return [EpochSampler(size, batch, rank=rank, world_size=world, **options) for rank in range(world)]
 
 
 def steps(size: int, world: int, batch: int, position: int = 0, epoch: int = 0, **options):
     """The shares of all ranks, step by step; fails when ranks get different numbers of batches."""
-    each = [list(plan.shares(epoch, position)) for plan in plans(size, world, batch, **options)]
+    each = [list(plan.iter_slices(epoch, position)) for plan in plans(size, world, batch, **options)]
     return list(zip(*each, strict=True))
 
 
@@ -97,7 +97,7 @@ def test_the_ids_of_a_global_batch_do_not_depend_on_its_division(world, batch, a
 @given(st.integers(0, 500), worlds)
 @settings(deadline=None)
 def test_shares_are_contiguous_and_even(total, world):
-    bounds = [share_bounds(total, rank, world) for rank in range(world)]
+    bounds = [rank_slice_bounds(total, rank, world) for rank in range(world)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
@@ -122,4 +122,4 @@ def test_the_permutation_is_frozen_and_shuffles():
 def test_wrong_ranks_and_sizes_are_refused():
     for options in ({"batch_size": 0}, {"rank": 2, "world_size": 2}, {"world_size": 0}, {"rank": -1}):
         with pytest.raises(ValueError, match="at least 1"):
-            EpochPlan(**({"num_samples": 9, "batch_size": 1} | options))
+            EpochSampler(**({"num_samples": 9, "batch_size": 1} | options))

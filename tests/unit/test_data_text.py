@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thalweg.data import (
     BytePairTokenizer,
-    PackedBlocks,
+    PackedDataset,
     open_tokens,
     pack,
     read_files,
@@ -79,7 +79,7 @@ def test_tokens_are_kept_narrow_and_mapped(tmp_path):
     save_tokens(tmp_path / "deep" / "tokens.npy", pack([range(10)], 4).tokens)
     tokens = open_tokens(tmp_path / "deep" / "tokens.npy")
     assert isinstance(tokens, np.memmap)
-    blocks = PackedBlocks(tokens, 4)
+    blocks = PackedDataset(tokens, 4)
     assert blocks[-1]["input_ids"].tolist() == [8, 9, 0, 0]
     assert blocks[0]["labels"].tolist() == [1, 2, 3, 4]
     with pytest.raises(IndexError):
@@ -95,7 +95,7 @@ def test_tokens_are_kept_narrow_and_mapped(tmp_path):
         (lambda: pack([[1]], 0), "block_size must be at least 1"),
         (lambda: pack([[1]], 1, tail="keep"), "'pad' or 'drop'"),  # type: ignore[arg-type]
         (lambda: pack([], 4), "0 tokens"),
-        (lambda: PackedBlocks(np.arange(4), 2, separate=True), "document_starts"),
+        (lambda: PackedDataset(np.arange(4), 2, separate=True), "document_starts"),
     ],
 )
 def test_bad_input_to_packing_is_named(call, message):
@@ -130,10 +130,10 @@ def test_the_standard_library_is_there_and_installed_packages_are_not():
     assert not any("site-packages" in name for name in names)
     assert not any(name.startswith("test/") for name in names)
     assert sum(len(document.text) for document in documents) > 5e6
-    training, held_out = split_held_out(documents, every=20)
+    training, held_out = split_held_out(documents, one_in=20)
     assert len(training) + len(held_out) == len(documents)
     assert 0.02 < len(held_out) / len(documents) < 0.09
-    fewer, kept_out = split_held_out(documents[::2], every=20)
+    fewer, kept_out = split_held_out(documents[::2], one_in=20)
     assert {d.name for d in kept_out} <= {d.name for d in held_out}
     assert not {d.name for d in fewer} & {d.name for d in held_out}
 
@@ -151,16 +151,16 @@ def test_decoding_is_the_inverse_of_encoding(tokenizer, text):
 
 def test_a_tokenizer_is_trained_once_and_kept(tmp_path, tokenizer):
     texts = ["def f(x):\n    return x\n" * 20, "class A:\n    pass\n"]
-    first = train_tokenizer(texts, 300, cache=tmp_path)
+    first = train_tokenizer(texts, 300, cache_dir=tmp_path)
     files = list(tmp_path.iterdir())
     assert len(files) == 1
     stamp = files[0].stat().st_mtime_ns
-    again = train_tokenizer(iter(texts), 300, cache=tmp_path)
+    again = train_tokenizer(iter(texts), 300, cache_dir=tmp_path)
     assert files[0].stat().st_mtime_ns == stamp
     assert again.encode("return x").tolist() == first.encode("return x").tolist()
-    train_tokenizer([*texts, "more"], 300, cache=tmp_path)
-    train_tokenizer(["".join(texts)], 300, cache=tmp_path)
-    train_tokenizer(texts, 301, cache=tmp_path)
+    train_tokenizer([*texts, "more"], 300, cache_dir=tmp_path)
+    train_tokenizer(["".join(texts)], 300, cache_dir=tmp_path)
+    train_tokenizer(texts, 301, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert tokenizer.vocab_size == 600
     assert max(map(max, tokenizer.encode_all(["import os", "def main() -> int:"]))) < 600

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.unit.test_tiled_loss import peak_of
-from thalweg.nn.deferred import DeferredLogits
-from thalweg.nn.head import defer_logits, find_head, undo_defer
+from thalweg.nn.deferred import LazyLogits
+from thalweg.nn.head import make_logits_lazy, find_lm_head, undo_lazy_logits
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops.subclass import Disguised, subclass_of
+from thalweg.ops.subclass import DynamicSubclass, make_subclass
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ class Watch:
 
 def watched(model: nn.Module, tiling: Any, call: Callable[[], Any]) -> int:
     """Rows of full logits that the head made during ``call``."""
-    head = find_head(model)
+    head = find_lm_head(model)
     assert head is not None
     with Watch(head) as watch:
         tiling.settle()
@@ -88,13 +88,13 @@ def test_the_reference_gpt(tied: bool, tile: int) -> None:
     labels[0, 3:9] = -100
     want = outcome(gpt(tied), lambda m: m(tokens, labels))
     model = gpt(tied)
-    tiling = defer_logits(model, tile_tokens=tile)
+    tiling = make_logits_lazy(model, tile_tokens=tile)
     assert close(outcome(model, lambda m: m(tokens, labels)), want)
     assert watched(model, tiling, lambda: model(tokens, labels)) == 0
     logits = model(tokens)
     assert type(logits) is Tensor and torch.equal(logits, gpt(tied)(tokens))
     assert watched(model, tiling, lambda: model(tokens)) == tokens.numel()
-    assert undo_defer(model) == 1 and type(model.head) is nn.Linear
+    assert undo_lazy_logits(model) == 1 and type(model.head) is nn.Linear
     assert close(outcome(model, lambda m: m(tokens, labels)), want, 0.0)
 
 
@@ -105,7 +105,7 @@ def test_the_loss_outside_of_the_model_is_as_always() -> None:
         return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
     model = gpt()
-    defer_logits(model, tile_tokens=4)
+    make_logits_lazy(model, tile_tokens=4)
     assert close(outcome(model, call), outcome(gpt(), call), 0.0)
 
 
@@ -154,7 +154,7 @@ def test_a_model_nobody_has_foreseen(way: str) -> None:
     tokens, labels = batch()
     want = outcome(Custom(way), lambda m: m(tokens, labels)[0])
     model = Custom(way)
-    tiling = defer_logits(model, tile_tokens=2)
+    tiling = make_logits_lazy(model, tile_tokens=2)
     assert close(outcome(model, lambda m: m(tokens, labels)[0]), want)
     rows = watched(model, tiling, lambda: model(tokens, labels))
     real = way in ("transposed", "log_softmax", "class weights", "auxiliary")
@@ -173,19 +173,19 @@ def test_a_loss_and_the_returned_logits_together() -> None:
         return loss + 1e-2 * logits.square().mean()
 
     model = Custom("shift")
-    defer_logits(model, tile_tokens=2)
+    make_logits_lazy(model, tile_tokens=2)
     assert close(outcome(model, call), outcome(Custom("shift"), call))
 
 
 def test_logits_read_after_the_weights_have_moved_are_an_error() -> None:
     tokens, labels = batch()
     model = Custom("shift")
-    tiling = defer_logits(model, tile_tokens=2)
+    tiling = make_logits_lazy(model, tile_tokens=2)
     loss, logits = model(tokens, labels)
     loss.backward()
     early = model(tokens, labels)[1]
     assert early.float().sum().isfinite()
-    tiling.expire()
+    tiling.invalidate()
     assert early.float().sum().isfinite()  # was computed in time
     assert logits.shape == (3, 16, VOCABULARY)
     with pytest.raises(RuntimeError, match="before step"):
@@ -195,7 +195,7 @@ def test_logits_read_after_the_weights_have_moved_are_an_error() -> None:
 def test_hooks_of_a_user_see_real_logits() -> None:
     tokens, labels = batch()
     model = gpt()
-    defer_logits(model, tile_tokens=4)
+    make_logits_lazy(model, tile_tokens=4)
     seen: list[torch.Size] = []
     model.head.register_forward_hook(lambda _m, _a, out: seen.append(out.shape))
     want = outcome(gpt(), lambda m: m(tokens, labels))
@@ -206,7 +206,7 @@ def test_hooks_of_a_user_see_real_logits() -> None:
 def test_direct_calls_few_rows_exceptions_copies_and_death() -> None:
     tokens, labels = batch()
     model = gpt()
-    tiling = defer_logits(model, tile_tokens=16)
+    tiling = make_logits_lazy(model, tile_tokens=16)
     hidden = torch.randn(2, 40, 16)
     assert type(model.head(hidden)) is Tensor
     with pytest.raises(IndexError):
@@ -236,7 +236,7 @@ def test_the_peak_without_logits() -> None:
     def peak(defer: bool) -> int:
         model = GPT(shape)
         if defer:
-            defer_logits(model, tile_tokens=32)
+            make_logits_lazy(model, tile_tokens=32)
         return peak_of(lambda: model(tokens[:, :-1], tokens[:, 1:]).backward())
 
     logits = 4 * 512 * 4000
@@ -252,7 +252,7 @@ def test_under_autocast_and_in_bf16() -> None:
         for defer in (False, True):
             model = gpt().to(dtype)
             if defer:
-                defer_logits(model, tile_tokens=5)
+                make_logits_lazy(model, tile_tokens=5)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
                 found.append(outcome(model, lambda m: m(tokens, labels)))
         assert abs(float(found[0][0]) - float(found[1][0])) < 1e-4
@@ -261,15 +261,15 @@ def test_under_autocast_and_in_bf16() -> None:
 
 def test_models_without_one_head_are_told() -> None:
     with pytest.raises(ValueError, match=r"tiling.*head"):
-        defer_logits(nn.Linear(3, 3))
+        make_logits_lazy(nn.Linear(3, 3))
     model = gpt()
     model.head.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="without hooks"):
-        defer_logits(model)
+        make_logits_lazy(model)
     split = gpt()
-    split.head.__class__ = subclass_of(nn.Linear, Disguised, forward=lambda self, x: None)
+    split.head.__class__ = make_subclass(nn.Linear, DynamicSubclass, forward=lambda self, x: None)
     with pytest.raises(ValueError, match="whole"):
-        defer_logits(split)
+        make_logits_lazy(split)
 
 
 transformers = pytest.importorskip("transformers")
@@ -312,7 +312,7 @@ def test_hugging_face_models(kind: str) -> None:
     labels[1, 4:] = -100
     plain = hugging_face(kind)
     model = copy.deepcopy(plain)
-    tiling = defer_logits(model, tile_tokens=8)
+    tiling = make_logits_lazy(model, tile_tokens=8)
 
     def call(m: nn.Module) -> Tensor:
         return m(input_ids=tokens, labels=labels).loss
@@ -320,7 +320,7 @@ def test_hugging_face_models(kind: str) -> None:
     assert close(outcome(model, call), outcome(plain, call), 2e-6)
     assert watched(model, tiling, lambda: call(model)) == 0
     asked, want = model(input_ids=tokens, labels=labels), plain(input_ids=tokens, labels=labels)
-    assert isinstance(asked.logits, DeferredLogits) and asked.logits.shape == want.logits.shape
+    assert isinstance(asked.logits, LazyLogits) and asked.logits.shape == want.logits.shape
     assert torch.allclose(asked.logits.float(), want.logits, atol=1e-6)
     assert torch.allclose(asked[1], want[1], atol=1e-6)
     if kind not in ("t5", "bert"):

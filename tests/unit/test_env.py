@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.utils import log
-from thalweg.utils.env import RankInfo, read_ranks
+from thalweg.utils.env import RankInfo, read_rank_info
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -33,8 +33,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_bare_python_is_world_size_one() -> None:
-    assert read_ranks({}) == RankInfo(0, 1, 0, 1, None, None, "single")
-    assert read_ranks({"MASTER_ADDR": "h", "MASTER_PORT": "1"}).source == "single", "left over in a shell"
+    assert read_rank_info({}) == RankInfo(0, 1, 0, 1, None, None, "single")
+    assert read_rank_info({"MASTER_ADDR": "h", "MASTER_PORT": "1"}).source == "single", "left over in a shell"
 
 
 COMPLETE = [
@@ -66,7 +66,7 @@ COMPLETE = [
 
 @pytest.mark.parametrize(("environ", "expected"), COMPLETE)
 def test_complete_environments(environ: dict[str, str], expected: tuple) -> None:
-    assert read_ranks(environ) == RankInfo(*expected)
+    assert read_rank_info(environ) == RankInfo(*expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_complete_environments(environ: dict[str, str], expected: tuple) -> None
 )
 def test_slurm_tasks_per_node(per_node: str, node: int, expected: int) -> None:
     environ = SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)}
-    assert read_ranks(environ).local_world_size == expected
+    assert read_rank_info(environ).local_world_size == expected
 
 
 @pytest.mark.parametrize(
@@ -90,20 +90,20 @@ def test_slurm_tasks_per_node(per_node: str, node: int, expected: int) -> None:
     ],
 )
 def test_slurm_first_host(nodes: str, first: str) -> None:
-    assert read_ranks(SRUN | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
+    assert read_rank_info(SRUN | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
 def test_schedulers_without_a_port_agree_on_one() -> None:
     ports = {
-        read_ranks(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port for r in range(6)
+        read_rank_info(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port for r in range(6)
     }
     assert len(ports) == 1
-    assert read_ranks(SRUN | {"SLURM_JOB_ID": "4243"}).master_port not in ports, "two jobs, two ports"
-    assert read_ranks(SRUN | {"SLURM_STEP_ID": "1"}).master_port not in ports, "two steps, two ports"
-    first = read_ranks(MPIRUN).master_port
+    assert read_rank_info(SRUN | {"SLURM_JOB_ID": "4243"}).master_port not in ports, "two jobs, two ports"
+    assert read_rank_info(SRUN | {"SLURM_STEP_ID": "1"}).master_port not in ports, "two steps, two ports"
+    first = read_rank_info(MPIRUN).master_port
     assert (
         first
-        == read_ranks(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port
+        == read_rank_info(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port
     )
     assert first is not None and first != 29500
 
@@ -118,7 +118,7 @@ def test_schedulers_without_a_port_agree_on_one() -> None:
     ],
 )
 def test_a_slurm_shell_is_no_rank(environ: dict[str, str]) -> None:
-    assert read_ranks(environ).source == "single"
+    assert read_rank_info(environ).source == "single"
 
 
 BROKEN = [
@@ -152,7 +152,7 @@ BROKEN = [
 @pytest.mark.parametrize(("environ", "named"), BROKEN)
 def test_broken_environments_name_the_variable_and_the_cure(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=r"unset|export|start|set it") as caught:
-        read_ranks(environ)
+        read_rank_info(environ)
     assert named in str(caught.value)
 
 
@@ -167,7 +167,7 @@ FAMILIES = [*TORCHRUN, *SRUN, *MPIRUN, *MPICH]
 )
 def test_any_environment_gives_consistent_ranks_or_one_clear_error(environ: dict[str, str]) -> None:
     try:
-        info = read_ranks(environ)
+        info = read_rank_info(environ)
     except ValueError as error:
         problem = str(error)
     else:

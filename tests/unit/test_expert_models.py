@@ -9,27 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.moe_models import EXPERTS, MODELS, batch, build, loss_of
-from thalweg.ops.grouped import Groups
-from thalweg.parallel.containers import Search, find_experts
+from thalweg.ops.grouped import RowGroups
+from thalweg.parallel.containers import ExpertFilter, find_experts
 from thalweg.parallel.expert import local_rows
-from thalweg.parallel.lists import ExpertList
-from thalweg.parallel.plans import Refused
+from thalweg.parallel.lists import ExpertModuleList
+from thalweg.parallel.plans import UnshardableModelError
 
 
-class Alone:
+class LocalDispatcher:
     """An exchange that keeps all rows, and remembers how many came."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
         self.rows = 0
 
-    def to_experts(self, rows: Tensor, groups: Groups):
+    def dispatch(self, rows: Tensor, groups: RowGroups):
         self.rows += len(rows)
-        assert groups.sizes == groups.index.bincount(minlength=len(groups.counts)).tolist()
-        assert (groups.index.diff() >= 0).all()
+        assert groups.counts_list == groups.group_ids.bincount(minlength=len(groups.counts)).tolist()
+        assert (groups.group_ids.diff() >= 0).all()
         return rows, groups, lambda results: results * self.factor
 
-    def own(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         return local_rows(parameter, dtype)
 
 
@@ -56,26 +56,26 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
     spread = copy.deepcopy(model)
     tokens = batch(0, 3)
     loss, wanted = _gradients(model, tokens)
-    layers = find_experts(spread, Search(grouped=grouped))
+    layers = find_experts(spread, ExpertFilter(use_grouped_mm=grouped))
     assert layers and all(layer.num_experts in (EXPERTS, 6) for layer in layers.values())
     exchanges = []
     for layer in layers.values():
-        exchanges.append(Alone())
-        layer.spread(exchanges[-1])
+        exchanges.append(LocalDispatcher())
+        layer.attach_dispatcher(exchanges[-1])
     found_loss, found = _gradients(spread, tokens)
     assert all(exchange.rows > 0 for exchange in exchanges)
     assert torch.allclose(found_loss, loss, rtol=1e-6)
     assert _largest(found, wanted) < 1e-5
     wrong = copy.deepcopy(model)
-    for layer in find_experts(wrong, Search(grouped=grouped)).values():
-        layer.spread(Alone(1.01))
+    for layer in find_experts(wrong, ExpertFilter(use_grouped_mm=grouped)).values():
+        layer.attach_dispatcher(LocalDispatcher(1.01))
     assert not torch.allclose(loss_of(wrong, tokens).detach(), loss, rtol=1e-6)
 
 
 def test_patterns_choose_layers():
     model = build("mixtral")
-    assert list(find_experts(model, Search(layers=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
-    assert not find_experts(model, Search(experts="^others$"))
+    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
+    assert not find_experts(model, ExpertFilter(expert_pattern="^others$"))
 
 
 def test_dense_models_and_routers_have_no_experts():
@@ -95,7 +95,7 @@ def test_a_stack_that_computes_something_else_is_refused():
             terms = torch.einsum("nkij,nj->nki", self.down_proj[index], hidden)
             return (terms * weights[..., None] ** 2).sum(1)
 
-    with pytest.raises(Refused, match="not the weighted sum"):
+    with pytest.raises(UnshardableModelError, match="not the weighted sum"):
         find_experts(nn.Sequential(Squared()))
 
 
@@ -103,8 +103,8 @@ def test_a_rank_without_tokens_still_takes_part():
     torch.manual_seed(0)
     model = build("list")
     experts = find_experts(model)["layers.0.experts"]
-    assert isinstance(experts, ExpertList)
-    experts.spread(Alone())
+    assert isinstance(experts, ExpertModuleList)
+    experts.attach_dispatcher(LocalDispatcher())
     hidden = torch.randn(0, 16, requires_grad=True)
     y, _ = model.layers[0](hidden)
     assert y.shape == (0, 16) and y.requires_grad

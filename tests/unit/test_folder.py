@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.utils.folder import check_model
+from thalweg.utils.folder import check_model_path
 
 
 def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,8 +18,8 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "checkpoint" / "manifest.json").write_text("{}")
     (tmp_path / "file").write_text("")
-    check_model("model")
-    check_model(tmp_path / "model")
+    check_model_path("model")
+    check_model_path(tmp_path / "model")
     for name, said in (
         ("empty", "config.json"),
         ("adapter", "--adapter"),
@@ -27,10 +27,10 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("file", "is a file"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_model(name)
+            check_model_path(name)
     for name in ("./absent", "absent/", "a/b/c", str(tmp_path / "absent")):
         with pytest.raises(FileNotFoundError, match="no folder"):
-            check_model(name)
+            check_model_path(name)
 
 
 def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,18 +46,18 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(FileNotFoundError, match="no hub can be reached"):
-        check_model("org/model")
+        check_model_path("org/model")
     assert asked == ["huggingface.co"]
     (tmp_path / "hub" / "models--org--model").mkdir(parents=True)
-    check_model("org/model")
+    check_model_path("org/model")
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:8443/hub")
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: asked.append(host) or [])
-    check_model("org/other")
+    check_model_path("org/other")
     assert asked[1:] == ["mirror.example"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FileNotFoundError):
-        check_model("org/other")
+        check_model_path("org/other")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
-    check_model("org/third")
+    check_model_path("org/third")
     assert len(asked) == 2, "a proxy knows names that this host does not"

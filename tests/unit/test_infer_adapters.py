@@ -29,7 +29,7 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "o_proj"],
     "granite": ["o_proj", "down_proj"],
 }
-RUNNERS = ["eager"] if native.missing("fp32") else ["native", "eager"]
+RUNNERS = ["eager"] if native.unsupported_reason("fp32") else ["native", "eager"]
 
 
 def adapted(model: Any, folder: Path, seed: int, **fields: Any) -> Any:

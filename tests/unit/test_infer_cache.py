@@ -16,7 +16,7 @@ from thalweg.infer.batch import Batch, Span
 from thalweg.infer.pool import Pool
 from thalweg.ops import native
 
-kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+kernels = pytest.mark.skipif(bool(native.unsupported_reason("int8")), reason=native.unsupported_reason("int8"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +142,7 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
     before = resident_bytes()
     runner = load_engine(model, options, runner="native").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
-    assert runner.num_blocks * native.BLOCK * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
+    assert runner.num_blocks * native.BLOCK_SIZE * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
     runner.tables[0, :2] = [0, 1]
     runner.run(Batch([1] * 20, [Span(0, 0, 20)], [19]))
     assert resident_bytes() - before < 160 << 20  # a quarter of it is there from the start

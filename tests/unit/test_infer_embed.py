@@ -18,7 +18,7 @@ from thalweg.ops import native
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = EngineOptions(dtype="fp32", max_length=96, max_step_tokens=100)
-RUNNER = "EagerEncoder" if native.missing("fp32") else "NativeEncoder"
+RUNNER = "EagerEncoder" if native.unsupported_reason("fp32") else "NativeEncoder"
 PROMPTS = [[(13 * i * i + 3 * n + 5) % 128 + 2 for i in range(n)] for n in (1, 2, 16, 17, 33, 90, 5)]
 PROMPTS.append([7, 1, 9, 0, 1, 1, 12])  # with tokens that RoBERTa takes for padding, which have no position
 

@@ -26,7 +26,7 @@ from thalweg.infer.shard import Degrees, part, shard, vocab_part
 from thalweg.ops import native
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
-kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+kernels = pytest.mark.skipif(bool(native.unsupported_reason("int8")), reason=native.unsupported_reason("int8"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
 from thalweg.infer.engine import Engine
 from thalweg.ops import native
 
-RUNNER = "eager" if native.missing("fp32") else "native"
+RUNNER = "eager" if native.unsupported_reason("fp32") else "native"
 BASE = [(7 * i * i + 3) % 131 for i in range(80)]
 Key = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 

@@ -18,7 +18,7 @@ from thalweg.ops import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNER = "eager" if native.missing("fp32") else "native"
+RUNNER = "eager" if native.unsupported_reason("fp32") else "native"
 OPTIONS = EngineOptions(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
 T5 = sorted(set(LISTENING) - {"bart"})

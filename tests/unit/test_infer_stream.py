@@ -29,7 +29,7 @@ from thalweg.ops import native
 from thalweg.store.disk import Disk
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
-kernels = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+kernels = pytest.mark.skipif(bool(native.unsupported_reason("int8")), reason=native.unsupported_reason("int8"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,9 +162,9 @@ def test_an_error_of_the_disk_is_an_error_of_the_step(tmp_path: Path) -> None:
     file.write(0, 0, data)
     file.write(1, 0, data[:4096])
     file.seal()
-    from thalweg.store.paged import PagedMemory
+    from thalweg.store.paged import EvictableMemory
 
-    into = PagedMemory(8192).tensor(0, (8192,), torch.uint8)
+    into = EvictableMemory(8192).tensor(0, (8192,), torch.uint8)
     file.read(0, into).wait()  # short reads are gone on with
     assert torch.equal(into, data)
     disk.broken = True

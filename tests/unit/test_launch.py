@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.cli import run as cli_run
-from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, plan_cores
-from thalweg.launch.failure import collect, report
+from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, assign_cores
+from thalweg.launch.failure import collect_failures, format_report
 from thalweg.launch.watch import RankExit
 
 
@@ -28,9 +28,9 @@ def test_cores_are_disjoint_and_all_dealt(nproc: int, sizes: list[int], quota: f
     for size in sizes:
         cores.append(tuple(range(start, start + size)))
         start += size
-    plan = plan_cores(nproc, cores, quota=quota)
-    assert plan.threads >= 1
-    assert plan.threads * nproc <= max(nproc, len(cores))
+    plan = assign_cores(nproc, cores, quota=quota)
+    assert plan.num_threads >= 1
+    assert plan.num_threads * nproc <= max(nproc, len(cores))
     if len(cores) < nproc:
         assert plan.cpus == ()
         return
@@ -45,9 +45,9 @@ def test_cores_are_disjoint_and_all_dealt(nproc: int, sizes: list[int], quota: f
 
 def test_cores_are_not_bound_on_request_and_a_quota_counts() -> None:
     cores = [(0,), (1,), (2,), (3,)]
-    assert plan_cores(2, cores, bind=False).cpus == ()
-    assert plan_cores(2, cores).threads == 2
-    assert plan_cores(2, cores, quota=2.5).threads == 1
+    assert assign_cores(2, cores, bind=False).cpus == ()
+    assert assign_cores(2, cores).num_threads == 2
+    assert assign_cores(2, cores, quota=2.5).num_threads == 1
 
 
 def test_siblings_and_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_the_first_failure_is_found(
     for rank, (time_ns, kind, summary) in records.items():
         _record(tmp_path, rank, time_ns, kind, summary)
     noted = {rank: RankExit(rank, time_ns, exit_code) for rank, (time_ns, exit_code) in exits.items()}
-    failures = collect(tmp_path, codes, noted)
+    failures = collect_failures(tmp_path, codes, noted)
     assert (failures[0].rank, failures[0].exit_code) == (first, code)
-    text = report(failures, 4)
+    text = format_report(failures, 4)
     assert f"rank {first} of 4 failed first, exit code {code}" in text
     assert text.count("Traceback") <= 1
 
@@ -126,9 +126,9 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
         (signal.SIGBUS, "/dev/shm"),
         (signal.SIGSEGV, "stack above"),
     ):
-        text = report(collect(tmp_path, {0: -number}, {}), 1)
+        text = format_report(collect_failures(tmp_path, {0: -number}, {}), 1)
         assert number.name in text and hint in text
-    assert "64" in report(collect(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
+    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from torch.distributed import Store
 
 from thalweg.launch import peers as peers_module
 from thalweg.launch import schedulers
-from thalweg.launch.by_hand import place_of
-from thalweg.launch.hosts import Host, check_name, read_hostfile, select
-from thalweg.launch.meeting import Meeting, bind
-from thalweg.launch.network import address_towards, interface_towards
-from thalweg.launch.peers import Peers, Place, contradiction
-from thalweg.launch.propagate import environment_for_hosts
-from thalweg.launch.request import Request
+from thalweg.launch.by_hand import resolve_node
+from thalweg.launch.hosts import Host, check_hostname, read_hostfile, filter_hosts
+from thalweg.launch.meeting import StaticRendezvous, bind_listener
+from thalweg.launch.network import local_address_for, interface_for
+from thalweg.launch.peers import NodeMonitor, NodeSpec, find_mismatch
+from thalweg.launch.propagate import collect_forwarded_env
+from thalweg.launch.request import LaunchSpec
 from thalweg.launch.ssh import remote_command
 from thalweg.utils.env import RankInfo
-from thalweg.utils.rollcall import meet
+from thalweg.utils.rollcall import rendezvous
 
 TWO = (Host("a", 4), Host("user@b", 2))
 
@@ -62,16 +62,16 @@ def test_bad_hostfiles(tmp_path: Path, text: str, problem: str) -> None:
 
 
 def test_filters_as_deepspeed_reads_them() -> None:
-    assert select(TWO, None, None) == TWO
-    assert select(TWO, "b", None) == (TWO[1],)
-    assert select(TWO, "b:1@a:0,2-3", None) == (Host("a", 4, (0, 2, 3)), Host("user@b", 2, (1,))), (
+    assert filter_hosts(TWO, None, None) == TWO
+    assert filter_hosts(TWO, "b", None) == (TWO[1],)
+    assert filter_hosts(TWO, "b:1@a:0,2-3", None) == (Host("a", 4, (0, 2, 3)), Host("user@b", 2, (1,))), (
         "the file's order"
     )
-    assert select(TWO, None, "a") == (TWO[1],)
-    assert select(TWO, None, "a:0@b:1") == (Host("a", 4, (1, 2, 3)), Host("user@b", 2, (0,)))
-    assert select(TWO, None, "b:0,1") == (TWO[0],)
-    assert select((), "localhost:3,1", None) == (Host("localhost", None, (1, 3)),)
-    assert select((Host("localhost", 4),), "127.0.0.1:1", None) == (Host("localhost", 4, (1,)),)
+    assert filter_hosts(TWO, None, "a") == (TWO[1],)
+    assert filter_hosts(TWO, None, "a:0@b:1") == (Host("a", 4, (1, 2, 3)), Host("user@b", 2, (0,)))
+    assert filter_hosts(TWO, None, "b:0,1") == (TWO[0],)
+    assert filter_hosts((), "localhost:3,1", None) == (Host("localhost", None, (1, 3)),)
+    assert filter_hosts((Host("localhost", 4),), "127.0.0.1:1", None) == (Host("localhost", 4, (1,)),)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_filters_as_deepspeed_reads_them() -> None:
 )
 def test_bad_filters(include: str | None, exclude: str | None, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        select(TWO, include, exclude)
+        filter_hosts(TWO, include, exclude)
     with pytest.raises(ValueError, match="hostfile"):
-        select((), None, "localhost:0")
+        filter_hosts((), None, "localhost:0")
 
 
 @given(st.sets(st.integers(0, 7), min_size=1, max_size=7))
@@ -103,9 +103,9 @@ def test_bad_filters(include: str | None, exclude: str | None, problem: str) -> 
 def test_include_and_exclude_divide_the_slots(slots: set[int]) -> None:
     hosts = (Host("a", 8), Host("b", 1))
     text = "a:" + ",".join(map(str, slots))
-    (kept, *_), (left, other) = select(hosts, text, None), select(hosts, None, text)
+    (kept, *_), (left, other) = filter_hosts(hosts, text, None), filter_hosts(hosts, None, text)
     assert sorted((*(kept.chosen or ()), *(left.chosen or ()))) == list(range(8)) and other == hosts[1]
-    assert kept.count == len(slots)
+    assert kept.num_slots == len(slots)
 
 
 @given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=20))
@@ -113,7 +113,7 @@ def test_include_and_exclude_divide_the_slots(slots: set[int]) -> None:
 @settings(deadline=None, max_examples=300)
 def test_row_r21_a_name_is_delivered_as_it_is_or_refused(name: str) -> None:
     try:
-        check_name(name, "here")
+        check_hostname(name, "here")
     except ValueError:
         return
     assert not name.startswith("-") and not set(name) & set(" \t\n'\"$`;&|<>(){}[]*?!#~\\=,/")
@@ -147,21 +147,21 @@ def test_the_environment_that_goes_along(tmp_path: Path) -> None:
         "SECRET": "s",
         "CUDA_VISIBLE_DEVICES": "1",
     }
-    found = environment_for_hosts(here, ["SECRET", "B=$(id)"], [tmp_path])
+    found = collect_forwarded_env(here, ["SECRET", "B=$(id)"], [tmp_path])
     assert found == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "A": "1 2", "SECRET": "s", "B": "$(id)"}
     for named, problem in ((["1x=2"], "not NAME"), (["ABSENT"], "not set here")):
         with pytest.raises(ValueError, match=problem):
-            environment_for_hosts(here, named)
+            collect_forwarded_env(here, named)
     (tmp_path / ".deepspeed_env").write_text("A B\n")
     with pytest.raises(ValueError, match="line 1"):
-        environment_for_hosts(here, [], [tmp_path])
+        collect_forwarded_env(here, [], [tmp_path])
     (tmp_path / "own").write_text("C=3")
-    assert environment_for_hosts({"DS_ENV_FILE": str(tmp_path / "own")}, [], [tmp_path]) == {"C": "3"}
+    assert collect_forwarded_env({"DS_ENV_FILE": str(tmp_path / "own")}, [], [tmp_path]) == {"C": "3"}
 
 
 def test_scheduler_commands_are_words() -> None:
-    request = Request("train.py", ("--name", "a b;$(id)"), nproc="2")
-    words = schedulers.srun(schedulers.Tasks(request, TWO, python="py"))
+    request = LaunchSpec("train.py", ("--name", "a b;$(id)"), nproc="2")
+    words = schedulers.build_srun_command(schedulers.SchedulerJob(request, TWO, python="py"))
     assert words[0] == "srun" and words[-5:] == ["py", "-u", "train.py", "--name", "a b;$(id)"]
     assert {
         "--nodes=2",
@@ -170,30 +170,30 @@ def test_scheduler_commands_are_words() -> None:
         "--nodelist=a,b",
         "--kill-on-bad-exit=1",
     } <= set(words)
-    words = schedulers.mpirun(
-        schedulers.Tasks(Request("pkg", kind="module"), TWO, environ={"X": "1"}, python="py")
+    words = schedulers.build_mpirun_command(
+        schedulers.SchedulerJob(LaunchSpec("pkg", kind="module"), TWO, environ={"X": "1"}, python="py")
     )
     text = " ".join(words)
     assert "mpirun -n 6" in text and "--host a:4,b:2" in text and "-x MASTER_ADDR" in text and "-x X" in text
     assert words[-4:] == ["py", "-u", "-m", "pkg"]
     with pytest.raises(ValueError, match="different numbers of slots"):
-        schedulers.srun(schedulers.Tasks(Request("x"), TWO))
+        schedulers.build_srun_command(schedulers.SchedulerJob(LaunchSpec("x"), TWO))
     with pytest.raises(ValueError, match="--nproc is needed"):
-        schedulers.mpirun(schedulers.Tasks(Request("x")))
-    environ = schedulers.environment(schedulers.Tasks(request, TWO), port=20001)
+        schedulers.build_mpirun_command(schedulers.SchedulerJob(LaunchSpec("x")))
+    environ = schedulers.build_environ(schedulers.SchedulerJob(request, TWO), port=20001)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("a", "20001")
 
 
 def test_hosts_started_by_hand_or_by_kubernetes() -> None:
-    request = Request("x")
-    assert place_of(request, None, None, None, {}) == (request, None)
-    assert place_of(request, "1:1", "0", "localhost", {}) == (request, None)
+    request = LaunchSpec("x")
+    assert resolve_node(request, None, None, None, {}) == (request, None)
+    assert resolve_node(request, "1:1", "0", "localhost", {}) == (request, None)
     pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "job-0"}
-    found, place = place_of(request, None, None, None, {**pod, "PET_MASTER_PORT": "23456"})
+    found, place = resolve_node(request, None, None, None, {**pod, "PET_MASTER_PORT": "23456"})
     assert found.nproc == "4" and place is not None
-    assert (place.index, place.num_hosts, place.meeting.addr, place.meeting.port) == (1, 2, "job-0", 23456)
-    _, place = place_of(request, "3", "2", None, {"PET_RDZV_ENDPOINT": "head:1234"})
-    assert place is not None and (place.num_hosts, place.meeting.addr, place.meeting.port) == (
+    assert (place.node_rank, place.num_nodes, place.rendezvous.addr, place.rendezvous.port) == (1, 2, "job-0", 23456)
+    _, place = resolve_node(request, "3", "2", None, {"PET_RDZV_ENDPOINT": "head:1234"})
+    assert place is not None and (place.num_nodes, place.rendezvous.addr, place.rendezvous.port) == (
         3,
         "head",
         1234,
@@ -207,12 +207,12 @@ def test_hosts_started_by_hand_or_by_kubernetes() -> None:
         (("two", None, None), "whole number"),
     ):
         with pytest.raises(ValueError, match=problem):
-            place_of(request, *options, environ={})
+            resolve_node(request, *options, environ={})
     with pytest.raises(ValueError, match=r"PET_NODE_RANK= 5 must be from 0 to 1"):
-        place_of(request, None, None, None, {**pod, "PET_NODE_RANK": "5"})
+        resolve_node(request, None, None, None, {**pod, "PET_NODE_RANK": "5"})
 
 
-def _card(**changes: object) -> dict:
+def _node_info(**changes: object) -> dict:
     return {
         "host": "a",
         "index": 0,
@@ -225,32 +225,32 @@ def _card(**changes: object) -> dict:
 
 
 def test_contradictions_name_the_option_and_both_hosts() -> None:
-    assert contradiction([_card(), _card(host="b", index=1)]) is None
+    assert find_mismatch([_node_info(), _node_info(host="b", index=1)]) is None
     for other, said in (
-        (_card(host="b"), "--node-rank 0 is given on a and on b"),
-        (_card(host="b", index=1, num_hosts=3), "--num-nodes is 2 on a and 3 on b"),
-        (_card(host="b", index=1, torch="3"), "torch's version is 2 on a and 3 on b"),
-        (_card(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
+        (_node_info(host="b"), "--node-rank 0 is given on a and on b"),
+        (_node_info(host="b", index=1, num_hosts=3), "--num-nodes is 2 on a and 3 on b"),
+        (_node_info(host="b", index=1, torch="3"), "torch's version is 2 on a and 3 on b"),
+        (_node_info(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
     ):
-        assert said in (contradiction([_card(), other]) or "")
+        assert said in (find_mismatch([_node_info(), other]) or "")
 
 
-class Party:
+class FakeNodes:
     """Launchers that meet in one store, all in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server = Meeting("127.0.0.1", 0, 0, 1, bind("127.0.0.1"))
-        self.peers: list[Peers] = []
-        self.stopped: list[Peers] = []
-        monkeypatch.setattr(Peers, "_stop_ranks", lambda peers: self.stopped.append(peers))
+        self.server = StaticRendezvous("127.0.0.1", 0, 0, 1, bind_listener("127.0.0.1"))
+        self.monitors: list[NodeMonitor] = []
+        self.stopped: list[NodeMonitor] = []
+        monkeypatch.setattr(NodeMonitor, "_stop_ranks", lambda peers: self.stopped.append(peers))
 
-    def start(self, index: int, num_hosts: int, **card: object) -> Future[list[dict]]:
+    def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[list[dict]]:
         """One more launcher arrives, in a thread of its own."""
-        meeting = Meeting("127.0.0.1", self.server.port, index, num_hosts, None)
-        peers = Peers(Place(index, num_hosts, meeting, patience=20.0), threading.Event(), lambda: False)
-        self.peers.append(peers)
+        rendezvous = StaticRendezvous("127.0.0.1", self.server.port, node_rank, num_nodes, None)
+        monitor = NodeMonitor(NodeSpec(node_rank, num_nodes, rendezvous, join_timeout=20.0), threading.Event(), lambda: False)
+        self.monitors.append(monitor)
         pool = ThreadPoolExecutor(1)
-        future = pool.submit(peers.arrive, _card(index=index, **card), lambda text: None)
+        future = pool.submit(monitor.join_job, _node_info(index=node_rank, **card), lambda text: None)
         pool.shutdown(wait=False)
         return future
 
@@ -260,7 +260,7 @@ class Party:
 
 
 def test_two_hosts_with_one_number_are_one_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    party = Party(monkeypatch)
+    party = FakeNodes(monkeypatch)
     futures = [party.start(index, 3, host=host) for index, host in ((1, "b"), (0, "a"), (1, "c"))]
     told = {party.problem(future) for future in futures}
     assert len(told) == 1 and "--node-rank 1 is given on" in told.pop()
@@ -270,27 +270,27 @@ def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for early in (True, False):
-        party = Party(monkeypatch)
+        party = FakeNodes(monkeypatch)
         monkeypatch.setattr(peers_module, "_EARLY", 30.0 if early else 0.0)
         job = [party.start(index, 2) for index in (0, 1)]
         assert [[card["index"] for card in future.result(20.0)] for future in job] == [[0, 1]] * 2
         late = party.start(1, 2, host="late")
         assert "--node-rank 1 is given on a and on late" in party.problem(late)
-        first = party.peers[0]
-        first._beat({})
+        first = party.monitors[0]
+        first._heartbeat({})
         assert party.stopped == ([first] if early else [])
         if early:
-            outcome = party.peers[1].settle(None, False, patience=5.0)
-            assert outcome is not None and outcome.code == 2 and "--node-rank 1 is given on" in outcome.report
+            outcome = party.monitors[1].agree_result(None, False, timeout=5.0)
+            assert outcome is not None and outcome.exit_code == 2 and "--node-rank 1 is given on" in outcome.report
 
 
 def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
-    with bind("127.0.0.1") as probe:
+    with bind_listener("127.0.0.1") as probe:
         port = probe.getsockname()[1]
 
     def call(rank: int) -> Store:
         info = RankInfo(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
-        return meet(info, "127.0.0.1", port, 20.0, lambda text: None)
+        return rendezvous(info, "127.0.0.1", port, 20.0, lambda text: None)
 
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(call, (0, 1)))
@@ -300,14 +300,14 @@ def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
 
 
 def test_a_launcher_that_loses_its_line_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    party = Party(monkeypatch)
+    party = FakeNodes(monkeypatch)
     future = party.start(1, 2)
     time.sleep(0.2)
-    party.server._server = None  # host 0 is gone
+    party.server._server_store = None  # host 0 is gone
     assert "lost its line to the first host of the job, at 127.0.0.1" in party.problem(future)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are read by Linux's ioctl")
 def test_the_interface_that_leads_to_an_address() -> None:
-    assert interface_towards("127.0.0.1") == "lo" and address_towards("127.0.0.1") == "127.0.0.1"
-    assert interface_towards("no.such.host.invalid") is None
+    assert interface_for("127.0.0.1") == "lo" and local_address_for("127.0.0.1") == "127.0.0.1"
+    assert interface_for("no.such.host.invalid") is None

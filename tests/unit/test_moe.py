@@ -12,7 +12,7 @@ from torch import nn
 
 from thalweg.nn.experts import Experts
 from thalweg.nn.moe import GatePolicy, MoE, route
-from thalweg.ops.grouped import Groups
+from thalweg.ops.grouped import RowGroups
 
 
 def _expert(width: int = 8, inner: int = 12, bias: bool = True) -> nn.Module:
@@ -30,7 +30,7 @@ def _by_loop(layer: MoE, x: torch.Tensor) -> torch.Tensor:
     routing = route(layer.gate(x), layer.policy, layer.training)
     experts = []
     for index in range(layer.num_experts):
-        single = copy.deepcopy(layer.experts._single[0]).to_empty(device="cpu")
+        single = copy.deepcopy(layer.experts._template[0]).to_empty(device="cpu")
         values = {name: p[index] for name, p in layer.experts.stack.named_parameters()}
         single.load_state_dict(values)
         experts.append(single)
@@ -66,10 +66,10 @@ def test_grouped_product_equals_the_loop_with_gradients():
     experts = Experts(_expert(), 4)
     _shake(experts)
     rows, counts = torch.randn(9, 8), torch.tensor([4, 0, 5, 0])
-    counts = Groups(counts, torch.arange(4).repeat_interleave(counts))
+    counts = RowGroups(counts, torch.arange(4).repeat_interleave(counts))
     grouped = experts(rows, counts)
     grads = torch.autograd.grad(grouped.square().sum(), list(experts.parameters()))
-    experts._grouped = False
+    experts._use_grouped = False
     plain = experts(rows, counts)
     expected = torch.autograd.grad(plain.square().sum(), list(experts.parameters()))
     assert torch.allclose(grouped, plain, atol=1e-5)
@@ -94,24 +94,24 @@ def test_capacity_holds_and_nothing_is_dropped_without_need(tokens, experts, k, 
     capacity = policy.capacity(tokens, experts, training)
     assert capacity is not None
     chosen = torch.bincount(routing.experts.reshape(-1), minlength=experts)
-    taken = torch.bincount(routing.experts[routing.kept], minlength=experts)
+    taken = torch.bincount(routing.experts[routing.in_capacity], minlength=experts)
     assert torch.equal(taken, chosen.clamp(max=capacity))
     assert all(len(set(row.tolist())) == k for row in routing.experts)
     assert torch.equal(routing.counts, chosen)
-    assert (routing.weights[~routing.kept] == 0).all()
+    assert (routing.weights[~routing.in_capacity] == 0).all()
 
 
 def test_first_choices_come_before_second_ones():
     logits = torch.tensor([[0.0, 3.0], [3.0, 0.0], [0.0, 3.0]])
-    policy = GatePolicy(2, 0.1, min_capacity=2, sample_second=False)
+    policy = GatePolicy(2, 0.1, min_capacity=2, sample_second_expert=False)
     routing = route(logits, policy)
-    assert routing.kept[:, 0].all()  # expert 1 twice and expert 0 once
-    assert routing.kept[:, 1].tolist() == [True, False, False]
+    assert routing.in_capacity[:, 0].all()  # expert 1 twice and expert 0 once
+    assert routing.in_capacity[:, 1].tolist() == [True, False, False]
 
 
 def test_balance_is_one_where_all_are_chosen_alike_and_more_elsewhere():
-    even = route(20.0 * torch.eye(4), GatePolicy(1, drop_tokens=False)).balance
-    skewed = route(20.0 * torch.eye(4)[[0, 0, 0, 1]], GatePolicy(1, drop_tokens=False)).balance
+    even = route(20.0 * torch.eye(4), GatePolicy(1, drop_tokens=False)).balance_loss
+    skewed = route(20.0 * torch.eye(4)[[0, 0, 0, 1]], GatePolicy(1, drop_tokens=False)).balance_loss
     assert abs(even - 1.0) < 1e-5 and skewed > 2.0
 
 

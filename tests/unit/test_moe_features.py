@@ -20,7 +20,7 @@ from thalweg.moe import (
 )
 from thalweg.nn.experts import Experts
 from thalweg.nn.moe import GatePolicy, route
-from thalweg.ops.grouped import Groups, grouped_linear, sort_choices
+from thalweg.ops.grouped import RowGroups, grouped_linear, sort_by_expert
 
 
 def _layer(**options) -> MoE:
@@ -46,13 +46,13 @@ def _by_capacity(experts: list[list[int]], capacity: int) -> list[list[bool]]:
 @given(st.integers(1, 15), st.integers(1, 3), st.floats(0.3, 1.5), st.integers(0, 99))
 def test_capacity_drops_in_order(tokens, k, factor, seed):
     torch.manual_seed(seed)
-    policy = GatePolicy(k, factor, 2 * factor, min_capacity=1, random_selection=False, sample_second=False)
+    policy = GatePolicy(k, factor, 2 * factor, min_capacity=1, use_rts=False, sample_second_expert=False)
     logits = torch.randn(tokens, 4)
     for training, used in ((True, factor), (False, 2 * factor)):
         routing = route(logits, policy, training)
         capacity = max(math.ceil(k * tokens / 4 * used), 1)
-        assert routing.kept.tolist() == _by_capacity(routing.experts.tolist(), capacity)
-        gates = logits.softmax(-1).gather(1, routing.experts) * routing.kept
+        assert routing.in_capacity.tolist() == _by_capacity(routing.experts.tolist(), capacity)
+        gates = logits.softmax(-1).gather(1, routing.experts) * routing.in_capacity
         if k > 1:
             gates = gates / gates.sum(1, keepdim=True).clamp(min=1e-9)
         assert torch.allclose(routing.weights, gates, atol=1e-6)
@@ -64,14 +64,14 @@ def test_random_token_selection_leaves_the_dropping_to_chance():
     kept = []
     for seed in range(40):
         torch.manual_seed(seed)
-        kept.append(route(logits, GatePolicy(1, 1.0, min_capacity=1)).kept[:, 0])
+        kept.append(route(logits, GatePolicy(1, 1.0, min_capacity=1)).in_capacity[:, 0])
     share = torch.stack(kept).float().mean(0)
     assert all(int(row.sum()) == 4 for row in kept) and share.min() > 0.1 and share.max() < 0.7
     assert (
-        route(logits, GatePolicy(1, 1.0, min_capacity=1), training=False).kept[:, 0].tolist()
+        route(logits, GatePolicy(1, 1.0, min_capacity=1), training=False).in_capacity[:, 0].tolist()
         == [True] * 4 + [False] * 8
     )
-    in_order = route(logits, GatePolicy(1, 1.0, min_capacity=1, random_selection=False)).kept[:, 0]
+    in_order = route(logits, GatePolicy(1, 1.0, min_capacity=1, use_rts=False)).in_capacity[:, 0]
     assert in_order.tolist() == [True] * 4 + [False] * 8
 
 
@@ -82,7 +82,7 @@ def test_dropped_choices_give_nothing(options):
     y, _, counts = layer(x)
     routing = route(layer.gate(x), layer.policy)
     assert (
-        not routing.kept.all() and torch.equal(counts, routing.counts) and counts.sum() == 10 * layer.policy.k
+        not routing.in_capacity.all() and torch.equal(counts, routing.counts) and counts.sum() == 10 * layer.policy.k
     )
     assert torch.allclose(y, _by_loop(layer, x), atol=1e-5)
     found = torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()])
@@ -121,7 +121,7 @@ def test_residual_and_shared_experts():
 def test_noisy_gates():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(6000, 3)
     torch.manual_seed(0)
-    policy = GatePolicy(1, noise="RSample", drop_tokens=False)
+    policy = GatePolicy(1, noisy_gate_policy="RSample", drop_tokens=False)
     routing = route(logits, policy)
     share = routing.counts / 6000  # Gumbel noise samples the softmax
     assert (share - logits[0].softmax(-1)).abs().max() < 0.03
@@ -139,7 +139,7 @@ def test_noisy_gates():
     routing = route(jitter.gate(seen), jitter.policy)
     layer = _layer(drop_tokens=False, k=2, top2_2nd_expert_sampling=False)
     layer.load_state_dict(jitter.state_dict())
-    assert torch.allclose(y, layer._combine(x, routing), atol=1e-6)
+    assert torch.allclose(y, layer._run_experts(x, routing), atol=1e-6)
     assert not torch.equal(y, jitter.eval()(x)[0])
 
 
@@ -188,14 +188,14 @@ def test_any_module_is_an_expert(expert, at_once):
     _shake(experts)
     experts.eval()
     counts = torch.tensor([4, 0, 3])
-    groups = Groups(counts, torch.arange(3).repeat_interleave(counts))
+    groups = RowGroups(counts, torch.arange(3).repeat_interleave(counts))
     rows = torch.randn(7, 8)
     own = dict(experts.stack.named_parameters())
-    experts._single[0].eval()
-    expected = experts._one_by_one(rows, groups, own)
+    experts._template[0].eval()
+    expected = experts._forward_looped(rows, groups, own)
     assert torch.allclose(experts(rows, groups), expected, atol=1e-5)
-    assert experts._grouped is at_once
-    assert experts(rows[:0], Groups(counts * 0, groups.index[:0])).shape == (0, 8)
+    assert experts._use_grouped is at_once
+    assert experts(rows[:0], RowGroups(counts * 0, groups.group_ids[:0])).shape == (0, 8)
 
 
 @settings(max_examples=30, deadline=None)
@@ -206,16 +206,16 @@ def test_any_module_is_an_expert(expert, at_once):
 def test_grouped_product_equals_a_loop(sizes, flipped, biased, width, outs, seed):
     torch.manual_seed(seed)
     counts = torch.tensor(sizes)
-    groups = Groups(counts, torch.arange(len(sizes)).repeat_interleave(counts))
+    groups = RowGroups(counts, torch.arange(len(sizes)).repeat_interleave(counts))
     x = torch.randn(sum(sizes), width, dtype=torch.float64, requires_grad=True)
     shape = (len(sizes), width, outs) if flipped else (len(sizes), outs, width)
     weight = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(len(sizes), outs, dtype=torch.float64, requires_grad=True) if biased else None
-    y = grouped_linear(x, weight, groups, bias, inputs_first=flipped)
+    y = grouped_linear(x, weight, groups, bias, in_features_first=flipped)
     matrices = weight if flipped else weight.transpose(1, 2)
-    expected = torch.einsum("mk,mkn->mn", x, matrices[groups.index])
+    expected = torch.einsum("mk,mkn->mn", x, matrices[groups.group_ids])
     if bias is not None:
-        expected = expected + bias[groups.index]
+        expected = expected + bias[groups.group_ids]
     leaves = [x, weight] + ([bias] if bias is not None else [])
     upstream = torch.randn_like(y)
     assert torch.allclose(y, expected)
@@ -229,10 +229,10 @@ def test_sorting_is_undone(tokens, k, drops, seed):
     torch.manual_seed(seed)
     experts = torch.rand(tokens, 4).topk(k).indices
     kept = torch.rand(tokens, k) < 0.6 if drops else None
-    choices = sort_choices(experts, 4, kept)
+    choices = sort_by_expert(experts, 4, kept)
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(tokens, k, dtype=torch.float64, requires_grad=True)
-    y = choices.add_up(choices.take(x) * (choices.groups.index[:, None] + 1), weights)
+    y = choices.combine(choices.permute(x) * (choices.groups.group_ids[:, None] + 1), weights)
     mask = torch.ones(tokens, k) if kept is None else kept
     expected = x * ((experts + 1) * weights * mask).sum(1, keepdim=True)
     assert torch.allclose(y, expected)

@@ -148,7 +148,7 @@ def test_plain_console_prints_every_nth_and_the_last_step_to_stderr(tmp_path, ca
 
 
 def test_plain_console_prints_the_step_it_stopped_at(capfd):
-    writer = ConsoleWriter(every=10, total_steps=100)
+    writer = ConsoleWriter(steps_per_print=10, total_steps=100)
     for step in range(1, 4):
         writer.step(record(step, skipped=step == 3))
     writer.close()
@@ -165,7 +165,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_one_bar_also_after_a_resume():
     stream = Terminal()
-    writer = ConsoleWriter(every=10, total_steps=100, stream=stream)
+    writer = ConsoleWriter(steps_per_print=10, total_steps=100, stream=stream)
     for step in range(41, 101):
         writer.step(record(step))
     writer.metric("eval/loss", 2.5, 100)
@@ -279,15 +279,15 @@ def test_phase_timer_adds_up_and_starts_anew():
             pass
     with pytest.raises(RuntimeError), timer.span("backward"):
         raise RuntimeError
-    taken = timer.take()
+    taken = timer.pop_seconds()
     assert list(taken) == ["forward", "backward"]
     assert all(seconds >= 0 for seconds in taken.values())
     assert len(edges) == 8
-    assert timer.take() == {}
+    assert timer.pop_seconds() == {}
     silent = PhaseTimer(enabled=False, synchronize=lambda: edges.append(1))
     with silent.span("forward"):
         pass
-    assert silent.take() == {}
+    assert silent.pop_seconds() == {}
     assert len(edges) == 8
 
 

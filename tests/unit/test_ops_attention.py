@@ -35,7 +35,7 @@ def test_one_model_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(61, (2, 20))
     padding = torch.ones_like(tokens)
     padding[0, :5] = 0
-    assert attention.widen_attention(model)
+    assert attention.apply_upcast_sdpa(model)
     exact = copy.deepcopy(plain).float()
     for mask in (None, padding):
         calls.clear()
@@ -52,13 +52,13 @@ def test_one_model_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "widening_pays", lambda: True)
-    assert not attention.widen_attention(torch.nn.Linear(2, 2))
+    assert not attention.apply_upcast_sdpa(torch.nn.Linear(2, 2))
     eager = build()
     eager.set_attn_implementation("eager")
-    assert not attention.widen_attention(eager)
+    assert not attention.apply_upcast_sdpa(eager)
     monkeypatch.setattr(attention, "widening_pays", lambda: False)
-    assert not attention.widen_attention(build())
+    assert not attention.apply_upcast_sdpa(build())
 
 
 def test_the_measurement_gives_an_answer() -> None:
-    assert attention.widening_pays() in (True, False)
+    assert attention.upcast_is_faster() in (True, False)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.ops.blockwise import block_backward, block_forward, reference_backward, reference_forward
-from thalweg.parallel.context import _merge
+from thalweg.parallel.context import _merge_by_lse
 
 torch.set_num_threads(1)
 
@@ -44,7 +44,7 @@ def test_blocks_together_equal_the_whole(seed, rows, lengths, masked):
     blocks = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     for own in blocks:
         part = None if mask is None else mask[..., own]
-        _merge(out, lse, *block_forward(q, k[:, :, own], v[:, :, own], causal=False, mask=part, scale=0.3))
+        _merge_by_lse(out, lse, *block_forward(q, k[:, :, own], v[:, :, own], causal=False, mask=part, scale=0.3))
     wanted, gradients = _expected(q, k, v, grad, mask, 0.3)
     assert (out - wanted).abs().max() < 1e-5
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -96,8 +96,8 @@ def test_a_ring_of_one_goes_tile_by_tile_and_skips_what_nobody_sees(monkeypatch)
     forward = context.block_forward
     monkeypatch.setattr(context, "block_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
     spans = ((0, 5), (5, 10), (10, 15), (15, 20))
-    layout = context.Layout((spans,), True, seen, 0.3, 1)
-    out = context.Ring(None).attend(*leaves, layout)
+    layout = context.RingAttentionSpec((spans,), True, seen, 0.3, 1)
+    out = context.RingAttention(None).attend(*leaves, layout)
     assert len(calls) == 8  # of 16: the later tiles, and those of another document, are left out
     index = torch.arange(20)
     wanted, gradients = _expected(q, k, v, grad, seen(index, index), 0.3)

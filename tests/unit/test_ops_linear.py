@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from thalweg.ops import linear as linear_module
 from thalweg.ops import products
 from thalweg.ops.linear import conv1d, linear
-from thalweg.ops.products import CANDIDATES, DTYPES, KINDS, REFERENCE, operands, usable
+from thalweg.ops.products import KERNELS, SUPPORTED_DTYPES, MATMUL_KINDS, REFERENCE, make_operands, is_usable
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
@@ -25,15 +25,15 @@ class Forced:
         self.name = name
         self.asked: list[str] = []
 
-    def pick(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
+    def best_kernel(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
         self.asked.append(kind)
-        return self.name if usable(kind, self.name, dtype) else REFERENCE
+        return self.name if is_usable(kind, self.name, dtype) else REFERENCE
 
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(1)
-    if not usable("nt", "onednn", torch.float32):
+    if not is_usable("nt", "onednn", torch.float32):
         pytest.skip("this torch build has no mkldnn::_linear_pointwise")
 
     def force(name: str = "onednn") -> Forced:
@@ -87,21 +87,21 @@ def compare(function, reference, *tensors: Tensor | None, tolerance: float = 2e-
             assert relative(mine, theirs) < tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in CANDIDATES[kind]])
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in MATMUL_KINDS for name in KERNELS[kind]])
 def test_every_usable_candidate_is_the_product(kind: str, name: str, dtype: torch.dtype) -> None:
-    if not usable(kind, name, dtype):
+    if not is_usable(kind, name, dtype):
         pytest.skip(f"{name} is not offered for {kind} in {dtype} on this machine")
     for rows, k, n in ((1, 7, 5), (33, 129, 65), (64, 256, 31)):
-        args = operands(kind, rows, k, n, dtype, seed=rows)
-        want = CANDIDATES[kind][REFERENCE](*(arg.double() for arg in args))
-        got = CANDIDATES[kind][name](*args)
+        args = make_operands(kind, rows, k, n, dtype, seed=rows)
+        want = KERNELS[kind][REFERENCE](*(arg.double() for arg in args))
+        got = KERNELS[kind][name](*args)
         assert got.is_contiguous() and got.dtype == dtype
         assert relative(got.double(), want) < TOLERANCE[dtype]
 
 
 def test_the_probe_refuses_a_wrong_kernel_and_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = {kind: dict(CANDIDATES[kind]) for kind in KINDS}
+    broken = {kind: dict(KERNELS[kind]) for kind in MATMUL_KINDS}
     broken["nt"]["onednn"] = lambda a, b, bias=None: F.linear(a, b, bias) * 1.0001
 
     def missing(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,14 +109,14 @@ def test_the_probe_refuses_a_wrong_kernel_and_a_missing_one(monkeypatch: pytest.
 
     broken["nn"]["onednn"] = missing
     monkeypatch.setattr(products, "CANDIDATES", broken)
-    usable.cache_clear()
+    is_usable.cache_clear()
     try:
-        assert not usable("nt", "onednn", torch.float32)
-        assert not usable("nn", "onednn", torch.float32)
-        assert not usable("nt", "no such candidate", torch.float32)
-        assert usable("nt", REFERENCE, torch.float32)
+        assert not is_usable("nt", "onednn", torch.float32)
+        assert not is_usable("nn", "onednn", torch.float32)
+        assert not is_usable("nt", "no such candidate", torch.float32)
+        assert is_usable("nt", REFERENCE, torch.float32)
     finally:
-        usable.cache_clear()
+        is_usable.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
@@ -127,7 +127,7 @@ def test_linear_equals_torch(forced, name: str, shape: tuple[int, ...], bias: bo
     compare(linear, F.linear, *layer(shape, 40, bias=bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["onednn", "fp32", "fp32_onednn"])
 def test_linear_in_each_dtype(forced, name: str, dtype: torch.dtype) -> None:
     forced(name)
@@ -136,8 +136,8 @@ def test_linear_in_each_dtype(forced, name: str, dtype: torch.dtype) -> None:
 
 def test_a_wrong_kernel_would_be_seen(forced, monkeypatch: pytest.MonkeyPatch) -> None:
     forced()
-    for kind in KINDS:
-        wrong = {**CANDIDATES[kind], "onednn": lambda *args, k=kind: CANDIDATES[k][REFERENCE](*args) * 1.001}
+    for kind in MATMUL_KINDS:
+        wrong = {**KERNELS[kind], "onednn": lambda *args, k=kind: KERNELS[k][REFERENCE](*args) * 1.001}
         with monkeypatch.context() as patch:
             patch.setattr(linear_module, f"_{kind.upper()}", wrong)
             with pytest.raises(AssertionError):
@@ -167,7 +167,7 @@ def test_conv1d_equals_hugging_face(forced, shape: tuple[int, ...]) -> None:
     layout=st.sampled_from(["plain", "transposed", "sliced", "expanded"]),
 )
 def test_any_shape_layout_and_frozen_part(shape, k, n, bias, frozen, layout) -> None:
-    if not usable("nt", "onednn", torch.float32):
+    if not is_usable("nt", "onednn", torch.float32):
         pytest.skip("this torch build has no mkldnn::_linear_pointwise")
     generator = torch.Generator().manual_seed(k * 100 + n)
     if layout == "transposed":

@@ -11,42 +11,42 @@ from torch import Tensor
 from thalweg.ops import native, packed
 from thalweg.ops.packed import pack_linear
 
-pytestmark = pytest.mark.skipif(bool(native.missing("int8")), reason=native.missing("int8"))
+pytestmark = pytest.mark.skipif(bool(native.unsupported_reason("int8")), reason=native.unsupported_reason("int8"))
 ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
 
 
 @pytest.fixture(scope="module")
-def library() -> tuple[native.Kernels, object]:
+def library() -> tuple[native.KernelSet, object]:
     torch.set_num_threads(2)
-    kernels = native.Kernels()
+    kernels = native.KernelSet()
     for form in ERRORS:
-        kernels.product(form)
+        kernels.gemm(form)
     for kind in ("fp32", "bf16", "int8"):
         kernels.norm("none", kind)
     return kernels, kernels.compile()
 
 
-def product(library: tuple[native.Kernels, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
+def product(library: tuple[native.KernelSet, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
     """Make rows ready and multiply them with a packed weight, on two threads."""
     kernels, made = library
     rows, width = x.shape
     kind = {"int4": "int8"}.get(form, form)
-    ready = native.Rows(rows, width, kind, native.row_buffer(rows, width))
+    ready = native.ActivationBuffer(rows, width, kind, native.allocate_rows(rows, width))
     count, eps = torch.tensor([rows]), torch.zeros(1)
-    unused, bias = torch.zeros(width), torch.zeros(native.padded(len(weight), 32))
+    unused, bias = torch.zeros(width), torch.zeros(native.round_up(len(weight), 32))
     out = torch.zeros(rows, len(bias))
-    parts = native.pack(weight, form)
+    parts = native.pack_weight(weight, form)
     calls = [
-        native.Call(kernels.norm("none", kind), [
-            x, x.stride(0) * 4, unused, unused, eps, count, width, *ready.arguments(),
+        native.Instruction(kernels.norm("none", kind), [
+            x, x.stride(0) * 4, unused, unused, eps, count, width, *ready.output_args(),
         ]),
-        native.Call(kernels.product(form), [
-            ready.ready, parts["weight"], out, count, native.padded(width),
-            len(bias) // native.FORMATS[form].columns, ready.stride, out.stride(0) * 4, bias, 0, ready.scale,
-            parts.get("scale", 0), *ready.sums_for(form),
+        native.Instruction(kernels.gemm(form), [
+            ready.operand, parts["weight"], out, count, native.round_up(width),
+            len(bias) // native.WEIGHT_FORMATS[form].panel_columns, ready.operand_stride, out.stride(0) * 4, bias, 0, ready.scale,
+            parts.get("scale", 0), *ready.sum_args(form),
         ]),
     ]  # fmt: skip
-    native.lay(calls, made, [ready, parts]).run()  # type: ignore[arg-type]
+    native.build_program(calls, made, [ready, parts]).run()  # type: ignore[arg-type]
     return out[:, : len(weight)]
 
 
@@ -99,17 +99,17 @@ def test_a_kernel_that_is_not_there_is_said_so(
     weight, x = torch.randn(64, 96), torch.randn(2, 96)
     if torch.backends.mkldnn.is_available():
         for form in ("fp32", "bf16"):
-            assert pack_linear(weight, None, form).kernel == "onednn"
-        assert pack_linear(weight, None, "int4").kernel == "int4"
-        assert pack_linear(weight[:33], None, "int4").kernel == "int8", "33 outputs do not suit int4"
+            assert pack_linear(weight, None, form).kernel_name == "onednn"
+        assert pack_linear(weight, None, "int4").kernel_name == "int4"
+        assert pack_linear(weight[:33], None, "int4").kernel_name == "int8", "33 outputs do not suit int4"
     assert not caplog.records
 
     def broken(*_: object) -> None:
         raise RuntimeError("no such operator\nand a stack")
 
-    monkeypatch.setitem(packed._MAKERS, "fp32", broken)
+    monkeypatch.setitem(packed._PACKERS, "fp32", broken)
     layer = pack_linear(weight, None, "fp32")
-    assert layer.kernel == "torch" and torch.equal(layer(x), torch.nn.functional.linear(x, weight))
+    assert layer.kernel_name == "torch" and torch.equal(layer(x), torch.nn.functional.linear(x, weight))
     assert "torch's own product: no such operator" in caplog.text and "stack" not in caplog.text
 
 
@@ -123,9 +123,9 @@ def test_the_best_of_each_row(rows: int, width: int, seed: int) -> None:
     if seed % 3 == 0:
         x[seed % rows, seed % width] = torch.nan
     places, values = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
-    kernels, count = native.Kernels(), torch.tensor([rows])
-    call = native.Call(kernels.best(), [x, x.stride(0) * 4, count, width, values, places])
-    native.lay([call], kernels.compile(), [x, count, places, values]).run()
+    kernels, count = native.KernelSet(), torch.tensor([rows])
+    call = native.Instruction(kernels.argmax(), [x, x.stride(0) * 4, count, width, values, places])
+    native.build_program([call], kernels.compile(), [x, count, places, values]).run()
     want = x.max(dim=1).values
     assert torch.equal(values.isnan(), want.isnan())
     good = ~want.isnan()

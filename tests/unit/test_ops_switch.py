@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.ops import linear as linear_module
-from thalweg.ops import restore_linear_layers, switch_linear_layers
-from thalweg.ops.products import REFERENCE, usable
+from thalweg.ops import restore_linear_layers, patch_linear_layers
+from thalweg.ops.products import REFERENCE, is_usable
 
 pytestmark = pytest.mark.skipif(
-    not usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"
+    not is_usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"
 )
 
 
@@ -29,9 +29,9 @@ class Always:
     def __init__(self) -> None:
         self.asked = 0
 
-    def pick(self, kind: str, dtype: torch.dtype, *_dims: int) -> str:
+    def best_kernel(self, kind: str, dtype: torch.dtype, *_dims: int) -> str:
         self.asked += 1
-        return "onednn" if usable(kind, "onednn", dtype) else REFERENCE
+        return "onednn" if is_usable(kind, "onednn", dtype) else REFERENCE
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def train(model: nn.Module, steps: int = 5) -> tuple[list[float], list[Tensor]]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_is_the_same_to_1e_5(table: Always, tied: bool) -> None:
     plain, switched = small(tied), small(tied)
-    assert switch_linear_layers(switched) == 9
+    assert patch_linear_layers(switched) == 9
     (want, end), (got, mine) = train(plain), train(switched)
     assert table.asked
     assert max(abs(a - b) for a, b in zip(want, got, strict=True)) < 1e-5
@@ -75,7 +75,7 @@ def test_training_is_the_same_to_1e_5(table: Always, tied: bool) -> None:
 
 def test_mode_torch_is_bit_for_bit_torch(table: Always) -> None:
     plain, switched = small(), small()
-    assert switch_linear_layers(switched, "torch") == 0
+    assert patch_linear_layers(switched, "torch") == 0
     (want, end), (got, mine) = train(plain), train(switched)
     assert want == got and not table.asked
     assert all(torch.equal(a, b) for a, b in zip(end, mine, strict=True))
@@ -83,12 +83,12 @@ def test_mode_torch_is_bit_for_bit_torch(table: Always) -> None:
 
 def test_an_unknown_mode_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'auto', 'torch'"):
-        switch_linear_layers(small(), "fast")
+        patch_linear_layers(small(), "fast")
 
 
 def test_the_model_looks_the_same(table: Always) -> None:
     plain, switched = small(), small()
-    switch_linear_layers(switched)
+    patch_linear_layers(switched)
     assert repr(switched) == repr(plain)
     assert [name for name, _ in switched.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert list(switched.state_dict()) == list(plain.state_dict())
@@ -101,8 +101,8 @@ def test_the_model_looks_the_same(table: Always) -> None:
 
 def test_restore(table: Always) -> None:
     model = small()
-    assert switch_linear_layers(model) == 9
-    assert switch_linear_layers(model) == 0
+    assert patch_linear_layers(model) == 9
+    assert patch_linear_layers(model) == 0
     assert restore_linear_layers(model) == 9
     assert restore_linear_layers(model) == 0
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
@@ -112,7 +112,7 @@ def test_restore(table: Always) -> None:
 
 def test_a_deep_copy_is_switched_and_its_own(table: Always) -> None:
     model = small()
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.wte.weight and twin.head.weight is not model.head.weight
     tokens = torch.arange(16).view(1, 16)
@@ -126,7 +126,7 @@ def test_a_deep_copy_is_switched_and_its_own(table: Always) -> None:
 
 def test_a_pickle_holds_the_plain_model(table: Always) -> None:
     model = small()
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     data = pickle.dumps(model)
     assert b"thalweg.ops" not in data
     twin = pickle.loads(data)
@@ -143,7 +143,7 @@ def test_the_model_dies_with_its_last_reference(table: Always) -> None:
     gc.disable()
     try:
         model = small()
-        switch_linear_layers(model)
+        patch_linear_layers(model)
         train(model, 1)
         watch = weakref.ref(model.head)
         del model
@@ -164,16 +164,16 @@ def test_others_classes_hooks_and_computed_weights_are_left_alone(table: Always)
     old_normed = torch.nn.utils.weight_norm(nn.Linear(4, 4))
     model = nn.Sequential(Own(4, 4), replaced, hooked, normed, old_normed, nn.Bilinear(4, 4, 4), plain)
     kinds = [type(module) for module in model]
-    assert switch_linear_layers(model) == 1
+    assert patch_linear_layers(model) == 1
     assert [type(module) for module in list(model)[:-1]] == kinds[:-1]
     model[2](torch.ones(2, 4))
     assert fired == [1]
     attention = nn.MultiheadAttention(8, 2)
-    assert switch_linear_layers(attention) == 0
+    assert patch_linear_layers(attention) == 0
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     x = torch.randn(2, 3, 8)
     want = encoder(x)
-    assert switch_linear_layers(encoder) == 2
+    assert patch_linear_layers(encoder) == 2
     assert torch.allclose(encoder(x), want, atol=1e-6)
     with torch.no_grad():
         assert torch.allclose(encoder.eval()(x), want, atol=1e-5)
@@ -181,7 +181,7 @@ def test_others_classes_hooks_and_computed_weights_are_left_alone(table: Always)
 
 def test_hooks_and_parametrizations_come_after_switching_too(table: Always) -> None:
     layer = nn.Linear(8, 8)
-    switch_linear_layers(layer)
+    patch_linear_layers(layer)
     fired: list[int] = []
     handle = layer.register_forward_hook(lambda *_: fired.append(1))
     layer(torch.ones(2, 8))
@@ -199,7 +199,7 @@ def test_hooks_and_parametrizations_come_after_switching_too(table: Always) -> N
 def test_off_the_cpu_nothing_happens(table: Always) -> None:
     with torch.device("meta"):
         model = small()
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     assert model(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 97)
     assert not table.asked
 
@@ -207,7 +207,7 @@ def test_off_the_cpu_nothing_happens(table: Always) -> None:
 def test_compiled(table: Always) -> None:
     torch._dynamo.reset()
     model = small()
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     tokens = torch.arange(16).view(1, 16)
     want = model(tokens, tokens)
     asked = table.asked
@@ -222,7 +222,7 @@ def test_flops_are_counted_as_before(table: Always) -> None:
     totals = []
     for mode in ("torch", "auto"):
         model = small()
-        switch_linear_layers(model, mode)
+        patch_linear_layers(model, mode)
         with FlopCounterMode(display=False) as counter:
             model(*(torch.zeros(2, 16, dtype=torch.long),) * 2).backward()
         totals.append(counter.get_total_flops())
@@ -231,7 +231,7 @@ def test_flops_are_counted_as_before(table: Always) -> None:
 
 def test_exported_and_traced(table: Always) -> None:
     layer = nn.Linear(8, 8)
-    switch_linear_layers(layer)
+    patch_linear_layers(layer)
     x = torch.randn(4, 8)
     asked = table.asked
     program = torch.export.export(layer, (x,))
@@ -254,7 +254,7 @@ def test_hugging_face_models(table: Always, family: str) -> None:
         plain, expected = hf.LlamaForCausalLM(config), 15
     plain.eval()
     switched = copy.deepcopy(plain)
-    assert switch_linear_layers(switched) == expected
+    assert patch_linear_layers(switched) == expected
     assert repr(switched) == repr(plain)
     tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     losses = []

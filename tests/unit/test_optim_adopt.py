@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.optim import adopt
+from thalweg.optim import to_local_optimizer
 from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.local import LocalStep
+from thalweg.optim.local import LocalStepMixin
 
 torch.set_num_threads(1)
 NAMES = [
@@ -50,7 +50,7 @@ def test_an_adopted_optimizer_goes_on_as_it_would_have(name: str) -> None:
     ours.register_step_post_hook(lambda *_: calls.append(1))
     steps(ours, ours_params, 1, schedules[0])
     steps(theirs, theirs_params, 1, schedules[1])
-    assert adopt(ours) is ours and isinstance(ours, cls | type(ours)) and type(ours) is not cls
+    assert to_local_optimizer(ours) is ours and isinstance(ours, cls | type(ours)) and type(ours) is not cls
     got = steps(ours, ours_params, 2, schedules[0])
     want = steps(theirs, theirs_params, 2, schedules[1])
     for a, b in zip(got, want, strict=True):
@@ -63,14 +63,14 @@ def test_an_adopted_optimizer_goes_on_as_it_would_have(name: str) -> None:
 def test_the_fused_kernel_is_a_default_and_not_an_order() -> None:
     kinds = [({}, True), ({"foreach": True}, None), ({"fused": False}, False)]
     for keywords, fused in kinds:
-        optimizer = adopt(torch.optim.AdamW(params(), **keywords))
-        assert isinstance(optimizer, LocalStep) and optimizer.param_groups[0]["fused"] is fused
+        optimizer = to_local_optimizer(torch.optim.AdamW(params(), **keywords))
+        assert isinstance(optimizer, LocalStepMixin) and optimizer.param_groups[0]["fused"] is fused
 
 
 def test_16_bit_parameters_work_after_adoption() -> None:
     """The rounding back hangs on a hook, which torch installs only when an object of the class is made."""
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = adopt(torch.optim.NAdam([param], lr=0.5))
+    optimizer = to_local_optimizer(torch.optim.NAdam([param], lr=0.5))
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert (param < 0.9).all() and optimizer.state[param]["exp_avg"].dtype == torch.float32
@@ -82,4 +82,4 @@ def test_other_classes_are_left_alone() -> None:
 
     for optimizer in (Mine(params()), torch.optim.LBFGS(params()), Adafactor(params())):
         before = type(optimizer)
-        assert adopt(optimizer) is optimizer and type(optimizer) is before
+        assert to_local_optimizer(optimizer) is optimizer and type(optimizer) is before

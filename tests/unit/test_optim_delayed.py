@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.optim import build_optimizer, delayed
-from thalweg.optim.delayed import DelayedAdam, DelayPolicy
+from thalweg.optim.delayed import ZenFlowAdam, ZenFlowPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def plain(name: str = "AdamW", **hyper: Any) -> Any:
 
 def waits(name: str = "AdamW", hyper: dict[str, Any] | None = None, **policy: Any) -> Any:
     given = {"lr": 1e-2, "weight_decay": 0.1, **(hyper or {})}
-    return lambda params: build_optimizer(name, params, given, delay=DelayPolicy(**policy))
+    return lambda params: build_optimizer(name, params, given, zenflow_policy=ZenFlowPolicy(**policy))
 
 
 def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
@@ -164,21 +164,21 @@ def test_16_bit_weights() -> None:
             p.grad = g.bfloat16()
         optimizer.step()
     assert all(p.isfinite().all() for p in params)
-    assert isinstance(optimizer, DelayedAdam) and optimizer.state[params[0]]["delayed"].dtype == torch.float32
+    assert isinstance(optimizer, ZenFlowAdam) and optimizer.state[params[0]]["delayed"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DelayPolicy(topk_ratio=0.0), "topk_ratio"),
-        (lambda: DelayPolicy(select_interval=0), "at least 1"),
-        (lambda: build_optimizer("Lion", model(), {}, delay=DelayPolicy()), "Adam and AdamW"),
+        (lambda: ZenFlowPolicy(topk_ratio=0.0), "topk_ratio"),
+        (lambda: ZenFlowPolicy(select_interval=0), "at least 1"),
+        (lambda: build_optimizer("Lion", model(), {}, zenflow_policy=ZenFlowPolicy()), "Adam and AdamW"),
         (
-            lambda: build_optimizer("AdamW", model(), {"state_dtype": "int8"}, delay=DelayPolicy()),
+            lambda: build_optimizer("AdamW", model(), {"state_dtype": "int8"}, zenflow_policy=ZenFlowPolicy()),
             "fp32 state",
         ),
         (
-            lambda: build_optimizer("AdamW", model(), {"amsgrad": True}, delay=DelayPolicy()),
+            lambda: build_optimizer("AdamW", model(), {"amsgrad": True}, zenflow_policy=ZenFlowPolicy()),
             "no such variant",
         ),
     ],

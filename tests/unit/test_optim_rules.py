@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thalweg.optim import Muon, build_optimizer, muon_groups
 from thalweg.optim.muon_params import is_hidden_matrix
 from thalweg.optim.newton_schulz import COEFFICIENTS, orthogonalize
-from thalweg.optim.owners import Cut, plan_rounds
+from thalweg.optim.owners import MatrixSharding, plan_rounds
 
 torch.set_num_threads(1)
 
@@ -259,16 +259,16 @@ def test_plans_are_complete_bounded_and_balanced(shapes: list[tuple[int, int]], 
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 1, None]))
 def test_cuts_split_and_join(rows: int, cols: int, world: int, dim: int | None) -> None:
     whole = torch.arange(rows * cols, dtype=torch.float32).view(rows, cols)
-    cut = Cut(whole.shape, dim, world)
-    pieces = cut.split(whole)
-    assert [p.numel() for p in pieces] == [cut.num_elements(rank) for rank in range(world)]
+    cut = MatrixSharding(whole.shape, dim, world)
+    pieces = cut.shard(whole)
+    assert [p.numel() for p in pieces] == [cut.shard_numel(rank) for rank in range(world)]
     if dim is None:
         assert all(torch.equal(p.view(rows, cols), whole) for p in pieces)
         return
-    assert torch.equal(cut.join(pieces), whole)
+    assert torch.equal(cut.unshard(pieces), whole)
     chunks = [*whole.chunk(world, dim), *[None] * world][:world]
     for rank, (piece, chunk) in enumerate(zip(pieces, chunks, strict=True)):
-        shape = cut.piece_shape(rank)
+        shape = cut.shard_shape(rank)
         assert torch.equal(piece.view(shape), chunk) if chunk is not None else math.prod(shape) == 0
 
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from thalweg.optim import build_optimizer
 from thalweg.optim.lowbit import LowBitAdam, LowBitLion
 from thalweg.optim.states import (
-    BLOCK,
-    MOMENTS,
-    SCALE,
-    _code_values,
-    conform,
-    decode,
-    encode,
-    noise_of,
-    read_moment,
-    round_into,
+    BLOCK_SIZE,
+    ADAM_MOMENTS,
+    SCALE_SUFFIX,
+    _dynamic_tree_codes,
+    convert_moments,
+    dequantize_moment,
+    quantize_moment,
+    hash_noise,
+    read_moment_fp32,
+    stochastic_round_into,
 )
 
 
@@ -104,7 +104,7 @@ def test_bytes_and_forms() -> None:
         assert state["exp_avg"].dtype == (torch.bfloat16 if kind == "bf16" else torch.uint8)
         assert optimizer.state[params[4]]["exp_avg"].dtype == torch.float32  # small
     assert optimizer.state[params[3]]["exp_avg"].dtype == torch.float32  # a vector
-    assert state["exp_avg" + SCALE].shape == (40, -(-300 // BLOCK))
+    assert state["exp_avg" + SCALE_SUFFIX].shape == (40, -(-300 // BLOCK_SIZE))
 
 
 @settings(max_examples=30, deadline=None)
@@ -116,26 +116,26 @@ def test_codes_are_near_and_survive_a_second_time(rows: int, columns: int, power
     for signed in (True, False):
         values = torch.randn(rows, columns, generator=g) * 2.0**power
         values = values if signed else values.square()
-        codes, scales = torch.empty(rows, columns, dtype=torch.uint8), torch.empty(rows, -(-columns // BLOCK))
-        encode(values, codes, scales, signed)
+        codes, scales = torch.empty(rows, columns, dtype=torch.uint8), torch.empty(rows, -(-columns // BLOCK_SIZE))
+        quantize_moment(values, codes, scales, signed)
         back = torch.empty_like(values)
-        decode(codes, scales, signed, back)
-        bound = scales.repeat_interleave(BLOCK, 1)[:, :columns]
-        nearest = (values.unsqueeze(-1) - bound.unsqueeze(-1) * _code_values(signed)).abs().amin(-1)
+        dequantize_moment(codes, scales, signed, back)
+        bound = scales.repeat_interleave(BLOCK_SIZE, 1)[:, :columns]
+        nearest = (values.unsqueeze(-1) - bound.unsqueeze(-1) * _dynamic_tree_codes(signed)).abs().amin(-1)
         assert ((back - values).abs() <= nearest + 2.0**-7 * values.abs() + 1e-6 * bound).all()
         assert (back[values > 0] > 0).all() or signed
         again, scales_again = torch.empty_like(codes), torch.empty_like(scales)
-        encode(back, again, scales_again, signed)
+        quantize_moment(back, again, scales_again, signed)
         third = torch.empty_like(values)
-        decode(again, scales_again, signed, third)
+        dequantize_moment(again, scales_again, signed, third)
         assert torch.allclose(third, back, rtol=0.02, atol=1e-3 * float(bound.max()))
 
 
 def test_zeros_stay_zeros() -> None:
     codes, scales = torch.empty(2, 300, dtype=torch.uint8), torch.empty(2, 2)
-    encode(torch.zeros(2, 300), codes, scales, True)
+    quantize_moment(torch.zeros(2, 300), codes, scales, True)
     out = torch.ones(2, 300)
-    decode(codes, scales, True, out)
+    dequantize_moment(codes, scales, True, out)
     assert not out.any()
 
 
@@ -146,7 +146,7 @@ def test_rounding_is_right_on_average_and_nearest_is_not() -> None:
     stored = torch.empty(1 << 16, dtype=torch.bfloat16)
     means = []
     for step in range(1, 9):
-        round_into(exact.clone(), stored, noise_of(grad, weight, step))
+        stochastic_round_into(exact.clone(), stored, hash_noise(grad, weight, step))
         assert set(stored.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
         means.append(float(stored.float().mean()))
     assert abs(sum(means) / 8 - float(exact[0])) < 2e-5 * 2.0 and max(means) - min(means) < 2e-4
@@ -154,7 +154,7 @@ def test_rounding_is_right_on_average_and_nearest_is_not() -> None:
     still = torch.zeros(1 << 16)  # no gradient: the hash has only weights and steps to go by
     ups = torch.zeros(1 << 16)
     for step in range(1, 65):
-        round_into(exact.clone(), stored, noise_of(still, still, step))
+        stochastic_round_into(exact.clone(), stored, hash_noise(still, still, step))
         ups += (stored > 1.0).float()
     assert abs(float(ups.mean()) / 64 - 0.125) < 0.07
 
@@ -168,7 +168,7 @@ def test_a_second_moment_decays_in_bf16() -> None:
         params[0].grad = torch.zeros(64, 64)
         for _ in range(300):
             optimizer.step()
-        return float(read_moment(params[0], optimizer.state[params[0]], MOMENTS[1]).mean())
+        return float(read_moment_fp32(params[0], optimizer.state[params[0]], ADAM_MOMENTS[1]).mean())
 
     assert after("bf16") == pytest.approx(after("fp32"), rel=0.02)
     stuck = torch.tensor(1e-3).bfloat16()
@@ -219,8 +219,8 @@ def test_conform_reads_what_it_wrote() -> None:
     state = dict(optimizer.state[params[0]])
     exact = state["exp_avg"].clone()
     for kind, tolerance in (("int8", 0.05), ("bf16", 0.06), ("fp32", 0.06)):
-        conform(params[0], state, kind)
-        assert (read_moment(params[0], state, MOMENTS[0]) - exact).abs().max() < tolerance * exact.abs().max()
+        convert_moments(params[0], state, kind)
+        assert (read_moment_fp32(params[0], state, ADAM_MOMENTS[0]) - exact).abs().max() < tolerance * exact.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from thalweg.optim import elementwise
 from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.chunks import GRAIN, Item, Operand, batches, cut_chunks
+from thalweg.optim.chunks import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_batches, split_into_chunks
 from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
 from thalweg.optim.lowbit import LowBitAdam, LowBitLion
-from thalweg.optim.mapped import MappedUpdate
+from thalweg.optim.mapped import MmapStep
 from thalweg.optim.muon import Muon
-from thalweg.optim.norms import measure
-from thalweg.optim.streamed import StreamedUpdate, StreamPolicy, state_bytes
-from thalweg.optim.update import PlainUpdate
-from thalweg.store import Disk, Ring, SwapError, SwapFile
+from thalweg.optim.norms import compute_partial_norm
+from thalweg.optim.streamed import NvmeStep, NvmeStepPolicy, optimizer_state_bytes
+from thalweg.optim.update import InMemoryStep
+from thalweg.store import Disk, BufferRing, SwapError, SwapFile
 from thalweg.store.regions import PAGE
 
 MIB = 1 << 20
@@ -51,7 +51,7 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "RMSprop": (elementwise.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
     "Rprop": (elementwise.Rprop, {"lr": 1e-2}),
 }
-SHAPES = [(), (1,), (3,), (0,), (GRAIN,), (GRAIN - 1,), (GRAIN + 1,), (3 * GRAIN + 7,), (5, 4001), (2, 2, 2)]
+SHAPES = [(), (1,), (3,), (0,), (ALIGN_ELEMENTS,), (ALIGN_ELEMENTS - 1,), (ALIGN_ELEMENTS + 1,), (3 * ALIGN_ELEMENTS + 7,), (5, 4001), (2, 2, 2)]
 TINY = [(n % 17,) for n in range(120)]
 
 
@@ -70,9 +70,9 @@ class Where:
     masters: bool = True
     grads: bool = True
     swap: bool = True
-    buffer_bytes: int = 6 * 4 * GRAIN
+    buffer_bytes: int = 6 * 4 * ALIGN_ELEMENTS
     num_buffers: int = 3
-    batch: int = GRAIN
+    batch: int = ALIGN_ELEMENTS
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Twin:
             if a.grad is not None:
                 inside = self.swap is not None and grads_in_swap and b.numel() > 0
                 b.grad = _into(self.swap, a.grad) if inside else a.grad.clone()
-        PlainUpdate(self.optimizers[0]).apply(factor)
+        InMemoryStep(self.optimizers[0]).apply(factor)
         self.update.apply(factor)
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class Twin:
 
 def _into(swap: SwapFile | None, value: Tensor) -> Tensor:
     assert swap is not None
-    view = swap.view(swap.region(value.nbytes), value.shape, value.dtype)
+    view = swap.view(swap.allocate(value.nbytes), value.shape, value.dtype)
     return view.copy_(value)
 
 
@@ -132,7 +132,7 @@ def _twin(
     torch.manual_seed(1)
     values = [torch.randn(shape).to(dtype) for shape in shapes]
     swap = SwapFile(folder, 64 * MIB, num_threads=2) if where.swap else None
-    ring = Ring(where.num_buffers, where.buffer_bytes) if where.swap else None
+    ring = BufferRing(where.num_buffers, where.buffer_bytes) if where.swap else None
     plain = [nn.Parameter(v.clone()) for v in values]
     inside = where.masters and where.swap
     streamed = [nn.Parameter(_into(swap, v) if inside and v.numel() else v.clone()) for v in values]
@@ -144,8 +144,8 @@ def _twin(
             for k in range(groups)
         ]
         twin.optimizers.append(cls(listed, **hyper))
-    twin.update = StreamedUpdate(
-        twin.optimizers[1], swap, ring, policy=StreamPolicy(4 * GRAIN, batch_elements=where.batch)
+    twin.update = NvmeStep(
+        twin.optimizers[1], swap, ring, policy=NvmeStepPolicy(4 * ALIGN_ELEMENTS, batch_elements=where.batch)
     )
     return twin
 
@@ -164,7 +164,7 @@ def test_every_elementwise_optimiser(tmp_path: Path, name: str) -> None:
     [
         Where(masters=False, grads=False),
         Where(masters=True, grads=False, num_buffers=2),
-        Where(masters=False, grads=True, buffer_bytes=50 * 4 * GRAIN, num_buffers=5),
+        Where(masters=False, grads=True, buffer_bytes=50 * 4 * ALIGN_ELEMENTS, num_buffers=5),
         Where(swap=False),
     ],
     ids=["state alone", "masters too", "grads too", "all in memory"],
@@ -207,7 +207,7 @@ def test_parameters_without_gradient_are_left_alone(tmp_path: Path) -> None:
 
 @given(
     st.lists(
-        st.sampled_from([0, 1, 2, 5, 16, 17, GRAIN - 1, GRAIN, GRAIN + 3, 20_011]), min_size=1, max_size=9
+        st.sampled_from([0, 1, 2, 5, 16, 17, ALIGN_ELEMENTS - 1, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 3, 20_011]), min_size=1, max_size=9
     ),
     st.sampled_from(["AdamW fused", "AdamW", "Adagrad fused", "RMSprop", "SGD momentum"]),
     st.integers(5, 30),
@@ -227,7 +227,7 @@ def test_any_shapes_and_buffers(
     grads: bool,
     groups: int,
 ) -> None:
-    where = Where(masters, grads, True, grains * 4 * GRAIN, num_buffers)
+    where = Where(masters, grads, True, grains * 4 * ALIGN_ELEMENTS, num_buffers)
     twin = _twin(tmp_path_factory.mktemp("s"), name, [(n,) for n in sizes], where, groups)
     for turn in range(2):
         twin.step(factor=0.5 if turn else 1.0, without=(1,) if turn else (), grads_in_swap=grads)
@@ -247,7 +247,7 @@ def test_sixteen_bit_parameters(tmp_path: Path, name: str) -> None:
 def test_bf16_gradients_and_copies(tmp_path: Path, swapped: bool) -> None:
     """16-bit gradients are widened batch by batch, and the bf16 copy is the rounded master."""
     torch.manual_seed(0)
-    shapes = [(3 * GRAIN + 7,), (5, 4001), (3,), (17,)]
+    shapes = [(3 * ALIGN_ELEMENTS + 7,), (5, 4001), (3,), (17,)]
     values = [torch.randn(s) for s in shapes]
     grads = [torch.randn(s).to(torch.bfloat16) for s in shapes]
     plain = [nn.Parameter(v.clone()) for v in values]
@@ -258,12 +258,12 @@ def test_bf16_gradients_and_copies(tmp_path: Path, swapped: bool) -> None:
         if swapped:
             copies = [_into(swap, c) for c in copies[:2]] + copies[2:]
         optimizer, reference = make(params), make(plain)
-        update = StreamedUpdate(
+        update = NvmeStep(
             optimizer,
             swap if swapped else None,
-            Ring(3, 40 * GRAIN) if swapped else None,
-            copies=dict(zip(params, copies, strict=True)),
-            policy=StreamPolicy(batch_elements=GRAIN),
+            BufferRing(3, 40 * ALIGN_ELEMENTS) if swapped else None,
+            compute_copies=dict(zip(params, copies, strict=True)),
+            policy=NvmeStepPolicy(batch_elements=ALIGN_ELEMENTS),
         )
         for _ in range(2):
             for a, b, g in zip(plain, params, grads, strict=True):
@@ -300,10 +300,10 @@ def test_state_is_loaded_into_the_swap_file(tmp_path: Path) -> None:
 
 def test_state_is_a_view_of_the_file_and_counted_beforehand(tmp_path: Path) -> None:
     for name in ("AdamW fused", "Adagrad", "SGD", "Lion", "AdamW"):
-        twin = _twin(tmp_path, name, [(3, 5), (9 * GRAIN,), (7,)])
+        twin = _twin(tmp_path, name, [(3, 5), (9 * ALIGN_ELEMENTS,), (7,)])
         assert twin.swap is not None
         free = twin.swap.free_bytes
-        wanted = state_bytes(twin.optimizers[0])
+        wanted = optimizer_state_bytes(twin.optimizers[0])
         twin.step(grads_in_swap=False)
         taken = 0 if name == "Adagrad" else free - twin.swap.free_bytes  # made at the start
         assert name == "Adagrad" or taken == wanted, name
@@ -314,13 +314,13 @@ def test_state_is_a_view_of_the_file_and_counted_beforehand(tmp_path: Path) -> N
 
 
 def test_the_norm_of_swapped_gradients_has_the_same_bits(tmp_path: Path) -> None:
-    twin = _twin(tmp_path, "SGD", SHAPES[3:] + TINY + [(11 * GRAIN + 5,), (2 * GRAIN,), (2 * GRAIN - 1,)])
+    twin = _twin(tmp_path, "SGD", SHAPES[3:] + TINY + [(11 * ALIGN_ELEMENTS + 5,), (2 * ALIGN_ELEMENTS,), (2 * ALIGN_ELEMENTS - 1,)])
     twin.step()
     wanted = float(global_grad_norm(twin.plain))
     assert twin.update.grad_norm(twin.streamed, None) == wanted
     assert twin.swap is not None
     read = twin.swap.reads.nbytes
-    known = {p: measure(p.grad) for p in twin.streamed}
+    known = {p: compute_partial_norm(p.grad) for p in twin.streamed}
     assert twin.update.grad_norm(twin.streamed, None, known) == wanted
     assert twin.swap.reads.nbytes == read, "what was measured before is not read again"
     twin.streamed[-1].grad[77] += 1e-3
@@ -355,10 +355,10 @@ class _Breaks(Disk):
 @pytest.mark.parametrize("after", [1, 2, 5, 9])
 @pytest.mark.parametrize("cause", [errno.EIO, errno.ENOSPC])
 def test_row24_a_failing_disk_is_one_clear_error(tmp_path: Path, after: int, cause: int) -> None:
-    param = nn.Parameter(torch.randn(20 * GRAIN))
+    param = nn.Parameter(torch.randn(20 * ALIGN_ELEMENTS))
     optimizer = elementwise.AdamW([param], lr=0.1, fused=True)
     with SwapFile(tmp_path, 8 * MIB, disk=_Breaks(after, cause)) as swap:
-        update = StreamedUpdate(optimizer, swap, Ring(3, 8 * 4 * GRAIN))
+        update = NvmeStep(optimizer, swap, BufferRing(3, 8 * 4 * ALIGN_ELEMENTS))
 
         def train() -> None:
             for _ in range(3):
@@ -371,12 +371,12 @@ def test_row24_a_failing_disk_is_one_clear_error(tmp_path: Path, after: int, cau
 
 def test_row24_a_tensor_larger_than_the_buffer(tmp_path: Path) -> None:
     with SwapFile(tmp_path, 8 * MIB) as swap:
-        param = nn.Parameter(torch.randn(50 * GRAIN + 1))
+        param = nn.Parameter(torch.randn(50 * ALIGN_ELEMENTS + 1))
         optimizer = elementwise.AdamW([param], lr=0.1, fused=True)
         param.grad = torch.ones_like(param)
         with pytest.raises(ValueError, match="raise buffer_size"):
-            StreamedUpdate(optimizer, swap, Ring(2, PAGE)).apply()
-        StreamedUpdate(optimizer, swap, Ring(2, 2 * 4 * GRAIN)).apply()
+            NvmeStep(optimizer, swap, BufferRing(2, PAGE)).apply()
+        NvmeStep(optimizer, swap, BufferRing(2, 2 * 4 * ALIGN_ELEMENTS)).apply()
         assert torch.isfinite(param).all()
 
 
@@ -394,7 +394,7 @@ def test_a_slow_disk_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     param = nn.Parameter(torch.randn(6 << 20))
     optimizer = elementwise.AdamW([param], lr=0.1, fused=True)
     with SwapFile(tmp_path, 64 * MIB, num_threads=1, disk=Slow()) as swap:
-        update = StreamedUpdate(optimizer, swap, Ring(3, 4 * MIB))
+        update = NvmeStep(optimizer, swap, BufferRing(3, 4 * MIB))
         for _ in range(3):
             param.grad = torch.ones_like(param)
             update.apply()
@@ -412,22 +412,22 @@ def test_chunks_cover_everything_once(sizes: list[tuple[int, bool]], grains: int
     for count, swapped in sizes:
         operands = {}
         for name in ("master", "m"):
-            operands[name] = Operand(torch.empty(count), at if swapped else None, write=True)
+            operands[name] = StepTensor(torch.empty(count), at if swapped else None, write=True)
             at += -(-count * 4 // PAGE) * PAGE
-        items.append(Item({}, torch.empty(0), count, operands, ("m",), {}, False))
-    budget = grains * 4 * GRAIN
+        items.append(ParamStep({}, torch.empty(0), count, operands, ("m",), {}, False))
+    budget = grains * 4 * ALIGN_ELEMENTS
     seen: dict[int, int] = {id(item): 0 for item in items}
     pages: set[int] = set()
-    for chunk in cut_chunks(items, budget, 8 * GRAIN):
+    for chunk in split_into_chunks(items, budget, 8 * ALIGN_ELEMENTS):
         assert sum(s.nbytes for s in chunk.reads) <= budget
-        touched = {p for s in chunk.writes for p in range(s.offset, s.offset + s.nbytes, PAGE)}
+        touched = {p for s in chunk.writes for p in range(s.file_offset, s.file_offset + s.nbytes, PAGE)}
         assert not touched & pages
         pages |= touched
-        assert sum(p.stop - p.start for p in chunk.pieces) <= 8 * GRAIN
-        for batch in batches(chunk.pieces, GRAIN):
+        assert sum(p.stop - p.start for p in chunk.slices) <= 8 * ALIGN_ELEMENTS
+        for batch in split_into_batches(chunk.slices, ALIGN_ELEMENTS):
             for piece in batch:
-                assert piece.start == seen[id(piece.item)] and piece.start % GRAIN == 0
-                seen[id(piece.item)] = piece.stop
+                assert piece.start == seen[id(piece.param_step)] and piece.start % ALIGN_ELEMENTS == 0
+                seen[id(piece.param_step)] = piece.stop
     assert all(seen[id(item)] == item.numel for item in items)
 
 
@@ -444,7 +444,7 @@ def test_the_mapped_step_equals_the_plain_one(tmp_path: Path, cls: Any) -> None:
         params = [nn.Parameter(_into(swap, v)) for v in values]
         reference, optimizer = cls(plain, lr=1e-2), cls(params, lr=1e-2)
         copies = {params[0]: torch.zeros(shapes[0], dtype=torch.bfloat16)}
-        update = MappedUpdate(optimizer, swap, copies=copies)
+        update = MmapStep(optimizer, swap, compute_copies=copies)
         for turn in range(3):
             for a, b in zip(plain, params, strict=True):
                 a.grad = torch.randn(a.shape)
@@ -452,7 +452,7 @@ def test_the_mapped_step_equals_the_plain_one(tmp_path: Path, cls: Any) -> None:
             norm = float(global_grad_norm(plain))
             assert update.grad_norm(params, None) == norm
             factor = 0.5 if turn else 1.0
-            PlainUpdate(reference).apply(factor)
+            InMemoryStep(reference).apply(factor)
             update.apply(factor)
             assert all(torch.equal(a, b) for a, b in zip(plain, params, strict=True))
             assert all(b.grad is not None for b in params)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.checkpoint import collect, load, restore, save
+from thalweg.checkpoint import build_snapshot, open_verified, restore_module, save_snapshot
 from thalweg.optim.elementwise import AdamW
-from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
+from thalweg.optim.managed import EngineOptimizer, ShardedModelHooks
 from thalweg.optim.scaler import LossScaler
-from thalweg.optim.streamed import StreamedUpdate
-from thalweg.optim.window import Window
-from thalweg.store import Ring, SwapFile
+from thalweg.optim.streamed import NvmeStep
+from thalweg.optim.window import AccumulationWindow
+from thalweg.store import BufferRing, SwapFile
 
 torch.set_num_threads(1)
 MIB = 1 << 20
@@ -27,14 +27,14 @@ def _model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 90), nn.LayerNorm(90))
 
 
-def _managed(model: nn.Module, swap: SwapFile | None, max_norm: float = 0.0) -> ManagedOptimizer:
+def _managed(model: nn.Module, swap: SwapFile | None, max_norm: float = 0.0) -> EngineOptimizer:
     inner = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    hooks = UpdateHooks(lambda: None, lambda scale: None, lambda: None)
-    update = StreamedUpdate(inner, swap, Ring(2, MIB // 4)) if swap is not None else None
-    return ManagedOptimizer(inner, hooks, Window(1), LossScaler(), max_norm=max_norm, update=update)
+    hooks = ShardedModelHooks(lambda: None, lambda scale: None, lambda: None)
+    update = NvmeStep(inner, swap, BufferRing(2, MIB // 4)) if swap is not None else None
+    return EngineOptimizer(inner, hooks, AccumulationWindow(1), LossScaler(), max_norm=max_norm, strategy=update)
 
 
-def _train(model: nn.Module, optimizer: ManagedOptimizer, steps: range, poison: int = -1) -> None:
+def _train(model: nn.Module, optimizer: EngineOptimizer, steps: range, poison: int = -1) -> None:
     for step in steps:
         x = torch.randn(16, 70, generator=torch.Generator().manual_seed(step))
         (model(x).pow(3).sum() * 10).backward()
@@ -48,7 +48,7 @@ def _equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def _swapped(swap: SwapFile, optimizer: ManagedOptimizer) -> bool:
+def _swapped(swap: SwapFile, optimizer: EngineOptimizer) -> bool:
     moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim]
     return bool(moments) and all(swap.locate(v) is not None for v in moments)
 
@@ -93,13 +93,13 @@ def test_a_checkpoint_of_one_kind_loads_into_the_other(tmp_path: Path, saved: bo
         model = _model()
         optimizer = _managed(model, one if saved else None)
         _train(model, optimizer, range(3))
-        save(folder, "t", collect(model, optimizer), step=3)
+        save_snapshot(folder, "t", build_snapshot(model, optimizer), step=3)
         again = _model(1)
         fresh = _managed(again, two if loaded else None)
-        checkpoint = load(folder, resume="must")
+        checkpoint = open_verified(folder, resume="must")
         assert checkpoint is not None
         with checkpoint:
-            restore(checkpoint, again, fresh)
+            restore_module(checkpoint, again, fresh)
         assert not loaded or _swapped(two, fresh)
         _train(model, optimizer, range(3, 6))
         _train(again, fresh, range(3, 6))
@@ -117,7 +117,7 @@ def test_saving_and_loading_keep_no_state_in_memory(
 ) -> None:
     """24 MiB of moments pass through the mapping; without the release (negative control) they stay."""
     if not released:
-        monkeypatch.setattr(StreamedUpdate, "release", lambda self, tensor: None)
+        monkeypatch.setattr(NvmeStep, "release", lambda self, tensor: None)
     model = nn.Linear(3000, 1000)
     with SwapFile(tmp_path, 80 * MIB) as swap:
         optimizer = _managed(model, swap)
@@ -126,12 +126,12 @@ def test_saving_and_loading_keep_no_state_in_memory(
         optimizer.step()
         swap.trim()
         before = _mapped_kib()
-        save(tmp_path / "checkpoint", "t", collect(model, optimizer), step=1)
+        save_snapshot(tmp_path / "checkpoint", "t", build_snapshot(model, optimizer), step=1)
         saved = _mapped_kib()
-        checkpoint = load(tmp_path / "checkpoint", resume="must")
+        checkpoint = open_verified(tmp_path / "checkpoint", resume="must")
         assert checkpoint is not None
         with checkpoint:
-            restore(checkpoint, model, optimizer)
+            restore_module(checkpoint, model, optimizer)
         grown = max(saved, _mapped_kib()) - before
         assert (grown < 6 << 10) if released else (grown > 20 << 10), grown
         assert _swapped(swap, optimizer)

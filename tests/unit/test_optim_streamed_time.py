@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import StreamedUpdate, state_bytes
-from thalweg.optim.worker import Worker
-from thalweg.store import Disk, Ring, SwapFile
+from thalweg.optim.streamed import NvmeStep, optimizer_state_bytes
+from thalweg.optim.worker import PiecewiseOptimizer
+from thalweg.store import Disk, BufferRing, SwapFile
 from thalweg.store.regions import round_up
 
 pytestmark = pytest.mark.alone
@@ -51,7 +51,7 @@ class _Modelled(Disk):
 def _step(folder: Path) -> tuple[float, float, float]:
     """Seconds of a step, of its transfers by the model, and of its arithmetic."""
     arithmetic = 0.0
-    step = Worker.step
+    step = PiecewiseOptimizer.step
 
     def slow(self, jobs) -> None:
         nonlocal arithmetic
@@ -62,14 +62,14 @@ def _step(folder: Path) -> tuple[float, float, float]:
 
     masters = sum(round_up(n * 4) for n in SIZES)
     params = [nn.Parameter(torch.empty(n, device="meta")) for n in SIZES]
-    room = masters + state_bytes(AdamW(params, fused=False))
+    room = masters + optimizer_state_bytes(AdamW(params, fused=False))
     with SwapFile(folder, room, disk=_Modelled()) as swap, pytest.MonkeyPatch.context() as patch:
-        params = [nn.Parameter(swap.view(swap.region(n * 4), (n,), torch.float32)) for n in SIZES]
-        update = StreamedUpdate(AdamW(params, fused=True), swap, Ring(4, 1 << 20))
+        params = [nn.Parameter(swap.view(swap.allocate(n * 4), (n,), torch.float32)) for n in SIZES]
+        update = NvmeStep(AdamW(params, fused=True), swap, BufferRing(4, 1 << 20))
         for param in params:
             param.grad = torch.ones_like(param)
         update.apply()
-        patch.setattr(Worker, "step", slow)
+        patch.setattr(PiecewiseOptimizer, "step", slow)
         read, written, start = swap.reads.nbytes, swap.writes.nbytes, time.perf_counter()
         update.apply()
         seconds = time.perf_counter() - start

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.optim import elementwise
-from thalweg.optim.chunks import GRAIN
+from thalweg.optim.chunks import ALIGN_ELEMENTS
 from thalweg.optim.lion import Lion
-from thalweg.optim.streamed import StreamedUpdate
-from thalweg.optim.tentative import Tentative, tentative_bytes
-from thalweg.store import Ring, SwapFile
+from thalweg.optim.streamed import NvmeStep
+from thalweg.optim.tentative import DoubleBufferedStep, double_buffer_bytes
+from thalweg.store import BufferRing, SwapFile
 
-SHAPES = [(3,), (2 * GRAIN + 5,), (GRAIN,), (5, 1001)]
+SHAPES = [(3,), (2 * ALIGN_ELEMENTS + 5,), (ALIGN_ELEMENTS,), (5, 1001)]
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (elementwise.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
     "SGD": (elementwise.SGD, {"lr": 1e-2, "momentum": 0.9}),
@@ -38,12 +38,12 @@ class Twins:
         self.copies = {p: self._place(p.detach().bfloat16()) for p in self.paged[1:]}
         self.reference = make(self.plain, **options)
         self.optimizer = make(self.paged, **options)
-        self.update = StreamedUpdate(self.optimizer, self.swap, Ring(3, 40 * GRAIN), copies=self.copies)
-        self.swap_bytes = tentative_bytes(self.optimizer, self.swap, self.copies)
-        self.tentative = Tentative(self.update, self.swap)
+        self.update = NvmeStep(self.optimizer, self.swap, BufferRing(3, 40 * ALIGN_ELEMENTS), compute_copies=self.copies)
+        self.swap_bytes = double_buffer_bytes(self.optimizer, self.swap, self.copies)
+        self.tentative = DoubleBufferedStep(self.update, self.swap)
 
     def _place(self, value: Tensor) -> Tensor:
-        view = self.swap.view(self.swap.region(value.nbytes), value.shape, value.dtype)
+        view = self.swap.view(self.swap.allocate(value.nbytes), value.shape, value.dtype)
         return view.copy_(value)
 
     def gradients(self, step: int) -> None:
@@ -85,7 +85,7 @@ def test_steps_that_stand_are_the_plain_ones_and_others_never_were(tmp_path: Pat
         twins.gradients(step)
         before = twins.snapshot()
         for unit in (twins.paged[2:], twins.paged[:2]):
-            assert all(map(twins.tentative.takes, unit))
+            assert all(map(twins.tentative.can_step, unit))
             twins.tentative.apply(set(unit))
         assert _same(before, twins.snapshot())  # nothing shows before the step stands
         if stands:
@@ -126,7 +126,7 @@ def test_hints_change_nothing_but_when_bytes_are_read(tmp_path: Path) -> None:
             if step >= 3:
                 other = units[0] if unit is units[1] else units[1]
                 guess = unit if unit is units[1] or step % 2 else other
-                twins.tentative.expect(set(guess))
+                twins.tentative.readahead(set(guess))
         twins.reference.step()
         twins.tentative.commit()
         twins.tentative.discard()
@@ -143,9 +143,9 @@ def test_hints_change_nothing_but_when_bytes_are_read(tmp_path: Path) -> None:
 
 def test_what_lies_in_memory_is_not_taken(tmp_path: Path) -> None:
     twins = Twins(tmp_path, "AdamW")
-    assert not twins.tentative.takes(nn.Parameter(torch.zeros(7)))
-    twins.update.copies[twins.paged[0]] = torch.zeros(3)
-    assert not twins.tentative.takes(twins.paged[0])
+    assert not twins.tentative.can_step(nn.Parameter(torch.zeros(7)))
+    twins.update.compute_copies[twins.paged[0]] = torch.zeros(3)
+    assert not twins.tentative.can_step(twins.paged[0])
     twins.swap.close()
 
 

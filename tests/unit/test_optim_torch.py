@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from thalweg.optim import build_optimizer
 from thalweg.optim.build import OPTIMIZERS
-from thalweg.optim.elementwise import ELEMENTWISE
-from thalweg.optim.local import LocalStep
+from thalweg.optim.elementwise import ELEMENTWISE_OPTIMIZERS
+from thalweg.optim.local import LocalStepMixin
 
 torch.set_num_threads(1)
 SHAPES = [(5, 3), (4,), (), (0, 3), (2, 3, 2)]
@@ -43,7 +43,7 @@ def worst(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ELEMENTWISE),
+    *((name, {}) for name in ELEMENTWISE_OPTIMIZERS),
     ("SGD", {"momentum": 0.9}),
     ("SGD", {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "maximize": True}),
@@ -207,10 +207,10 @@ def test_every_torch_optimizer_is_built_or_refused() -> None:
 
 def test_torchs_private_list_builder_is_where_we_exchange_the_lists() -> None:
     """``LocalStep`` leans on ``_init_group`` filling lists that begin with parameters and gradients."""
-    for name, cls in ELEMENTWISE.items():
+    for name, cls in ELEMENTWISE_OPTIMIZERS.items():
         base = getattr(torch.optim, name)
         assert hasattr(base, "_init_group"), name
-        if issubclass(cls, LocalStep):
+        if issubclass(cls, LocalStepMixin):
             optimizer = base(make_params(shapes=[(2,)]), lr=0.1)
             param = optimizer.param_groups[0]["params"][0]
             param.grad = torch.ones(2)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.dist.derived_models import CUT, WHOLE, build
-from thalweg.parallel.dependence import Dependence
-from thalweg.parallel.derive import derive
+from thalweg.parallel.dependence import ChannelDependence
+from thalweg.parallel.derive import infer_plan
 
 torch.set_num_threads(1)
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("name", [name for name in CUT if name != "tower"])
 def test_every_product_of_a_made_up_block_is_cut(name):
     model = build(name)
-    plan = derive(model, 2, 0)
+    plan = infer_plan(model, 2, 0)
     assert plan is not None
     cut = {name for name, layer in plan.layers.items() if layer.kind in ("row", "column")}
     assert cut == {
@@ -28,26 +28,26 @@ def test_every_product_of_a_made_up_block_is_cut(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_would_change_the_result_is_left_whole(name):
-    plan = derive(build(name), 2, 0)
+    plan = infer_plan(build(name), 2, 0)
     assert plan is None or not [layer for layer in plan.layers.values() if layer.kind in ("row", "column")]
 
 
 def test_one_bad_block_does_not_keep_the_others_from_being_cut():
     model = build("convolved")
     model.blocks[1] = build("chosen").blocks[0]
-    plan = derive(model, 2, 0)
+    plan = infer_plan(model, 2, 0)
     assert plan is not None and {name[:9] for name in plan.layers if "block" in name} == {"blocks.0."}
 
 
 def test_fewer_groups_than_ranks_stay_whole_and_the_rest_is_cut():
-    plan = derive(build("parallel, 4 heads on 2"), 4, 1)
+    plan = infer_plan(build("parallel, 4 heads on 2"), 4, 1)
     assert plan is not None
     assert {name.split(".")[-1] for name in plan.layers if "blocks" in name} == {"fc_in", "fc_out"}
 
 
 def _groups(x, leaf):
-    units = Dependence(x, [leaf]).units()
-    return None if units is None else [(set(u.columns), set(u.channels[0])) for u in units]
+    units = ChannelDependence(x, [leaf]).channel_groups()
+    return None if units is None else [(set(u.in_channels), set(u.out_channels[0])) for u in units]
 
 
 def test_units_are_found_in_any_order_and_at_any_width():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from thalweg.parallel.pipeline.blocks import StagedModel, cut_blocks, dissect
+from thalweg.parallel.pipeline.blocks import SplitModelStages, partition_blocks, find_blocks
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -56,9 +56,9 @@ def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
 def losses_and_grads(model: nn.Module, num_stages: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss through stages cut from copies of ``model``, and the sum of all stages' gradients."""
     batch = batch_of()
-    anatomy = dissect(model, batch)
-    cuts = cut_blocks(model, anatomy, num_stages)
-    stages = [StagedModel(copy.deepcopy(model), anatomy, cuts, [stage]) for stage in range(num_stages)]
+    anatomy = find_blocks(model, batch)
+    cuts = partition_blocks(model, anatomy, num_stages)
+    stages = [SplitModelStages(copy.deepcopy(model), anatomy, cuts, [stage]) for stage in range(num_stages)]
     value = None
     for index, stage in enumerate(stages):
         value = stage.run(index, value, batch)
@@ -68,7 +68,7 @@ def losses_and_grads(model: nn.Module, num_stages: int) -> tuple[float, dict[str
     grads: dict[str, torch.Tensor] = {}
     for index, stage in enumerate(stages):
         named = dict(stage.module.named_parameters())
-        assert set(map(id, stage.weights(index))) == set(map(id, named.values()))
+        assert set(map(id, stage.parameters(index))) == set(map(id, named.values()))
         for name, parameter in named.items():
             key = owner.get(name, name)
             if parameter.grad is not None:
@@ -103,11 +103,11 @@ def test_a_stage_that_is_skipped_shows():
 
 def test_what_cannot_be_cut_says_so():
     model = build("Llama")
-    anatomy = dissect(model, batch_of())
+    anatomy = find_blocks(model, batch_of())
     with pytest.raises(ValueError, match="5 blocks, too few for 6 stages"):
-        cut_blocks(model, anatomy, 6)
+        partition_blocks(model, anatomy, 6)
     with pytest.raises(ValueError, match="no ModuleList of blocks"):
-        dissect(nn.Linear(2, 2), {"input": torch.ones(1, 2)})
+        find_blocks(nn.Linear(2, 2), {"input": torch.ones(1, 2)})
 
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -126,13 +126,13 @@ def test_what_cannot_be_cut_says_so():
             return x
 
     with pytest.raises(ValueError, match="something between its blocks 0 and 1"):
-        dissect(Outside(), {"x": torch.ones(1, 2)})
+        find_blocks(Outside(), {"x": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"order \[2, 1, 0\]"):
-        dissect(Backwards(), {"x": torch.ones(1, 2)})
+        find_blocks(Backwards(), {"x": torch.ones(1, 2)})
 
 
 def test_a_loss_over_all_routers_is_refused():
     model = build("Mixtral")
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits to false"):
-        dissect(model, batch_of())
+        find_blocks(model, batch_of())

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 import thalweg
 from thalweg.config.schema_train import Tiling
-from thalweg.nn.tiling import tile_model
+from thalweg.nn.tiling import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.plan.batch import batch_of, batch_of_call
-from thalweg.plan.cluster import DEVICES, Cluster, cluster_of
-from thalweg.plan.depth import at_full_depth
-from thalweg.plan.heap import Heap
-from thalweg.plan.published import transformer_activations, zero_states
-from thalweg.plan.rehearsal import rehearse
-from thalweg.plan.setting import Ranks, Setting, twin_on_meta
-from thalweg.plan.sizes import parse_bytes, show_bytes
-from thalweg.plan.source import open_source
-from thalweg.plan.tape import Tape
+from thalweg.plan.batch import infer_input_spec, input_spec_from_call
+from thalweg.plan.cluster import DEVICES, Cluster, build_cluster
+from thalweg.plan.depth import measure_extrapolated
+from thalweg.plan.heap import MallocModel
+from thalweg.plan.published import transformer_activation_bytes, zero_state_bytes
+from thalweg.plan.rehearsal import trace_step
+from thalweg.plan.setting import RankTopology, RunSpec, copy_to_meta
+from thalweg.plan.sizes import parse_bytes, format_bytes
+from thalweg.plan.source import load_meta_model
+from thalweg.plan.tape import AllocationRecorder
 from thalweg.zero.policy import Precision, ZeroPolicy
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)
@@ -39,14 +39,14 @@ def on_meta(shape: GPTConfig = SHAPE) -> GPT:
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zeros_published_case(stage, gigabytes):
     """7.5 billion parameters, K = 12, 64 ranks (the paper's figure 1)."""
-    found = zero_states(7.5e9, 64, stage) / 1e9
+    found = zero_state_bytes(7.5e9, 64, stage) / 1e9
     assert round(found, 1) == gigabytes
-    assert round(zero_states(7.5e9, 32, stage) / 1e9, 1) != gigabytes or stage == 0
+    assert round(zero_state_bytes(7.5e9, 32, stage) / 1e9, 1) != gigabytes or stage == 0
 
 
 def test_the_lectures_case():
     """GPT-2 of 1.5 billion parameters, sequence 1,024, batch 32: about 60 GB of activations."""
-    assert transformer_activations(1600, 48, 1024, 32) == pytest.approx(60e9, rel=0.1)
+    assert transformer_activation_bytes(1600, 48, 1024, 32) == pytest.approx(60e9, rel=0.1)
 
 
 def test_the_plan_gives_the_published_numbers_of_a_real_model():
@@ -79,24 +79,24 @@ def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
     shape = GPTConfig(**{**SHAPE.to_dict(), "dropout": dropout})
     real = GPT(shape)
     tokens = torch.randint(0, 256, (2, 64))
-    tape = Tape()
-    tape.know([*real.parameters(), tokens])
+    tape = AllocationRecorder()
+    tape.ignore([*real.parameters(), tokens])
     with tape:
         loss = real(tokens, tokens)
         loss.backward()
         del loss
         for parameter in real.parameters():
             parameter.grad = None
-    one_rank = Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None)
-    fake = rehearse(on_meta(shape), batch_of_call((tokens, tokens), {}), one_rank)
-    activations = [event for event in fake.window if event[2] != "buffers"]
-    numbers = {number for number, _, label in fake.window if label == "buffers"}
+    one_rank = RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
+    fake = trace_step(on_meta(shape), input_spec_from_call((tokens, tokens), {}), one_rank)
+    activations = [event for event in fake.window_events if event[2] != "buffers"]
+    numbers = {number for number, _, label in fake.window_events if label == "buffers"}
     activations = [event for event in activations if -event[0] not in numbers]
     # The real run keeps all gradients to the end; those of the fake one leave unit by unit.
     assert live_peak(activations) == pytest.approx(live_peak(tape.events), rel=0.02)
     assert fake.flops == tape.flops
-    short = rehearse(on_meta(shape), batch_of(real, 2, 32), one_rank)
-    assert live_peak(short.window) < 0.7 * live_peak(fake.window)  # negative control
+    short = trace_step(on_meta(shape), infer_input_spec(real, 2, 32), one_rank)
+    assert live_peak(short.window_events) < 0.7 * live_peak(fake.window_events)  # negative control
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
@@ -110,18 +110,18 @@ def test_experts_of_hugging_face_are_planned_in_fp32(family):
     )  # fmt: skip
     real = transformers.AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(0, 512, (2, 64))
-    tape = Tape()
-    tape.know([*real.parameters(), tokens])
+    tape = AllocationRecorder()
+    tape.ignore([*real.parameters(), tokens])
     with tape:
         real(input_ids=tokens, labels=tokens).loss.backward()
         for parameter in real.parameters():
             parameter.grad = None
-    one_rank = Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None)
+    one_rank = RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
     with torch.device("meta"):
         planned = transformers.AutoModelForCausalLM.from_config(config)
-    fake = rehearse(planned, batch_of_call((), {"input_ids": tokens, "labels": tokens}), one_rank)
-    buffers = {number for number, _, label in fake.window if label == "buffers"}
-    own = [event for event in fake.window if abs(event[0]) not in buffers]
+    fake = trace_step(planned, input_spec_from_call((), {"input_ids": tokens, "labels": tokens}), one_rank)
+    buffers = {number for number, _, label in fake.window_events if label == "buffers"}
+    own = [event for event in fake.window_events if abs(event[0]) not in buffers]
     assert live_peak(own) == pytest.approx(live_peak(tape.events), rel=0.1)
 
 
@@ -134,32 +134,32 @@ WIDE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=32, block_size=64)
 )
 def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
     tokens = torch.randint(0, 2048, (4, 64))
-    real, tape = GPT(WIDE), Tape()
-    tape.know([*real.parameters(), tokens])
-    tile_model(real, tiling)
+    real, tape = GPT(WIDE), AllocationRecorder()
+    tape.ignore([*real.parameters(), tokens])
+    apply_tiling(real, tiling)
     with tape:
         loss = real(tokens, tokens)
         loss.backward()
         del loss
     batch, one_rank = (
-        batch_of_call((tokens, tokens), {}),
-        Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling),
+        input_spec_from_call((tokens, tokens), {}),
+        RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling),
     )
-    fake = rehearse(on_meta(WIDE), batch, one_rank)
-    own = {number for number, _, label in fake.window if label == "buffers"}
-    events = [event for event in fake.window if abs(event[0]) not in own]
+    fake = trace_step(on_meta(WIDE), batch, one_rank)
+    own = {number for number, _, label in fake.window_events if label == "buffers"}
+    events = [event for event in fake.window_events if abs(event[0]) not in own]
     assert live_peak(events) == pytest.approx(live_peak(tape.events), rel=0.03)
-    plain = rehearse(on_meta(WIDE), batch, Setting(Ranks(), ZeroPolicy(0), Precision(), optimizer=None))
+    plain = trace_step(on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None))
     if tiling.loss:  # full logits would be most of it
-        assert live_peak(fake.window) < 0.7 * live_peak(plain.window)
+        assert live_peak(fake.window_events) < 0.7 * live_peak(plain.window_events)
     else:
-        assert live_peak(fake.window) != live_peak(plain.window)
+        assert live_peak(fake.window_events) != live_peak(plain.window_events)
 
 
 def test_views_and_in_place_results_cost_nothing():
-    tape = Tape()
+    tape = AllocationRecorder()
     x = torch.ones(64, 64)
-    tape.know([x])
+    tape.ignore([x])
     with tape:
         y = x.t().reshape(-1)[:100].view(10, 10)
         x.add_(1)
@@ -172,7 +172,7 @@ def test_views_and_in_place_results_cost_nothing():
 @given(st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(0, 9)), min_size=1, max_size=80))
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_the_heap_never_overlap(steps):
-    heap, blocks, live, highest = Heap(), [], 0, 0
+    heap, blocks, live, highest = MallocModel(), [], 0, 0
     for size, choice in steps:
         if choice < 3 and blocks:
             block = blocks.pop(choice % len(blocks))
@@ -185,43 +185,43 @@ def test_blocks_of_the_heap_never_overlap(steps):
             blocks.append((start, length))
             live += length
         highest = max(highest, live)
-        assert heap.top >= highest
+        assert heap.high_water_mark >= highest
     for block in blocks:
         heap.free(block)
-    heap.settle()
+    heap.free_pinned()
     assert heap.free_bytes == 0  # all of it is one block again, and that is the top
 
 
 def test_large_holes_outlast_setting_up_and_small_ones_do_not():
-    heap = Heap()
+    heap = MallocModel()
     large, small = (heap.malloc(size) for size in (8 << 20, 1 << 20))
     heap.malloc(64)
     heap.free(large)
-    heap.settle()
-    heap.seal(below=4 << 20)
-    top = heap.top
+    heap.free_pinned()
+    heap.drop_small_holes(below_bytes=4 << 20)
+    top = heap.high_water_mark
     heap.malloc(6 << 20)
-    assert heap.top == top
-    heap.seal(below=4 << 20)  # what is left of the large hole is small
+    assert heap.high_water_mark == top
+    heap.drop_small_holes(below_bytes=4 << 20)  # what is left of the large hole is small
     heap.free(small)
-    heap.settle()
-    heap.seal(below=4 << 20)
+    heap.free_pinned()
+    heap.drop_small_holes(below_bytes=4 << 20)
     heap.malloc(1 << 19)
-    assert heap.top > top
+    assert heap.high_water_mark > top
 
 
 def test_a_hole_is_too_small_for_its_like_while_the_graph_lives():
-    heap = Heap()
+    heap = MallocModel()
     blocks = [heap.malloc(1 << 20) for _ in range(4)]
-    top = heap.top
+    top = heap.high_water_mark
     heap.free(blocks[1])
     heap.malloc(1 << 20)
-    assert heap.top > top
-    heap.settle()
+    assert heap.high_water_mark > top
+    heap.free_pinned()
     heap.free(blocks[2])
-    grown = heap.top
+    grown = heap.high_water_mark
     heap.malloc(1 << 20)
-    assert heap.top == grown
+    assert heap.high_water_mark == grown
 
 
 def test_recomputation_stages_and_precision_move_the_right_bytes():
@@ -242,13 +242,13 @@ def test_recomputation_stages_and_precision_move_the_right_bytes():
 
 def test_a_deep_model_is_continued_from_shallow_ones():
     shape = GPTConfig(vocab_size=512, n_layer=26, n_head=2, n_embd=64, block_size=64)
-    setting = Setting(Ranks(1, 2), ZeroPolicy(3), Precision(), micro_batch=2)
+    setting = RunSpec(RankTopology(1, 2), ZeroPolicy(3), Precision(), micro_batch_size=2)
 
     def measure(model):
-        found = rehearse(model, batch_of(model, 2, 64), setting)
-        return {"peak": live_peak(found.window), "flops": found.flops}
+        found = trace_step(model, infer_input_spec(model, 2, 64), setting)
+        return {"peak": live_peak(found.window_events), "flops": found.flops}
 
-    continued = at_full_depth(lambda: on_meta(shape), measure)
+    continued = measure_extrapolated(lambda: on_meta(shape), measure)
     whole = measure(on_meta(shape))
     assert continued["peak"] == pytest.approx(whole["peak"], rel=0.01)
     assert continued["flops"] == whole["flops"]
@@ -273,22 +273,22 @@ def test_the_answer_has_its_keys_and_fits_or_not():
 
 
 def test_a_suggestion_fits_when_it_is_followed():
-    from thalweg.plan.changes import with_changes
+    from thalweg.plan.changes import apply_changes
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 64}
     first = thalweg.plan(tiny, config, device="h100", device_memory="60MiB")
-    second = thalweg.plan(tiny, with_changes(config, first.suggestion), device="h100", device_memory="60MiB")
+    second = thalweg.plan(tiny, apply_changes(config, first.suggestion), device="h100", device_memory="60MiB")
     assert second.fits is True
     assert first.fits is False
     assert second.tokens == first.tokens
 
 
 def test_the_page_needs_no_network():
-    from thalweg.plan.page import as_page
+    from thalweg.plan.page import plan_to_html
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
-    page = as_page(thalweg.plan(tiny, CONFIG, device="h100"))
+    page = plan_to_html(thalweg.plan(tiny, CONFIG, device="h100"))
     assert "<svg" in page
     assert "polygon" in page
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -302,7 +302,7 @@ def test_a_live_model_is_not_touched():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [type(module) for module in model.modules()] == classes
     assert not any(p.is_meta for p in model.parameters())
-    assert all(p.is_meta for p in twin_on_meta(model).parameters())
+    assert all(p.is_meta for p in copy_to_meta(model).parameters())
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_live_model_is_not_touched():
 )
 def test_what_is_no_model_is_a_clear_error(wrong):
     with pytest.raises((ValueError, FileNotFoundError)):
-        open_source(wrong)
+        load_meta_model(wrong)
 
 
 def test_a_model_with_other_inputs_asks_for_a_batch():
@@ -347,7 +347,7 @@ def test_texts_beside_images_are_planned(family):
     found = thalweg.plan(model, CONFIG)
     trained = sum(p.numel() for p in model.parameters())
     assert found.per_rank.activations > 0 and found.per_rank.optimizer >= 8 * trained
-    fields = batch_of(model, 2).kwargs
+    fields = infer_input_spec(model, 2).kwargs
     assert fields["input_ids"].shape == (2, 20) and fields["pixel_values"].shape == (2, 3, 24, 24)
     with pytest.raises(ValueError, match="20 positions"):
         thalweg.plan(model, CONFIG, sequence_length=21)
@@ -363,9 +363,9 @@ def test_sizes(text, num_bytes):
 def test_sizes_that_are_none():
     with pytest.raises(ValueError, match="80GiB"):
         parse_bytes("many")
-    assert show_bytes(3 << 30) == "3 GiB"
+    assert format_bytes(3 << 30) == "3 GiB"
     with pytest.raises(ValueError, match="h100"):
-        cluster_of(device="abacus")
+        build_cluster(device="abacus")
 
 
 def test_a_big_llama_on_1024_gpus_in_seconds():
@@ -383,7 +383,7 @@ def test_a_big_llama_on_1024_gpus_in_seconds():
         "train_micro_batch_size_per_gpu": 1,
     }
     config["activation_checkpointing"] = {"policy": "full"}
-    open_source({**llama, "num_hidden_layers": 1})  # the library's import is not the plan's
+    load_meta_model({**llama, "num_hidden_layers": 1})  # the library's import is not the plan's
     start = time.process_time()
     found = thalweg.plan(
         llama, config, num_nodes=128, devices_per_node=8, device="h100", sequence_length=4096

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import thalweg
 from thalweg.plan import Cluster, Plan, depth
-from thalweg.plan.batch import batch_of_call
-from thalweg.plan.changes import with_changes
-from thalweg.plan.page import as_page
+from thalweg.plan.batch import input_spec_from_call
+from thalweg.plan.changes import apply_changes
+from thalweg.plan.page import plan_to_html
 
 pytest.importorskip("transformers")
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_the_timeline_of_a_deep_model_reaches_its_peak(policy: str) -> None:
     assert highest > 3 * max(moment.resident for moment in shallow.timeline)
     state = {moment.alive.get("optimizer", 0) for moment in found.timeline}
     assert max(state) == pytest.approx(found.per_rank.optimizer, rel=0.02)
-    assert "polygon" in as_page(found)
+    assert "polygon" in plan_to_html(found)
 
 
 def test_a_disk_that_is_too_small_is_said_and_so_is_what_fits() -> None:
@@ -141,7 +141,7 @@ def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> N
     small = Cluster(device_memory=roomy // 4, host_memory=64 * GIB)
     first = thalweg.plan(shape, config, cluster=small, sequence_length=512)
     assert first.fits is False and first.suggestion, first.reasons
-    again = thalweg.plan(shape, with_changes(config, first.suggestion), cluster=small, sequence_length=512)
+    again = thalweg.plan(shape, apply_changes(config, first.suggestion), cluster=small, sequence_length=512)
     assert again.fits is True and again.tokens == first.tokens
 
 
@@ -159,10 +159,10 @@ def test_a_given_batch_has_fewer_rows_where_fewer_are_suggested() -> None:
     found = thalweg.plan(shape, config, batch=batch, cluster=Cluster(device_memory=room))
     assert found.suggestion and found.suggestion["train_micro_batch_size_per_gpu"] <= 8
     assert found.suggestion["gradient_accumulation_steps"] >= 2
-    shared = batch_of_call((tokens, torch.zeros(1, 128), torch.zeros(()), True), {})
-    assert [f.shape for f in shared.with_rows(4, 16).fields] == [(4, 128), (1, 128), ()]
+    shared = input_spec_from_call((tokens, torch.zeros(1, 128), torch.zeros(()), True), {})
+    assert [f.shape for f in shared.with_batch_size(4, 16).tensor_specs] == [(4, 128), (1, 128), ()]
     with pytest.raises(ValueError, match="cannot be cut"):
-        batch_of_call((tokens, torch.zeros(3)), {}).with_rows(4, 16)
+        input_spec_from_call((tokens, torch.zeros(3)), {}).with_batch_size(4, 16)
 
 
 def test_auto_tries_small_micro_batches_before_it_leaves_the_device() -> None:

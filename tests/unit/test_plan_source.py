@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import thalweg
-from thalweg.plan.batch import batch_of, like
-from thalweg.plan.rehearsal import rehearse
-from thalweg.plan.setting import Ranks, Setting, twin_on_meta
-from thalweg.plan.source import open_source
+from thalweg.plan.batch import infer_input_spec, input_spec_from_example
+from thalweg.plan.rehearsal import trace_step
+from thalweg.plan.setting import RankTopology, RunSpec, copy_to_meta
+from thalweg.plan.source import load_meta_model
 from thalweg.zero.policy import Precision, ZeroPolicy
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ SMALL |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "bos_token_id": 3, "eos_
 )
 def test_a_config_that_makes_no_model_is_an_error_in_words(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        open_source(fields)
+        load_meta_model(fields)
     assert words in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -53,7 +53,7 @@ def test_a_config_that_makes_no_model_is_an_error_in_words(fields: dict[str, Any
     ],
 )
 def test_the_class_that_is_trained_is_taken(fields: dict[str, Any], name: str) -> None:
-    assert open_source(fields).name.startswith(name)
+    assert load_meta_model(fields).name.startswith(name)
 
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -62,12 +62,12 @@ TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
 @pytest.mark.parametrize("names", [["AutoTokenizer"], [3], "LlamaModel"])
 def test_architectures_that_name_no_model_are_passed_over(names: Any) -> None:
     fields = {"model_type": "llama", "architectures": names, "vocab_size": 64, **TINY}
-    assert open_source(fields).name == "LlamaForCausalLM"
+    assert load_meta_model(fields).name == "LlamaForCausalLM"
 
 
 def _inputs(fields: dict[str, Any], length: int | None = None) -> dict[str, tuple[int, ...]]:
-    model = open_source(fields).model
-    return {name: field.shape for name, field in batch_of(model, 2, length).kwargs.items()}
+    model = load_meta_model(fields).model
+    return {name: field.shape for name, field in infer_input_spec(model, 2, length).kwargs.items()}
 
 
 def test_sounds_are_planned_as_they_are_heard() -> None:
@@ -116,7 +116,7 @@ class Steps(torch.nn.Module):
 
 
 def test_a_rehearsal_has_an_end() -> None:
-    setting = Setting(Ranks(), ZeroPolicy(0), Precision())
+    setting = RunSpec(RankTopology(), ZeroPolicy(0), Precision())
     with pytest.raises(ValueError, match="the step was not over"):
-        rehearse(twin_on_meta(Steps()), like(torch.ones(2, 4)), setting, seconds=0.0)
-    assert rehearse(twin_on_meta(Steps()), like(torch.ones(2, 4)), setting, seconds=60.0).num_calls > 600
+        trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=0.0)
+    assert trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=60.0).num_ops > 600

@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thalweg
 from thalweg.config import load
-from thalweg.ops.table import KernelTable
-from thalweg.plan.auto import open_paths
+from thalweg.ops.table import AutotuneCache
+from thalweg.plan.auto import auto_keys
 from thalweg.plan.cluster import DEVICES, Cluster
-from thalweg.plan.setting import unmodelled
-from thalweg.plan.tape import Tape
+from thalweg.plan.setting import unmodelled_options
+from thalweg.plan.tape import AllocationRecorder
 
 SHAPE = {"vocab_size": 512, "n_layer": 8, "n_head": 4, "n_embd": 128, "block_size": 128}
 GPUS = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 40, flops=DEVICES["h100"].flops)
@@ -54,14 +54,14 @@ def test_gradients_wait_for_a_disk_that_is_slower_than_the_backward_pass():
 def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
     blocks, results = {}, {}
     for kernel in ("onednn", "convolution", "torch", None):
-        monkeypatch.setattr(KernelTable, "known", lambda *_, kernel=kernel: kernel)
-        tape = Tape()
-        tape.kernels = "auto"
+        monkeypatch.setattr(AutotuneCache, "known", lambda *_, kernel=kernel: kernel)
+        tape = AllocationRecorder()
+        tape.linear_kernels = "auto"
         with FakeTensorMode():
             x, weight = torch.empty(64, 32), torch.empty(48, 32, requires_grad=True)
             with tape:
                 torch.nn.functional.linear(x, weight).square().sum().backward()
-        made = [size for number, size, _ in tape.take() if number > 0]
+        made = [size for number, size, _ in tape.pop_events() if number > 0]
         blocks[kernel], results[kernel] = made.count(64 * 48 * 4), made.count(48 * 32 * 4)
     assert blocks["onednn"] == blocks["torch"] + 1
     assert results["convolution"] == results["torch"] + 1
@@ -71,7 +71,7 @@ def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
 
 def test_what_is_not_counted_is_said():
     split = config_of(context_parallel_size=2)
-    assert unmodelled(load(split)) == ["context_parallel_size"]
+    assert unmodelled_options(load(split)) == ["context_parallel_size"]
     small = Cluster(devices_per_node=4, device_memory=1 << 20)
     found = planned(split, small)
     assert found.fits is None  # too much as it is, but a split model is smaller than this
@@ -82,14 +82,14 @@ def test_what_is_not_counted_is_said():
     assert "NOT COUNTED" not in str(plain)
     parts = {"activation_checkpointing": {"policy": "full", "partition_activations": True}}
     in_parts = config_of(tensor_parallel={"autotp_size": 2}, **parts)
-    assert unmodelled(load(in_parts)) == ["activation_checkpointing.partition_activations"]
+    assert unmodelled_options(load(in_parts)) == ["activation_checkpointing.partition_activations"]
     counted = config_of(
         3,
         {"offload_param": NVME, "offload_optimizer": NVME, "zero_quantized_gradients": True},
         tiling={"loss": True, "mlp": 4},
         activation_checkpointing={"policy": "full", "offload": "nvme"},
     )
-    assert unmodelled(load(counted)) == []
+    assert unmodelled_options(load(counted)) == []
 
 
 def test_inputs_of_checkpointed_units_leave_for_the_disk_or_the_host():
@@ -223,8 +223,8 @@ def test_row45_frozen_parameters_have_neither_gradients_nor_state():
 
 
 def test_auto_is_the_plans_only_where_it_was_written():
-    assert open_paths(load(config_of())) == []
-    assert open_paths(load(config_of("auto"))) == ["zero_optimization.stage"]
+    assert auto_keys(load(config_of())) == []
+    assert auto_keys(load(config_of("auto"))) == ["zero_optimization.stage"]
     follows = config_of(train_batch_size=8, gradient_accumulation_steps=2)
     follows["train_micro_batch_size_per_gpu"] = "auto"
-    assert open_paths(load(follows)) == []
+    assert auto_keys(load(follows)) == []

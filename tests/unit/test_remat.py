@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.ops import linear, switch_linear_layers
-from thalweg.remat import RematPolicy, apply_activation_checkpointing, remove_activation_checkpointing, units
+from thalweg.ops import linear, patch_linear_layers
+from thalweg.remat import ActivationCheckpointPolicy, apply_activation_checkpointing, remove_activation_checkpointing, units
 
-FULL = RematPolicy("full")
+FULL = ActivationCheckpointPolicy("full")
 POLICIES = [
     FULL,
-    RematPolicy("selective"),
-    RematPolicy("selective", every=2),
-    RematPolicy("selective", save=("attention",)),
-    RematPolicy("selective", every=3, save=("matmul",)),
+    ActivationCheckpointPolicy("selective"),
+    ActivationCheckpointPolicy("selective", every=2),
+    ActivationCheckpointPolicy("selective", save=("attention",)),
+    ActivationCheckpointPolicy("selective", every=3, save=("matmul",)),
 ]
 
 
@@ -36,7 +36,7 @@ def small(dropout: float = 0.0, layers: int = 4) -> GPT:
     return GPT(GPTConfig(vocab_size=97, n_layer=layers, n_head=2, n_embd=32, block_size=16, dropout=dropout))
 
 
-def checkpointed(policy: RematPolicy, **shape: float) -> GPT:
+def checkpointed(policy: ActivationCheckpointPolicy, **shape: float) -> GPT:
     model = small(**shape)  # type: ignore[arg-type]
     apply_activation_checkpointing(model, list(model.blocks), policy)
     return model
@@ -85,7 +85,7 @@ def runs_of(model: nn.Module, units: list[nn.Module]) -> list[int]:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_bitwise_equal_on_and_off(policy: RematPolicy, dropout: float) -> None:
+def test_bitwise_equal_on_and_off(policy: ActivationCheckpointPolicy, dropout: float) -> None:
     assert same(train(checkpointed(policy, dropout=dropout)), train(small(dropout)))
 
 
@@ -101,8 +101,8 @@ def test_dropout_would_differ_if_the_random_state_were_lost(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
-@pytest.mark.parametrize("policy", [FULL, RematPolicy("selective")], ids=str)
-def test_under_autocast(policy: RematPolicy, context: Callable[[], object]) -> None:
+@pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)
+def test_under_autocast(policy: ActivationCheckpointPolicy, context: Callable[[], object]) -> None:
     want = train(small(0.1), context=context)
     assert same(train(checkpointed(policy, dropout=0.1), context=context), want)
     assert not same(train(small(0.1)), want)
@@ -111,15 +111,15 @@ def test_under_autocast(policy: RematPolicy, context: Callable[[], object]) -> N
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (RematPolicy(), [1, 1, 1, 1]),
+        (ActivationCheckpointPolicy(), [1, 1, 1, 1]),
         (FULL, [2, 2, 2, 2]),
-        (RematPolicy("selective", every=2), [2, 1, 2, 1]),
-        (RematPolicy("selective", every=3), [2, 1, 1, 2]),
-        (RematPolicy("selective"), [2, 2, 2, 2]),
+        (ActivationCheckpointPolicy("selective", every=2), [2, 1, 2, 1]),
+        (ActivationCheckpointPolicy("selective", every=3), [2, 1, 1, 2]),
+        (ActivationCheckpointPolicy("selective"), [2, 2, 2, 2]),
     ],
     ids=str,
 )
-def test_which_units_run_twice(policy: RematPolicy, expected: list[int]) -> None:
+def test_which_units_run_twice(policy: ActivationCheckpointPolicy, expected: list[int]) -> None:
     model = checkpointed(policy)
     assert runs_of(model, list(model.blocks)) == expected
 
@@ -144,27 +144,27 @@ def test_saved_operators_are_not_run_again() -> None:
     attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     everything = operators_in_backward(checkpointed(FULL))
     assert everything[attention] == 4 and everything["aten.addmm.default"] >= 12
-    keeps_attention = operators_in_backward(checkpointed(RematPolicy("selective", save=("attention",))))
+    keeps_attention = operators_in_backward(checkpointed(ActivationCheckpointPolicy("selective", save=("attention",))))
     assert attention not in keeps_attention and keeps_attention["aten.addmm.default"] >= 12
-    keeps_both = operators_in_backward(checkpointed(RematPolicy("selective")))
+    keeps_both = operators_in_backward(checkpointed(ActivationCheckpointPolicy("selective")))
     assert attention not in keeps_both and "aten.addmm.default" not in keeps_both
     assert keeps_both["aten.gelu.default"] == 4
     assert attention not in operators_in_backward(small())
 
 
-@pytest.mark.parametrize("policy", [FULL, RematPolicy("selective")], ids=str)
-def test_with_switched_linear_layers(policy: RematPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)
+def test_with_switched_linear_layers(policy: ActivationCheckpointPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     class Always:
-        def pick(self, *_args: object) -> str:
+        def best_kernel(self, *_args: object) -> str:
             return "onednn"
 
     monkeypatch.setattr(linear, "default_table", Always)
     monkeypatch.setattr(linear, "_MIN_FLOPS", 0.0)
     plain = small(0.2)
-    if not switch_linear_layers(plain):
+    if not patch_linear_layers(plain):
         pytest.skip("this torch build has no mkldnn::_linear_pointwise")
     model = small(0.2)
-    switch_linear_layers(model)
+    patch_linear_layers(model)
     apply_activation_checkpointing(model, list(model.blocks), policy)
     assert same(train(model), train(plain))
     # 17 products belong to the backward itself; full recomputation adds the forward's.
@@ -195,7 +195,7 @@ def saved_bytes(model: nn.Module) -> int:
 def test_fewer_bytes_are_kept() -> None:
     plain = saved_bytes(small())
     full = saved_bytes(checkpointed(FULL))
-    every_second = saved_bytes(checkpointed(RematPolicy("selective", every=2)))
+    every_second = saved_bytes(checkpointed(ActivationCheckpointPolicy("selective", every=2)))
     assert full < every_second < plain
     assert full < 0.4 * plain
 
@@ -236,7 +236,7 @@ class Odd(nn.Module):
 
 def test_keyword_arguments_other_types_and_structured_results() -> None:
     results = []
-    for policy in (RematPolicy(), FULL):
+    for policy in (ActivationCheckpointPolicy(), FULL):
         torch.manual_seed(0)
         unit = Odd()
         apply_activation_checkpointing(unit, [unit], policy)
@@ -270,7 +270,7 @@ def test_inputs_without_gradients_and_a_frozen_base_with_adapters() -> None:
         return model
 
     plain, model = build(), build()
-    for policy in (FULL, RematPolicy("selective")):
+    for policy in (FULL, ActivationCheckpointPolicy("selective")):
         apply_activation_checkpointing(model, list(model.blocks), policy)
         grads = train(model)
         assert same(grads, train(plain)) and len(grads) == 3 + 4 * 4
@@ -324,8 +324,8 @@ def test_other_instances_of_the_class_stay_plain() -> None:
     assert runs_of(other, list(other.blocks)) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("policy", [FULL, RematPolicy("selective")], ids=str)
-def test_compiled_after(policy: RematPolicy) -> None:
+@pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)
+def test_compiled_after(policy: ActivationCheckpointPolicy) -> None:
     torch._dynamo.reset()
     want = train(small(layers=2))
     model = checkpointed(policy, layers=2)
@@ -372,7 +372,7 @@ def test_retained_graph_two_losses_and_nested_units() -> None:
 )
 def test_policies_that_make_no_sense(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RematPolicy(**fields)  # type: ignore[arg-type]
+        ActivationCheckpointPolicy(**fields)  # type: ignore[arg-type]
 
 
 def test_units_that_cannot_be_checkpointed() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.remat import RematPolicy, apply_activation_checkpointing
+from thalweg.remat import ActivationCheckpointPolicy, apply_activation_checkpointing
 
 hf = pytest.importorskip("transformers")
 
-FULL = RematPolicy("full")
+FULL = ActivationCheckpointPolicy("full")
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +78,9 @@ def count_runs(units: list[nn.Module]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize(
-    "policy", [FULL, RematPolicy("selective"), RematPolicy("selective", every=2)], ids=str
+    "policy", [FULL, ActivationCheckpointPolicy("selective"), ActivationCheckpointPolicy("selective", every=2)], ids=str
 )
-def test_bitwise_equal_with_dropout_and_caches(family: str, policy: RematPolicy) -> None:
+def test_bitwise_equal_with_dropout_and_caches(family: str, policy: ActivationCheckpointPolicy) -> None:
     plain, _ = build(family)
     model, units = build(family)
     names = [name for name, _ in model.named_parameters()]

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from tests.unit.test_tiled_loss import peak_of
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.remat import (
-    DiskSaver,
-    InPlace,
-    RematPolicy,
+    NvmeActivationOffloader,
+    NoActivationOffloader,
+    ActivationCheckpointPolicy,
     apply_activation_checkpointing,
     putaway,
     remove_activation_checkpointing,
 )
 from thalweg.store import SwapFile
 
-FULL = RematPolicy("full")
+FULL = ActivationCheckpointPolicy("full")
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[DiskSaver]:
-    made = DiskSaver(partial(SwapFile, tmp_path), segment_bytes=1 << 20)
+def saver(tmp_path: Path) -> Iterator[NvmeActivationOffloader]:
+    made = NvmeActivationOffloader(partial(SwapFile, tmp_path), segment_bytes=1 << 20)
     yield made
     gc.collect()
     made.close()
@@ -48,7 +48,7 @@ def small(dropout: float = 0.0, layers: int = 5) -> GPT:
     return GPT(GPTConfig(vocab_size=97, n_layer=layers, n_head=2, n_embd=32, block_size=16, dropout=dropout))
 
 
-def build(saver: Any, dropout: float = 0.0, policy: RematPolicy = FULL) -> GPT:
+def build(saver: Any, dropout: float = 0.0, policy: ActivationCheckpointPolicy = FULL) -> GPT:
     model = small(dropout)
     apply_activation_checkpointing(model, list(model.blocks), policy, saver)
     return model
@@ -80,13 +80,13 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "policy", [FULL, RematPolicy("selective"), RematPolicy("selective", every=2)], ids=str
+    "policy", [FULL, ActivationCheckpointPolicy("selective"), ActivationCheckpointPolicy("selective", every=2)], ids=str
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_on_disk_the_bits_are_the_same(saver: DiskSaver, policy: RematPolicy, dropout: float) -> None:
+def test_on_disk_the_bits_are_the_same(saver: NvmeActivationOffloader, policy: ActivationCheckpointPolicy, dropout: float) -> None:
     assert same(train(build(saver, dropout, policy)), train(small(dropout)))
     assert saver.num_bytes > 0
-    assert same(train(build(InPlace(), dropout, policy)), train(small(dropout)))
+    assert same(train(build(NoActivationOffloader(), dropout, policy)), train(small(dropout)))
 
 
 def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) 
             raise ValueError("make room")
         return SwapFile(tmp_path, num_bytes)
 
-    saver = DiskSaver(small_disk, segment_bytes=1 << 28)
+    saver = NvmeActivationOffloader(small_disk, segment_bytes=1 << 28)
     assert same(train(build(saver)), train(small()))
     assert 0 < saver.num_bytes <= 4 << 16
     with pytest.raises(ValueError, match="make room"):
@@ -104,7 +104,7 @@ def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) 
     saver.close()
 
 
-def test_a_wrong_byte_on_disk_would_be_seen(saver: DiskSaver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_on_disk_would_be_seen(saver: NvmeActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SwapFile.read
 
     def wrong(self: SwapFile, offset: int, into: Tensor) -> Any:
@@ -117,7 +117,7 @@ def test_a_wrong_byte_on_disk_would_be_seen(saver: DiskSaver, monkeypatch: pytes
     assert not same(train(build(saver)), train(small()))
 
 
-def test_several_forwards_retained_graphs_and_the_other_order(saver: DiskSaver) -> None:
+def test_several_forwards_retained_graphs_and_the_other_order(saver: NvmeActivationOffloader) -> None:
     found = []
     for model in (small(0.2), build(saver, 0.2)):
         torch.manual_seed(3)
@@ -130,7 +130,7 @@ def test_several_forwards_retained_graphs_and_the_other_order(saver: DiskSaver) 
     assert same(*found)
 
 
-def test_nested_units_and_a_unit_within_its_own_backward(saver: DiskSaver) -> None:
+def test_nested_units_and_a_unit_within_its_own_backward(saver: NvmeActivationOffloader) -> None:
     want = train(small(0.1))
     model = small(0.1)
     inner = [block.mlp for block in model.blocks]
@@ -161,7 +161,7 @@ def test_nested_units_and_a_unit_within_its_own_backward(saver: DiskSaver) -> No
     assert same(*results)
 
 
-def test_exceptions_give_the_room_back(saver: DiskSaver) -> None:
+def test_exceptions_give_the_room_back(saver: NvmeActivationOffloader) -> None:
     model = build(saver)
     model(*batch()).backward()
     grads(model)
@@ -186,7 +186,7 @@ def test_exceptions_give_the_room_back(saver: DiskSaver) -> None:
     assert saver.num_bytes == 1 << 20
 
 
-def test_sequences_of_every_length_share_the_room(saver: DiskSaver) -> None:
+def test_sequences_of_every_length_share_the_room(saver: NvmeActivationOffloader) -> None:
     model = build(saver)
     for length, rows in itertools.product(range(1, 17), range(1, 9)):
         tokens = torch.randint(97, (rows, length + 1), generator=torch.Generator().manual_seed(length))
@@ -194,7 +194,7 @@ def test_sequences_of_every_length_share_the_room(saver: DiskSaver) -> None:
     assert saver.num_bytes == 1 << 20
 
 
-def test_an_input_changed_in_place_is_an_error(saver: DiskSaver) -> None:
+def test_an_input_changed_in_place_is_an_error(saver: NvmeActivationOffloader) -> None:
     unit = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     apply_activation_checkpointing(unit, [unit], FULL, saver)
     x = torch.randn(4, 64, requires_grad=True) * 1.0
@@ -212,7 +212,7 @@ def test_an_input_changed_in_place_is_an_error(saver: DiskSaver) -> None:
         y.sum().backward()
 
 
-def test_the_peak_is_lower_by_the_inputs(saver: DiskSaver) -> None:
+def test_the_peak_is_lower_by_the_inputs(saver: NvmeActivationOffloader) -> None:
     shape = GPTConfig(vocab_size=50, n_layer=16, n_head=2, n_embd=32, block_size=256)
     tokens = torch.randint(50, (16, 257), generator=torch.Generator().manual_seed(0))
     inputs = 16 * 16 * 256 * 32 * 4
@@ -228,7 +228,7 @@ def test_the_peak_is_lower_by_the_inputs(saver: DiskSaver) -> None:
     assert here - away > 11 / 16 * inputs - 100_000, (here, away, inputs)
 
 
-def test_removed_and_copied(saver: DiskSaver) -> None:
+def test_removed_and_copied(saver: NvmeActivationOffloader) -> None:
     import copy
     import pickle
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.optim import build_schedule
+from thalweg.optim import build_lr_scheduler
 
 
 def optimizer(
@@ -23,7 +23,7 @@ def optimizer(
 def run(name: str, params: dict, count: int, opt: torch.optim.Optimizer | None = None) -> list[list[float]]:
     """The groups' rates that the updates 1, 2, ..., count use."""
     opt = opt or optimizer()
-    schedule = build_schedule(name, params, opt)
+    schedule = build_lr_scheduler(name, params, opt)
     used = []
     for _ in range(count):
         used.append([group["lr"] for group in opt.param_groups])
@@ -142,7 +142,7 @@ def test_one_cycle_written_out() -> None:
         "cycle_min_mom": 0.6,
         "cycle_max_mom": 0.8,
     }
-    schedule = build_schedule("onecycle", params, opt)
+    schedule = build_lr_scheduler("onecycle", params, opt)
     rates, momenta = [], []
     for _ in range(10):
         rates.append(opt.param_groups[0]["lr"])
@@ -169,14 +169,14 @@ def test_one_cycle_stairs() -> None:
 def test_one_cycle_moves_sgd_momentum_and_spares_optimizers_without_one() -> None:
     params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 2}
     sgd = optimizer(0.1, kind=torch.optim.SGD, momentum=0.5)
-    schedule = build_schedule("OneCycle", params, sgd)
+    schedule = build_lr_scheduler("OneCycle", params, sgd)
     schedule.step()
     assert sgd.param_groups[0]["momentum"] == pytest.approx(0.85)
     adagrad = optimizer(0.1, kind=torch.optim.Adagrad)
-    build_schedule("OneCycle", params, adagrad).step()
+    build_lr_scheduler("OneCycle", params, adagrad).step()
     assert adagrad.param_groups[0]["lr"] == pytest.approx(0.5)
     fixed = optimizer(0.1)
-    build_schedule("OneCycle", {**params, "cycle_momentum": False}, fixed).step()
+    build_lr_scheduler("OneCycle", {**params, "cycle_momentum": False}, fixed).step()
     assert fixed.param_groups[0]["betas"] == (0.9, 0.999)
 
 
@@ -184,7 +184,7 @@ def test_lists_give_each_group_its_own_rates() -> None:
     rows = run("WarmupLR", {"warmup_max_lr": [1.0, 2.0], "warmup_min_lr": [0.0, 1.0]}, 1, optimizer(0.1, 0.2))
     assert rows == [[0.0, 1.0]]
     opt = optimizer(0.1, 0.2)
-    schedule = build_schedule("WarmupLR", {"warmup_num_steps": 2}, opt)
+    schedule = build_lr_scheduler("WarmupLR", {"warmup_num_steps": 2}, opt)
     schedule.step(50)
     assert schedule.get_last_lr() == [0.1, 0.2]
 
@@ -203,19 +203,19 @@ SAMPLES = {
 def test_state_round_trip(name: str, stop: int) -> None:
     whole = run(name, SAMPLES[name], 25, optimizer(0.1))
     first = optimizer(0.1)
-    schedule = build_schedule(name, SAMPLES[name], first)
+    schedule = build_lr_scheduler(name, SAMPLES[name], first)
     for _ in range(stop):
         schedule.step()
     saved = json.loads(json.dumps(schedule.state_dict()))
     second = optimizer(0.1)
-    schedule = build_schedule(name, SAMPLES[name], second)
+    schedule = build_lr_scheduler(name, SAMPLES[name], second)
     schedule.load_state_dict(saved)
     rest = []
     for _ in range(25 - stop):
         rest.append([second.param_groups[0]["lr"]])
         schedule.step()
     assert rest == whole[stop:]
-    other = build_schedule(name, SAMPLES[name], optimizer(0.1))
+    other = build_lr_scheduler(name, SAMPLES[name], optimizer(0.1))
     if stop == 7:
         assert other.get_last_lr() != whole[stop]
 
@@ -244,13 +244,13 @@ def test_torch_schedulers_by_name() -> None:
 def test_bad_input_is_named(name: str, params: dict, says: str) -> None:
     opt = optimizer(0.1)
     with pytest.raises(ValueError, match=says):
-        build_schedule(name, params, opt)
+        build_lr_scheduler(name, params, opt)
     assert opt.param_groups[0]["lr"] == 0.1
 
 
 def test_a_group_that_joins_later_keeps_its_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = build_schedule("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": 0.4}, optimizer)
+    schedule = build_lr_scheduler("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": 0.4}, optimizer)
     schedule.step()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.02})
     before = schedule.get_last_lr()[0]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from thalweg.data.for_engine import PartCollate
-from thalweg.observe.meter import PART, Meter
-from thalweg.parallel.parts import splitter_of
-from thalweg.parallel.shares import Shares
+from thalweg.data.for_engine import SequenceSplitCollate
+from thalweg.observe.meter import SEQUENCE_META_KEY, StepMeter
+from thalweg.parallel.parts import build_splitter
+from thalweg.parallel.shares import SequencePartition
 
 
 class _HuggingFace(nn.Module):
@@ -25,7 +25,7 @@ class _HuggingFace(nn.Module):
 
 def _parts(batch, context, heads):
     size = context * heads
-    return [splitter_of(_HuggingFace(), Shares(context, heads, r)).prepared(batch) for r in range(size)]
+    return [build_splitter(_HuggingFace(), SequencePartition(context, heads, r)).split_batch(batch) for r in range(size)]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
@@ -42,7 +42,7 @@ def test_every_token_is_in_one_part_with_its_next_token_as_label(context, heads,
         assert torch.equal(part["input_ids"], tokens[:, own])
         following = torch.where(own + 1 < length, tokens[:, (own + 1) % length], -100)
         assert torch.equal(part["shift_labels"], following)
-        assert part[PART].length == length
+        assert part[SEQUENCE_META_KEY].length == length
 
 
 @given(st.integers(1, 6), st.integers(0, 40))
@@ -50,7 +50,7 @@ def test_causal_work_is_even_on_the_ring(context, more):
     length = 2 * context * (1 + more)
     work = [
         sum(
-            position + 1 for start, stop in Shares(context).ring(length, r) for position in range(start, stop)
+            position + 1 for start, stop in SequencePartition(context).cp_spans(length, r) for position in range(start, stop)
         )
         for r in range(context)
     ]
@@ -64,19 +64,19 @@ def test_masks_and_documents_are_those_of_the_whole():
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, 5:] = 0
     padded = _parts({"input_ids": tokens, "attention_mask": mask}, 2, 1)
-    assert all(torch.equal(part[PART].padding, mask.bool()) for part in padded)
+    assert all(torch.equal(part[SEQUENCE_META_KEY].padding, mask.bool()) for part in padded)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     packed = _parts({"input_ids": tokens, "position_ids": positions.expand(2, -1)}, 2, 1)
     for part in packed:
-        assert part[PART].documents.tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
+        assert part[SEQUENCE_META_KEY].documents.tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
     assert torch.equal(packed[0]["position_ids"][0], torch.tensor([0, 1, 3]))
 
 
 def test_batches_without_names_are_left_whole():
-    collate = PartCollate(lambda samples: tuple(samples), splitter_of(_HuggingFace(), Shares(2, 1, 0)))
+    collate = SequenceSplitCollate(lambda samples: tuple(samples), build_splitter(_HuggingFace(), SequencePartition(2, 1, 0)))
     assert collate([torch.ones(1, 4), torch.ones(1, 4)])[0].shape == (1, 4)
     with pytest.raises(ValueError, match="2 tokens cannot be divided among 3 ranks"):
-        PartCollate(lambda samples: samples, splitter_of(_HuggingFace(), Shares(3, 1, 0)))(
+        SequenceSplitCollate(lambda samples: samples, build_splitter(_HuggingFace(), SequencePartition(3, 1, 0)))(
             {"input_ids": torch.ones(1, 2)}
         )
 
@@ -84,9 +84,9 @@ def test_batches_without_names_are_left_whole():
 def test_shared_rows_are_counted_once():
     seen = []
     recorder = SimpleNamespace(step=seen.append)
-    meter = Meter(recorder, wanted=True, copies=2)
+    meter = StepMeter(recorder, enabled=True, num_batch_copies=2)
     part = _parts({"input_ids": torch.ones(2, 6, dtype=torch.long)}, 2, 1)[0]
-    meter.saw_batch((), part)
-    meter.saw_batch((), {"input_ids": torch.ones(2, 6, dtype=torch.long)})
+    meter.add_batch((), part)
+    meter.add_batch((), {"input_ids": torch.ones(2, 6, dtype=torch.long)})
     meter.step(1, lr=0.0, grad_norm=None, loss_scale=None, skipped=False)
     assert (seen[0].samples, seen[0].tokens) == (2, 12)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.store import Disk, SwapFile
-from thalweg.store.extents import Extents
+from thalweg.store.extents import RemapTable
 from thalweg.store.regions import PAGE
 
 PAGES = 24
@@ -44,7 +44,7 @@ def test_any_exchanges_move_what_a_list_would(
             whole[number] = _stamp(number)
         model = list(range(PAGES))
         for turn, (first, second, count) in enumerate(exchanges):
-            swap.exchange(first * PAGE, second * PAGE, count * PAGE)
+            swap.swap_ranges(first * PAGE, second * PAGE, count * PAGE)
             for i in range(count):
                 model[first + i], model[second + i] = model[second + i], model[first + i]
             written = PAGES + turn  # through the one path or the other, to be seen through both
@@ -63,35 +63,35 @@ def test_any_exchanges_move_what_a_list_would(
 @settings(max_examples=200, deadline=None)
 @given(_exchanges())
 def test_exchanges_that_are_undone_leave_no_trace(exchanges: list[tuple[int, int, int]]) -> None:
-    extents = Extents()
+    extents = RemapTable()
     for one in [*exchanges, *reversed(exchanges)]:
-        extents.exchange(*one)
+        extents.swap_ranges(*one)
     assert len(extents) == 1
-    assert extents.find(0, PAGES) == [(0, 0, PAGES)]
+    assert extents.lookup(0, PAGES) == [(0, 0, PAGES)]
 
 
 def test_a_system_that_cannot_is_found_out_and_nothing_changes(tmp_path: Path) -> None:
     class Refuses(Disk):
-        def remap(self, handle: int, address: int, nbytes: int, offset: int) -> None:
+        def mmap_fixed(self, handle: int, address: int, nbytes: int, offset: int) -> None:
             raise OSError(errno.ENOMEM, "too many mappings")
 
     class RefusesOnce(Disk):
         calls = 0
 
-        def remap(self, handle: int, address: int, nbytes: int, offset: int) -> None:
+        def mmap_fixed(self, handle: int, address: int, nbytes: int, offset: int) -> None:
             self.calls += 1
             if self.calls == 2:
                 raise OSError(errno.ENOMEM, "too many mappings")
-            super().remap(handle, address, nbytes, offset)
+            super().mmap_fixed(handle, address, nbytes, offset)
 
     with SwapFile(tmp_path, 4 * PAGE) as swap:
-        assert swap.can_exchange()
+        assert swap.can_swap_ranges()
     with SwapFile(tmp_path, 4 * PAGE, disk=Refuses()) as swap:
-        assert not swap.can_exchange()
+        assert not swap.can_swap_ranges()
     with SwapFile(tmp_path, 4 * PAGE, disk=RefusesOnce()) as swap:
         view = swap.view(0, (4, PAGE), torch.uint8)
         for number in range(4):
             view[number] = _stamp(number)
         with pytest.raises(OSError, match="mappings"):
-            swap.exchange(0, 2 * PAGE, PAGE)
+            swap.swap_ranges(0, 2 * PAGE, PAGE)
         assert view[:, 0].tolist() == [0, 1, 2, 3]

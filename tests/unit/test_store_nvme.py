@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory import resident_bytes
-from thalweg.store import Disk, NvmeTier, Ring, SwapError, SwapFile, aligned_empty, together
-from thalweg.store.regions import PAGE, Regions
+from thalweg.store import Disk, NvmeTier, BufferRing, SwapError, SwapFile, aligned_empty, combine_futures
+from thalweg.store.regions import PAGE, RangeAllocator
 
 MIB = 1 << 20
 
@@ -46,10 +46,10 @@ def test_any_tensor_comes_back(tmp_path_factory: pytest.TempPathFactory, items: 
         for seed, (count, shift, address) in enumerate(items):
             source = torch.empty(count + address, dtype=torch.uint8)[address:]
             source.copy_(_bytes(count, seed))
-            offset = swap.region(count + shift) + shift
+            offset = swap.allocate(count + shift) + shift
             places.append(offset)
             wanted.append(source)
-        together([swap.write(o, s) for o, s in zip(places, wanted, strict=True)]).wait()
+        combine_futures([swap.write(o, s) for o, s in zip(places, wanted, strict=True)]).wait()
         for offset, source in zip(places, wanted, strict=True):
             into = aligned_empty((source.numel(),), torch.uint8)
             swap.read(offset, into).wait()
@@ -61,7 +61,7 @@ def test_any_tensor_comes_back(tmp_path_factory: pytest.TempPathFactory, items: 
 def test_dtypes_and_shapes(tmp_path: Path, dtype: torch.dtype) -> None:
     value = (torch.rand(3, 5, 700) * 100).to(dtype)
     with SwapFile(tmp_path, MIB) as swap:
-        offset = swap.region(value.nbytes)
+        offset = swap.allocate(value.nbytes)
         swap.write(offset, value).wait()
         assert torch.equal(swap.view(offset, value.shape, dtype), value)
         back = torch.empty_like(value)
@@ -76,7 +76,7 @@ def test_views_and_direct_transfers_see_each_other(tmp_path: Path) -> None:
     count = 64 * PAGE
     with SwapFile(tmp_path, MIB, block_bytes=4 * PAGE) as swap:
         assert swap.direct, "this test means little without direct I/O"
-        offset = swap.region(count)
+        offset = swap.allocate(count)
         view, buffer = swap.view(offset, (count,), torch.uint8), aligned_empty((count,), torch.uint8)
         for turn in range(24):
             value = _bytes(count, turn)
@@ -108,7 +108,7 @@ def test_trim_returns_memory_and_keeps_bytes(tmp_path: Path) -> None:
 
 def test_locate(tmp_path: Path) -> None:
     with SwapFile(tmp_path, MIB) as swap:
-        offset = swap.region(4000)
+        offset = swap.allocate(4000)
         view = swap.view(offset, (1000,), torch.float32)
         assert swap.locate(view) == offset
         assert swap.locate(view[10:]) == offset + 40
@@ -118,19 +118,19 @@ def test_locate(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_regions_never_overlap(calls: list[tuple[bool, int]]) -> None:
-    regions, taken = Regions(200_000, 512), {}
+    regions, taken = RangeAllocator(200_000, 512), {}
     for give_back, size in calls:
         if give_back and taken:
-            regions.release(sorted(taken)[size % len(taken)])
+            regions.free(sorted(taken)[size % len(taken)])
             taken.pop(sorted(taken)[size % len(taken)])
             continue
-        offset = regions.reserve(size)
+        offset = regions.allocate(size)
         if offset is not None:
             assert offset % 512 == 0 and offset + size <= 200_000
             assert all(o + s <= offset or offset + size <= o for o, s in taken.items())
             taken[offset] = size
     for offset in taken:
-        regions.release(offset)
+        regions.free(offset)
     assert regions.largest_gap == regions.free_bytes == 200_000
 
 
@@ -238,7 +238,7 @@ def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> No
     class _Lying(Disk):
         """Says that there is room (a quota, another writer), and then there is none."""
 
-        def allocate(self, handle: int, num_bytes: int) -> None:
+        def fallocate(self, handle: int, num_bytes: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ValueError, match="No space left on device"):
@@ -246,9 +246,9 @@ def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="cannot be used"):
         SwapFile(tmp_path / "missing", MIB)
     with SwapFile(tmp_path, MIB) as swap:
-        swap.region(MIB - PAGE)
+        swap.allocate(MIB - PAGE)
         with pytest.raises(ValueError, match="make it larger"):
-            swap.region(2 * PAGE)
+            swap.allocate(2 * PAGE)
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -306,7 +306,7 @@ def test_row24_a_really_full_disk(small_disk: Path) -> None:
 
 def test_row24_a_tensor_larger_than_every_buffer(tmp_path: Path) -> None:
     with SwapFile(tmp_path, 4 * MIB) as swap:
-        tier = NvmeTier(swap, Ring(2, 64 * 1024))
+        tier = NvmeTier(swap, BufferRing(2, 64 * 1024))
         value = torch.randn(700_001)
         tier.put("a", value)
         tier.put("b", value[:5].to(torch.bfloat16))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from thalweg.device import ThreadCache
+from thalweg.device import MallocThreadCache
 
 _TEXT = """
 import ctypes, json, sys
@@ -51,6 +51,6 @@ def test_two_free_blocks_with_a_cached_chunk_between_them_become_one_by_an_excha
 
 def test_nothing_is_done_where_the_allocator_is_the_user_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THALWEG_MALLOC", "default")
-    cache = ThreadCache()
-    cache.exchange()
+    cache = MallocThreadCache()
+    cache.swap_chunks()
     assert cache._malloc is None

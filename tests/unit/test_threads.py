@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import StreamedUpdate
-from thalweg.optim.worker import Worker
-from thalweg.store import Ring, SwapFile
-from thalweg.utils.threads import use_one_core
+from thalweg.optim.streamed import NvmeStep
+from thalweg.optim.worker import PiecewiseOptimizer
+from thalweg.store import BufferRing, SwapFile
+from thalweg.utils.threads import set_single_threaded
 
 
 def test_one_core_for_one_thread() -> None:
@@ -22,7 +22,7 @@ def test_one_core_for_one_thread() -> None:
         first, second = threading.Event(), threading.Event()
 
         def alone() -> None:
-            use_one_core()
+            set_single_threaded()
             first.set()
             second.wait()
             seen["alone"] = torch.get_num_threads()
@@ -44,7 +44,7 @@ def test_one_core_for_one_thread() -> None:
 
 
 def test_the_streamed_update_computes_on_one_core(tmp_path: Path, monkeypatch) -> None:
-    step, seen = Worker.step, []
+    step, seen = PiecewiseOptimizer.step, []
 
     def watched(self, jobs) -> None:
         seen.append((torch.get_num_threads(), threading.current_thread() is threading.main_thread()))
@@ -57,8 +57,8 @@ def test_the_streamed_update_computes_on_one_core(tmp_path: Path, monkeypatch) -
         optimizer = AdamW([param], lr=0.1, fused=True)
         param.grad = torch.ones_like(param)
         with SwapFile(tmp_path, 1 << 20) as swap:
-            update = StreamedUpdate(optimizer, swap, Ring(2, 1 << 18))
-            monkeypatch.setattr(Worker, "step", watched)
+            update = NvmeStep(optimizer, swap, BufferRing(2, 1 << 18))
+            monkeypatch.setattr(PiecewiseOptimizer, "step", watched)
             update.apply()
             update.apply()
         assert set(seen[1:]) == {(1, False)}  # the first call is the probe for the state's form

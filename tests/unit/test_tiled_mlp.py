@@ -13,7 +13,7 @@ from tests.unit.test_tiled_loss import peak_of
 from thalweg.nn import TiledMLP, tiled
 from thalweg.nn.tiled_mlp import find_mlps, untile
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.remat import RematPolicy, apply_activation_checkpointing
+from thalweg.remat import ActivationCheckpointPolicy, apply_activation_checkpointing
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_in_a_checkpointed_unit_and_under_autocast(nested: bool) -> None:
     for module in find_mlps(model).values():
         tiled(module, 3)
     if nested:
-        apply_activation_checkpointing(model, list(model.blocks), RematPolicy("full"))
+        apply_activation_checkpointing(model, list(model.blocks), ActivationCheckpointPolicy("full"))
     tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(3))
     found = []
     for one in (plain, model):

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
+from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 
 
 def gpt(tied=True):
@@ -19,9 +19,9 @@ def test_the_model_s_own_blocks():
 
 def test_large_leaves_outside_of_blocks_but_not_tied_ones():
     model = gpt(tied=False)
-    assert set(with_stragglers(model, find_units(model))) - set(find_units(model)) == {"wte", "head"}
+    assert set(with_large_leaves(model, find_units(model))) - set(find_units(model)) == {"wte", "head"}
     model = gpt(tied=True)
-    assert set(with_stragglers(model, find_units(model))) == set(find_units(model))
+    assert set(with_large_leaves(model, find_units(model))) == set(find_units(model))
 
 
 def test_children_of_lists_where_no_block_is_named():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.unit.zero_init_support import SIZES, built, same, values
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import Init
-from thalweg.zero.init import has_pending, materialize
-from thalweg.zero.recorder import Recorder
+from thalweg.zero.init import has_meta_tensors, materialize_module
+from thalweg.zero.recorder import RecordMode
 
 torch.set_num_threads(1)
 
@@ -51,7 +51,7 @@ def test_layers_get_the_values_of_an_ordinary_build(name: str, small: int) -> No
         for fact in ("shape", "dtype", "requires_grad"):
             assert getattr(p, fact) == getattr(q, fact)
         assert p.numel() == q.numel() and p.stride() == q.stride()
-    assert has_pending(model) and same(plain, model)
+    assert has_meta_tensors(model) and same(plain, model)
 
 
 def test_another_seed_gives_other_values() -> None:  # negative control
@@ -188,7 +188,7 @@ def test_numpy_is_read_only_and_a_forward_pass_is_refused() -> None:
     for guard in (torch.no_grad, torch.enable_grad):
         with guard(), pytest.raises(ValueError, match=r"thalweg\.initialize"):
             model(torch.tensor([[1, 2, 3]]))
-    assert model.cpu() is model and has_pending(model)
+    assert model.cpu() is model and has_meta_tensors(model)
     assert model.wte.weight.detach().norm().item() == plain.wte.weight.detach().norm().item()
 
 
@@ -203,7 +203,7 @@ def test_real_tensors_on_request() -> None:
     assert torch.equal(target, plain.wpe.weight)
     model.to_empty(device="cpu")
     model.load_state_dict(plain.state_dict())
-    assert not has_pending(model)
+    assert not has_meta_tensors(model)
     assert torch.equal(model(torch.tensor([[1, 2]])), plain(torch.tensor([[1, 2]])))
 
 
@@ -307,12 +307,12 @@ def test_unknown_options_of_deepspeed_are_taken() -> None:
 
 
 def test_materialize_settles_and_lets_the_record_go() -> None:
-    with Recorder(64):
+    with RecordMode(64):
         model = nn.Linear(100, 70)
     weight = model.weight
     weight.tag = "kept"  # type: ignore[attr-defined]
     seen: dict[str, Tensor] = {}
-    materialize(model, lambda name, meta, value: seen.update({name: meta}))
+    materialize_module(model, lambda name, meta, value: seen.update({name: meta}))
     assert seen.keys() == {"weight", "bias"} and seen["weight"] is weight
     seen.clear()
     assert model.weight is weight and type(weight) is nn.Parameter and weight.is_meta and weight.requires_grad
@@ -357,7 +357,7 @@ def test_meta_device_model_without_a_way_to_initialise() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), NoReset())
     with pytest.raises(ValueError, match=r"1\.scale \(NoReset\).*zero\.Init"):
-        materialize(model, lambda *_: pytest.fail("called before the check"))
+        materialize_module(model, lambda *_: pytest.fail("called before the check"))
     assert type(model[0].weight) is nn.Parameter
     with torch.no_grad():
         model[1].scale = nn.Parameter(torch.ones(4))  # type: ignore[assignment]

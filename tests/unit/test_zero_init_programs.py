@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.unit.zero_init_support import built, same, values
-from thalweg.zero.pending import Pending, force
-from thalweg.zero.record import cells
-from thalweg.zero.recorder import Recorder
+from thalweg.zero.pending import DeferredTensor, peek_value
+from thalweg.zero.record import storage_records
+from thalweg.zero.recorder import RecordMode
 
 torch.set_num_threads(1)
 
@@ -123,11 +123,11 @@ def test_the_generator_is_moved_on_as_by_the_operation(numel: int, dtype: torch.
     torch.manual_seed(numel)
     x, after, state = draw()
     torch.manual_seed(numel)
-    with Recorder(small=0):
+    with RecordMode(max_real_numel=0):
         y, later, end = draw()
-        assert isinstance(y, Pending)
-        assert torch.equal(force(later), after)
-    assert torch.equal(force(y), x) and torch.equal(state, end)
+        assert isinstance(y, DeferredTensor)
+        assert torch.equal(peek_value(later), after)
+    assert torch.equal(peek_value(y), x) and torch.equal(state, end)
 
 
 def test_a_remembered_value_is_not_taken_for_an_earlier_version() -> None:
@@ -167,43 +167,43 @@ def test_replay_holds_one_parameter_at_a_time() -> None:
 
     _, model = built(TwoPasses, 0)
     held: list[int] = []
-    original = replay._Real.run
+    original = replay._Executor.run
 
-    class Watched(replay._Real):
-        def _execute(self, op: Any) -> None:
-            super()._execute(op)
+    class Watched(replay._Executor):
+        def _run_op(self, op: Any) -> None:
+            super()._run_op(op)
             held.append(len(self.storages))
 
-    replay_real, replay._Real = replay._Real, Watched  # type: ignore[misc]
+    replay_real, replay._Executor = replay._Executor, Watched  # type: ignore[misc]
     try:
         assert same(*built(TwoPasses, 0))
     finally:
-        replay._Real = replay_real  # type: ignore[misc]
+        replay._Executor = replay_real  # type: ignore[misc]
     assert original is replay_real.run and held and max(held) == 1
     del model
 
 
 def test_dead_operations_are_forgotten_and_cells_are_cleaned() -> None:
-    with Recorder(small=0):
+    with RecordMode(max_real_numel=0):
         weight = torch.empty(50, 50)
         for _ in range(300):
             weight.normal_()
             weight.mul_(2)
-        from thalweg.zero.pending import ref_of
+        from thalweg.zero.pending import make_view_ref
 
-        chain, op = 0, ref_of(weight).version
+        chain, op = 0, make_view_ref(weight).version
         while op is not None:
-            chain, op = chain + 1, next(op.reads()).version
+            chain, op = chain + 1, next(op.input_refs()).version
         assert chain == 2
-    cells.clean()
-    count = len(cells)
+    storage_records.remove_dead()
+    count = len(storage_records)
     del weight
-    cells.clean()
-    assert len(cells) == count - 1
+    storage_records.remove_dead()
+    assert len(storage_records) == count - 1
 
 
 def test_a_long_chain_is_replayed_and_freed_without_recursion() -> None:
-    with Recorder(small=0):
+    with RecordMode(max_real_numel=0):
         model = nn.Linear(3, 3)
         with torch.no_grad():
             for _ in range(5_000):
@@ -214,7 +214,7 @@ def test_a_long_chain_is_replayed_and_freed_without_recursion() -> None:
 
 @pytest.mark.parametrize("small", [0, 4096])
 def test_wrong_programs_raise_what_they_always_raise(small: int) -> None:
-    with Recorder(small):
+    with RecordMode(small):
         x = torch.randn(20, 30)
         with pytest.raises(RuntimeError, match=r"must match|expand|broadcast"):
             x.copy_(torch.ones(7, 7))

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.unit.zero_init_support import built, same, values
 from thalweg.zero import Init
-from thalweg.zero.init import has_pending
+from thalweg.zero.init import has_meta_tensors
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def _from_config(name: str, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_config_gives_the_values_of_an_ordinary_build(name: str, small: int) -> None:
     plain, model = built(lambda: _from_config(name), small)
-    assert all(p.is_meta for p in model.parameters()) and has_pending(model)
+    assert all(p.is_meta for p in model.parameters()) and has_meta_tensors(model)
     assert same(plain, model)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.zero.init import materialize
-from thalweg.zero.recorder import Recorder
+from thalweg.zero.init import materialize_module
+from thalweg.zero.recorder import RecordMode
 
 SIZES = [0, 64, 4096]  # what counts as small: nothing, biases, nearly everything in a test model
 
@@ -24,7 +24,7 @@ def built(
         then(plain)
     state = torch.get_rng_state()
     torch.manual_seed(7)
-    with Recorder(small):
+    with RecordMode(small):
         model = build()
     if then is not None:
         then(model)
@@ -42,7 +42,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
         assert type(value) is Tensor
         found[name] = value.clone()
 
-    materialize(model, sink)
+    materialize_module(model, sink)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_meta:
             found[name] = tensor.detach()

@@ -9,34 +9,34 @@ from __future__ import annotations
 
 from thalweg.checkpoint.errors import (
     CheckpointError,
-    DamagedCheckpoint,
-    MismatchedCheckpoint,
-    MissingCheckpoint,
-    UnstorableState,
+    CorruptCheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnserializableStateError,
 )
-from thalweg.checkpoint.io import FileSystem, Probe
-from thalweg.checkpoint.load import load
-from thalweg.checkpoint.reader import Checkpoint, Damage
+from thalweg.checkpoint.io import FileSystem, FaultInjectingFileSystem
+from thalweg.checkpoint.load import open_verified
+from thalweg.checkpoint.reader import Checkpoint, Corruption
 from thalweg.checkpoint.rng import capture_rng, restore_rng
-from thalweg.checkpoint.save import Snapshot, save
-from thalweg.checkpoint.state import collect, model_tensors, restore
+from thalweg.checkpoint.save import Snapshot, save_snapshot
+from thalweg.checkpoint.state import build_snapshot, model_tensors, restore_module
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Damage",
-    "DamagedCheckpoint",
+    "Corruption",
+    "CorruptCheckpointError",
     "FileSystem",
-    "MismatchedCheckpoint",
-    "MissingCheckpoint",
-    "Probe",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "FaultInjectingFileSystem",
     "Snapshot",
-    "UnstorableState",
+    "UnserializableStateError",
     "capture_rng",
-    "collect",
-    "load",
+    "build_snapshot",
+    "open_verified",
     "model_tensors",
-    "restore",
+    "restore_module",
     "restore_rng",
-    "save",
+    "save_snapshot",
 ]

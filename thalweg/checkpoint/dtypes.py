@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # torch dtype name: the name that safetensors gives it, None where it has none (stored as U8 bytes)
-_TABLE: dict[str, str | None] = {
+_SAFETENSORS_DTYPES: dict[str, str | None] = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -28,13 +28,13 @@ _TABLE: dict[str, str | None] = {
     "complex128": None,
 }
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _TABLE if hasattr(torch, name)}
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SAFETENSORS_DTYPES if hasattr(torch, name)}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def header_dtype(name: str, size: tuple[int, ...]) -> tuple[str, list[int]]:
+def safetensors_dtype_and_shape(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     """The safetensors dtype and shape under which a piece of ``size`` elements is filed."""
-    stored = _TABLE[name]
-    if stored is None:
-        return "U8", [*size, DTYPES[name].itemsize]
-    return stored, list(size)
+    safetensors_dtype = _SAFETENSORS_DTYPES[name]
+    if safetensors_dtype is None:
+        return "U8", [*shape, DTYPES[name].itemsize]
+    return safetensors_dtype, list(shape)

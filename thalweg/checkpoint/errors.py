@@ -7,26 +7,26 @@ class CheckpointError(RuntimeError):
     """A save or a load failed; nothing that was committed before is lost."""
 
 
-class MissingCheckpoint(CheckpointError, FileNotFoundError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint where one was asked for."""
 
     def __str__(self) -> str:  # FileNotFoundError would print errno fields that are not there
         return str(self.args[0]) if self.args else ""
 
 
-class DamagedCheckpoint(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """Bytes on disk differ from those that were committed; the text names file and tensor."""
 
 
-class MismatchedCheckpoint(CheckpointError, ValueError):
+class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint is sound but does not fit the model, the optimiser or the request."""
 
 
-class UnstorableState(CheckpointError, ValueError):
+class UnserializableStateError(CheckpointError, ValueError):
     """A snapshot holds something that the format cannot keep; the text names its path."""
 
 
-KINDS: dict[str, type[CheckpointError]] = {
+ERRORS_BY_NAME: dict[str, type[CheckpointError]] = {
     cls.__name__: cls
-    for cls in (CheckpointError, MissingCheckpoint, DamagedCheckpoint, MismatchedCheckpoint, UnstorableState)
+    for cls in (CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, CheckpointMismatchError, UnserializableStateError)
 }

@@ -132,29 +132,29 @@ class FileSystem:
             os.close(handle)
 
 
-def _set_direct(handle: int, on: bool) -> bool:
+def _set_direct(handle: int, enabled: bool) -> bool:
     """Turn direct writing on or off; whether that changed anything."""
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-    wanted = flags | direct if on else flags & ~direct
-    if wanted != flags:
-        fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
-    return wanted != flags
+    new_flags = flags | direct if enabled else flags & ~direct
+    if new_flags != flags:
+        fcntl.fcntl(handle, fcntl.F_SETFL, new_flags)
+    return new_flags != flags
 
 
 OPERATIONS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
 
 
-class Probe(FileSystem):
+class FaultInjectingFileSystem(FileSystem):
     """A file system that calls ``before(index, operation, target)`` ahead of each operation.
 
     ``before`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
     counts from 0, ``target`` is the path or handle.  ``log`` keeps what was called.
     """
 
-    def __init__(self, before: Callable[[int, str, Any], None] | None = None) -> None:
-        self.before = before
-        self.log: list[tuple[str, Any]] = []
+    def __init__(self, before_operation: Callable[[int, str, Any], None] | None = None) -> None:
+        self.before_operation = before_operation
+        self.calls: list[tuple[str, Any]] = []
 
     def __getattribute__(self, name: str) -> Any:
         attribute = super().__getattribute__(name)
@@ -162,10 +162,10 @@ class Probe(FileSystem):
             return attribute
 
         def watched(target: Any, *args: Any, **options: Any) -> Any:
-            index = len(self.log)
-            self.log.append((name, target))
-            if self.before is not None:
-                self.before(index, name, target)
+            index = len(self.calls)
+            self.calls.append((name, target))
+            if self.before_operation is not None:
+                self.before_operation(index, name, target)
             return attribute(target, *args, **options)
 
         return watched

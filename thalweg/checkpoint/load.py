@@ -13,25 +13,25 @@ from typing import Any, Literal
 from thalweg.checkpoint import publish
 from thalweg.checkpoint.errors import (
     CheckpointError,
-    DamagedCheckpoint,
-    MismatchedCheckpoint,
-    MissingCheckpoint,
+    CorruptCheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
 )
 from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.reader import Checkpoint, listed
+from thalweg.checkpoint.ranks import RankGroup
+from thalweg.checkpoint.reader import Checkpoint, format_list
 from thalweg.utils.log import get_logger
 
-Resume = Literal["auto", "must", "never"]
+ResumePolicy = Literal["auto", "must", "never"]
 
 _log = get_logger(__name__)
 
 
-def load(
-    directory: str | Path,
+def open_verified(
+    checkpoint_dir: str | Path,
     tag: str | None = None,
     *,
-    resume: Resume = "auto",
+    resume: ResumePolicy = "auto",
     prefix: str = "",
     group: Any = None,
     io: FileSystem | None = None,
@@ -48,53 +48,53 @@ def load(
         raise ValueError(f"resume is {resume!r}; it may be 'auto', 'must' or 'never'")
     if resume == "never":
         return None
-    io, directory, ranks = io or FileSystem(), Path(directory), Ranks.of(group)
-    named = tag is not None and tag != publish.LATEST
+    io, checkpoint_dir, ranks = io or FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
+    has_tag = tag is not None and tag != publish.LATEST
 
     def choose() -> dict[str, Any]:
         names = []
-        if ranks.rank == 0 and named:
-            names = [publish.resolve(io, directory, str(tag)).path.name]
+        if ranks.rank == 0 and has_tag:
+            names = [publish.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
         elif ranks.rank == 0:
-            names = [found.path.name for found in publish.candidates(io, directory)]
+            names = [found.path.name for found in publish.list_load_candidates(io, checkpoint_dir)]
         return {"tag": None if tag is None else str(tag), "names": names}
 
-    chosen = ranks.together(f"looking for a checkpoint in {directory}", choose)
+    chosen = ranks.all_or_raise(f"looking for a checkpoint in {checkpoint_dir}", choose)
     tags = sorted({str(choice["tag"]) for choice in chosen})
     if len(tags) > 1:
-        raise MismatchedCheckpoint(f"the ranks ask for different tags: {', '.join(tags)}")
+        raise CheckpointMismatchError(f"the ranks ask for different tags: {', '.join(tags)}")
     names = chosen[0]["names"]
     problems = []
     for name in names:
         try:
-            return _open_sound(directory / name, prefix, ranks, io)
-        except DamagedCheckpoint as error:
-            if named:
+            return _open_and_verify(checkpoint_dir / name, prefix, ranks, io)
+        except CorruptCheckpointError as error:
+            if has_tag:
                 raise
             problems.append(str(error))
             if ranks.rank == 0:
                 _log.warning("falling back past a damaged checkpoint: %s", error)
     if problems:
-        raise DamagedCheckpoint(
-            f"every checkpoint in {directory} is damaged, and training does not start over silently: "
-            f"{listed(problems)}; restore one, or start anew with resume='never'"
+        raise CorruptCheckpointError(
+            f"every checkpoint in {checkpoint_dir} is damaged, and training does not start over silently: "
+            f"{format_list(problems)}; restore one, or start anew with resume='never'"
         )
     if resume == "must":
-        raise MissingCheckpoint(
-            f"there is no checkpoint in {directory}, and resume='must' does not start without one"
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {checkpoint_dir}, and resume='must' does not start without one"
         )
-    _log.info("no checkpoint in %s; starting from the beginning", directory)
+    _log.info("no checkpoint in %s; starting from the beginning", checkpoint_dir)
     return None
 
 
-def _open_sound(path: Path, prefix: str, ranks: Ranks, io: FileSystem) -> Checkpoint:
+def _open_and_verify(path: Path, prefix: str, ranks: RankGroup, io: FileSystem) -> Checkpoint:
     opened: list[Checkpoint] = []
 
-    def part() -> str:
-        opened.append(Checkpoint.at(path, io=io))
+    def open_local() -> str:
+        opened.append(Checkpoint.from_path(path, io=io))
         return opened[0].manifest.model_dump_json(include={"head"})
 
-    heads = ranks.together(f"opening checkpoint {path}", part)
+    heads = ranks.all_or_raise(f"opening checkpoint {path}", open_local)
     if len(set(heads)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; it must be a shared directory")
     opened[0].verify(group=ranks.group, prefix=prefix)

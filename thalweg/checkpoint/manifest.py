@@ -20,66 +20,66 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from thalweg.checkpoint.dtypes import DTYPES
-from thalweg.checkpoint.errors import DamagedCheckpoint
-from thalweg.checkpoint.layout import Box, tiles
+from thalweg.checkpoint.errors import CorruptCheckpointError
+from thalweg.checkpoint.layout import TensorChunk, covers_exactly
 
 FORMAT = "thalweg-checkpoint"
 VERSION = 1
-_FIRST_LINE = re.compile(rb'\{"checksum":"sha256:([0-9a-f]{64})",\n')
-_SECOND = b'"head":'
+_CHECKSUM_LINE = re.compile(rb'\{"checksum":"sha256:([0-9a-f]{64})",\n')
+_HEAD_PREFIX = b'"head":'
 
-Count = Annotated[StrictInt, Field(ge=0, lt=1 << 62)]
-Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0, lt=1 << 62)]
+Sha256Hex = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 
 
-class _Record(BaseModel):
+class _FrozenRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Head(_Record):
+class ManifestHead(_FrozenRecord):
     """What identifies a checkpoint among others of its directory; ``sequence`` grows with each commit."""
 
     format: StrictStr = FORMAT
     version: StrictInt = VERSION
     tag: StrictStr
     step: StrictInt
-    epoch: Count
-    world: Count
-    sequence: Count
+    epoch: NonNegativeInt
+    world: NonNegativeInt
+    sequence: NonNegativeInt
     created: StrictStr
     writer: StrictStr
 
 
-class FileRecord(_Record):
+class FileRecord(_FrozenRecord):
     """One shard file: its size, and the size and sha256 of its header (length word included)."""
 
-    size: Count
-    header_bytes: Count
-    header_sha256: Digest
+    size: NonNegativeInt
+    header_bytes: NonNegativeInt
+    header_sha256: Sha256Hex
 
 
-class Piece(_Record):
+class ChunkRecord(_FrozenRecord):
     """One box of a logical tensor: the entry ``key`` of ``file``."""
 
     file: FileName
     key: StrictStr
-    offset: tuple[Count, ...]
-    size: tuple[Count, ...]
-    sha256: Digest
+    offset: tuple[NonNegativeInt, ...]
+    size: tuple[NonNegativeInt, ...]
+    sha256: Sha256Hex
 
     @property
-    def box(self) -> Box:
+    def chunk(self) -> TensorChunk:
         """The box it fills."""
-        return Box(self.offset, self.size)
+        return TensorChunk(self.offset, self.size)
 
 
-class TensorRecord(_Record):
+class TensorRecord(_FrozenRecord):
     """A logical tensor; a tensor without elements has no pieces."""
 
     dtype: StrictStr
-    shape: tuple[Count, ...]
-    pieces: tuple[Piece, ...]
+    shape: tuple[NonNegativeInt, ...]
+    pieces: tuple[ChunkRecord, ...]
 
     @property
     def nbytes(self) -> int:
@@ -87,96 +87,96 @@ class TensorRecord(_Record):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Manifest(_Record):
+class Manifest(_FrozenRecord):
     """Everything about one checkpoint but the tensors' bytes.  ``state`` and ``ranks`` are encoded trees."""
 
-    head: Head
+    head: ManifestHead
     files: dict[FileName, FileRecord]
     tensors: dict[StrictStr, TensorRecord]
     aliases: dict[StrictStr, StrictStr]
     state: Any
     ranks: list[Any]
 
-    def canonical(self, name: str) -> str:
+    def resolve_alias(self, name: str) -> str:
         """The stored tensor's name behind ``name``, which may be an alias."""
         return self.aliases.get(name, name)
 
 
-def serialise(manifest: Manifest) -> bytes:
+def serialize_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest file."""
-    body = b"".join(_body(manifest))
+    body = b"".join(_iter_body(manifest))
     return b'{"checksum":"sha256:' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
 
-def _body(manifest: Manifest) -> Iterator[bytes]:
-    def text(value: Any) -> bytes:
+def _iter_body(manifest: Manifest) -> Iterator[bytes]:
+    def dump_json(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
-    yield _SECOND + text(manifest.head.model_dump()) + b",\n"
+    yield _HEAD_PREFIX + dump_json(manifest.head.model_dump()) + b",\n"
     for section in ("files", "tensors"):
         yield f'"{section}":{{'.encode()
         records = getattr(manifest, section)
         yield b",".join(
-            b"\n" + text(name) + b":" + text(record.model_dump()) for name, record in records.items()
+            b"\n" + dump_json(name) + b":" + dump_json(record.model_dump()) for name, record in records.items()
         )
         yield b"},\n"
-    yield b'"aliases":' + text(manifest.aliases) + b",\n"
-    yield b'"state":' + text(manifest.state) + b",\n"
-    yield b'"ranks":[' + b",".join(b"\n" + text(rank) for rank in manifest.ranks) + b"]}\n"
+    yield b'"aliases":' + dump_json(manifest.aliases) + b",\n"
+    yield b'"state":' + dump_json(manifest.state) + b",\n"
+    yield b'"ranks":[' + b",".join(b"\n" + dump_json(rank) for rank in manifest.ranks) + b"]}\n"
 
 
-def _checked_body(data: bytes, where: str) -> bytes:
-    first = _FIRST_LINE.match(data)
-    if first is None:
-        raise DamagedCheckpoint(f"{where}: the manifest does not begin with its checksum")
-    body = data[first.end() :]
-    if hashlib.sha256(body).hexdigest().encode() != first.group(1):
-        raise DamagedCheckpoint(
-            f"{where}: the manifest has changed since it was committed (its checksum differs)"
+def _read_verified_body(data: bytes, source: str) -> bytes:
+    match = _CHECKSUM_LINE.match(data)
+    if match is None:
+        raise CorruptCheckpointError(f"{source}: the manifest does not begin with its checksum")
+    body = data[match.end() :]
+    if hashlib.sha256(body).hexdigest().encode() != match.group(1):
+        raise CorruptCheckpointError(
+            f"{source}: the manifest has changed since it was committed (its checksum differs)"
         )
     return body
 
 
-def parse_head(data: bytes, where: str) -> Head:
+def parse_head(data: bytes, source: str) -> ManifestHead:
     """The head of a manifest whose checksum holds."""
-    line = _checked_body(data, where).partition(b"\n")[0]
-    if not (line.startswith(_SECOND) and line.endswith(b",")):
-        raise DamagedCheckpoint(f"{where}: the manifest has no head")
+    line = _read_verified_body(data, source).partition(b"\n")[0]
+    if not (line.startswith(_HEAD_PREFIX) and line.endswith(b",")):
+        raise CorruptCheckpointError(f"{source}: the manifest has no head")
     try:
-        head = Head.model_validate(json.loads(line[len(_SECOND) : -1]))
+        head = ManifestHead.model_validate(json.loads(line[len(_HEAD_PREFIX) : -1]))
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{where}: the manifest's head cannot be read: {error}") from error
-    _check_version(head, where)
+        raise CorruptCheckpointError(f"{source}: the manifest's head cannot be read: {error}") from error
+    _check_version(head, source)
     return head
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse_manifest(data: bytes, source: str) -> Manifest:
     """Check and read a manifest; ``where`` (a path) begins the text of any ``DamagedCheckpoint``."""
-    body = _checked_body(data, where)
-    parse_head(data, where)
+    body = _read_verified_body(data, source)
+    parse_head(data, source)
     try:
         manifest = Manifest.model_validate(json.loads(b"{" + body))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(step) for step in first["loc"])
-        raise DamagedCheckpoint(f"{where}: the manifest's {place}: {first['msg']}") from error
+        location = ".".join(str(step) for step in first["loc"])
+        raise CorruptCheckpointError(f"{source}: the manifest's {location}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{where}: the manifest is not JSON: {error}") from error
-    for problem in _problems(manifest):
-        raise DamagedCheckpoint(f"{where}: {problem}")
+        raise CorruptCheckpointError(f"{source}: the manifest is not JSON: {error}") from error
+    for problem in _find_inconsistencies(manifest):
+        raise CorruptCheckpointError(f"{source}: {problem}")
     return manifest
 
 
-def _check_version(head: Head, where: str) -> None:
+def _check_version(head: ManifestHead, source: str) -> None:
     if head.format != FORMAT:
-        raise DamagedCheckpoint(f"{where}: the format is {head.format!r}, not {FORMAT!r}")
+        raise CorruptCheckpointError(f"{source}: the format is {head.format!r}, not {FORMAT!r}")
     if head.version > VERSION:
-        raise DamagedCheckpoint(
-            f"{where}: written in version {head.version} of the format; this Thalweg reads up to {VERSION}"
+        raise CorruptCheckpointError(
+            f"{source}: written in version {head.version} of the format; this Thalweg reads up to {VERSION}"
         )
 
 
-def _problems(manifest: Manifest) -> Iterator[str]:
+def _find_inconsistencies(manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
         if not 8 <= file.header_bytes <= file.size:
             yield f"the header of {name} does not fit into it"
@@ -187,7 +187,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         dims = len(record.shape)
         if any(len(p.offset) != dims or len(p.size) != dims for p in record.pieces):
             yield f"tensor {name} has pieces of another number of dims"
-        elif not tiles([p.box for p in record.pieces], record.shape):
+        elif not covers_exactly([p.chunk for p in record.pieces], record.shape):
             yield f"the pieces of tensor {name} do not cover its shape {list(record.shape)} exactly once"
         for piece in record.pieces:
             if piece.file not in manifest.files:

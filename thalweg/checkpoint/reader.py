@@ -20,27 +20,27 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint import publish
-from thalweg.checkpoint.dtypes import DTYPES, NAMES
+from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
 from thalweg.checkpoint.errors import (
-    DamagedCheckpoint,
-    MismatchedCheckpoint,
-    MissingCheckpoint,
+    CorruptCheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
 )
 from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, whole
-from thalweg.checkpoint.manifest import Head, Manifest, Piece
-from thalweg.checkpoint.ranks import Ranks
+from thalweg.checkpoint.layout import TensorChunk, local_chunks, local_tensor, full_chunk
+from thalweg.checkpoint.manifest import ManifestHead, Manifest, ChunkRecord
+from thalweg.checkpoint.ranks import RankGroup
 from thalweg.checkpoint.shards import ShardReader
-from thalweg.checkpoint.stream import SMALL
-from thalweg.checkpoint.tree import decode
+from thalweg.checkpoint.stream import SMALL_FILE_BYTES
+from thalweg.checkpoint.tree import decode_tree
 from thalweg.utils.log import get_logger
 
-_READERS = min(4, os.cpu_count() or 1)  # threads that read and hash; both release the GIL
+_NUM_READ_THREADS = min(4, os.cpu_count() or 1)  # threads that read and hash; both release the GIL
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Damage:
+class Corruption:
     """One thing wrong with a checkpoint: the file, the tensor (None: the file itself), and why."""
 
     file: str
@@ -49,12 +49,12 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class _Want:
+class _ReadItem:
     """One piece that this rank needs, and the places in live tensors that it fills."""
 
     name: str
-    piece: Piece
-    targets: list[tuple[Box, Box, torch.Tensor]] = field(default_factory=list)
+    chunk: ChunkRecord
+    targets: list[tuple[TensorChunk, TensorChunk, torch.Tensor]] = field(default_factory=list)
     """(what of the piece, the live local tensor's own box in global indices, that tensor)"""
 
 
@@ -63,14 +63,14 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest, io: FileSystem) -> None:
         self.path, self.manifest, self._io = path, manifest, io
-        self._readers = {
+        self._shard_readers = {
             name: ShardReader(io, path / name, record) for name, record in manifest.files.items()
         }
-        self._sound = False
+        self._verified = False
 
     @classmethod
     def open(
-        cls, directory: str | Path, tag: str | None = None, *, io: FileSystem | None = None
+        cls, checkpoint_dir: str | Path, tag: str | None = None, *, io: FileSystem | None = None
     ) -> Checkpoint:
         """Open ``directory/tag``; without a tag (or with "latest") the newest whose manifest is intact.
 
@@ -78,32 +78,32 @@ class Checkpoint:
         Raises ``MissingCheckpoint`` where there is none and ``DamagedCheckpoint`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
-        io, directory = io or FileSystem(), Path(directory)
+        io, checkpoint_dir = io or FileSystem(), Path(checkpoint_dir)
         if tag is not None and tag != publish.LATEST:
-            return cls.at(publish.resolve(io, directory, tag).path, io=io)
-        if tag is None and io.exists(directory / publish.MANIFEST):
-            return cls.at(directory, io=io)
+            return cls.from_path(publish.resolve_tag(io, checkpoint_dir, tag).path, io=io)
+        if tag is None and io.exists(checkpoint_dir / publish.MANIFEST):
+            return cls.from_path(checkpoint_dir, io=io)
         problems = []
-        for found in publish.candidates(io, directory):
+        for entry in publish.list_load_candidates(io, checkpoint_dir):
             try:
-                return cls.at(found.path, io=io)
-            except DamagedCheckpoint as error:
+                return cls.from_path(entry.path, io=io)
+            except CorruptCheckpointError as error:
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
         if problems:
-            raise DamagedCheckpoint(f"every checkpoint in {directory} is damaged: {'; '.join(problems)}")
-        raise MissingCheckpoint(
-            f"there is no checkpoint in {directory}; give the directory that was saved to"
+            raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
         )
 
     @classmethod
-    def at(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
+    def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
         """Open the one directory ``path``, or raise ``DamagedCheckpoint``."""
         io = io or FileSystem()
         return cls(path, publish.read_manifest(io, path), io)
 
     @property
-    def head(self) -> Head:
+    def head(self) -> ManifestHead:
         """Tag, step, epoch, world size and commit number."""
         return self.manifest.head
 
@@ -118,22 +118,22 @@ class Checkpoint:
         return self.head.step
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks that saved it."""
         return self.head.world
 
-    def names(self, prefix: str = "") -> list[str]:
+    def tensor_names(self, prefix: str = "") -> list[str]:
         """Names of the stored tensors, sorted; aliases are in ``manifest.aliases``."""
         return sorted(name for name in self.manifest.tensors if name.startswith(prefix))
 
     @property
     def state(self) -> Any:
         """The state tree, equal to what was saved; its tensors are read and checked now."""
-        return decode(self.manifest.state, self.read)
+        return decode_tree(self.manifest.state, self.read)
 
     def per_rank(self, rank: int) -> Any:
         """The tree that ``rank`` of the saving job stored, or None if that job had no such rank."""
-        return decode(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
+        return decode_tree(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -143,23 +143,23 @@ class Checkpoint:
         Raises ``MismatchedCheckpoint`` for an unknown name or a box outside the shape,
         ``DamagedCheckpoint`` if a byte has changed.
         """
-        name = self._known(name)
+        name = self._resolve_name(name)
         record = self.manifest.tensors[name]
-        full = whole(record.shape)
-        box = Box(
+        full = full_chunk(record.shape)
+        box = TensorChunk(
             full.offset if offsets is None else tuple(offsets), full.size if sizes is None else tuple(sizes)
         )
         inside = len(box.offset) == len(box.size) == len(full.size) and all(
             a >= 0 and n >= 0 and a + n <= m for a, n, m in zip(box.offset, box.size, full.size, strict=True)
         )
         if not inside:
-            raise MismatchedCheckpoint(f"{name} has shape {list(full.size)}; {box} lies outside it")
-        pieces = [(piece, overlap) for piece in record.pieces if (overlap := piece.box.intersect(box))]
-        if len(pieces) == 1 and pieces[0][0].box == box:
-            return self._reader(pieces[0][0]).read(name, pieces[0][0], record.dtype)
+            raise CheckpointMismatchError(f"{name} has shape {list(full.size)}; {box} lies outside it")
+        pieces = [(piece, overlap) for piece in record.pieces if (overlap := piece.chunk.intersect(box))]
+        if len(pieces) == 1 and pieces[0][0].chunk == box:
+            return self._get_reader(pieces[0][0]).read_chunk(name, pieces[0][0], record.dtype)
         out = torch.empty(box.size, dtype=DTYPES[record.dtype])
         for piece, overlap in pieces:
-            values = self._reader(piece).read(name, piece, record.dtype)
+            values = self._get_reader(piece).read_chunk(name, piece, record.dtype)
             out[overlap.slices(box.offset)] = values[overlap.slices(piece.offset)]
         return out
 
@@ -172,50 +172,50 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def damage(self, *, share: int = 0, shares: int = 1, prefix: str = "") -> list[Damage]:
+    def find_corruption(self, *, rank: int = 0, world_size: int = 1, prefix: str = "") -> list[Corruption]:
         """All that is wrong, found by reading every byte (or those of names that begin with ``prefix``).
 
         With ``shares`` only part ``share`` of that many equal ones is read.
         """
-        found: list[Damage] = []
-        broken: set[str] = set()
-        wanted = [(name, p) for name in self.names(prefix) for p in self.manifest.tensors[name].pieces]
-        files = {p.file for _, p in wanted} if prefix else set(self._readers)
+        corruptions: list[Corruption] = []
+        broken_files: set[str] = set()
+        chunks = [(name, p) for name in self.tensor_names(prefix) for p in self.manifest.tensors[name].pieces]
+        files = {p.file for _, p in chunks} if prefix else set(self._shard_readers)
         for file in sorted(files):
             try:
-                self._readers[file].check()
-            except DamagedCheckpoint as error:
-                broken.add(file)
-                found.append(Damage(file, None, str(error)))
-        found += [
-            Damage(p.file, name, f"{self.path / p.file}: tensor {name} lies in this damaged file")
-            for name, p in wanted
-            if p.file in broken
+                self._shard_readers[file].check_header()
+            except CorruptCheckpointError as error:
+                broken_files.add(file)
+                corruptions.append(Corruption(file, None, str(error)))
+        corruptions += [
+            Corruption(p.file, name, f"{self.path / p.file}: tensor {name} lies in this damaged file")
+            for name, p in chunks
+            if p.file in broken_files
         ]
 
-        def verify(item: tuple[str, Piece]) -> Damage | None:
+        def verify_item(item: tuple[str, ChunkRecord]) -> Corruption | None:
             name, piece = item
             try:
-                self._reader(piece).verify(name, piece, self.manifest.tensors[name].dtype)
-            except DamagedCheckpoint as error:
-                return Damage(piece.file, name, str(error))
+                self._get_reader(piece).verify_chunk(name, piece, self.manifest.tensors[name].dtype)
+            except CorruptCheckpointError as error:
+                return Corruption(piece.file, name, str(error))
             return None
 
-        readable = [item for item in wanted if item[1].file not in broken][share::shares]
-        return found + [damage for damage in self._each(readable, verify) if damage]
+        readable = [item for item in chunks if item[1].file not in broken_files][rank::world_size]
+        return corruptions + [damage for damage in self._map_concurrently(readable, verify_item) if damage]
 
     def verify(self, *, group: Any = None, prefix: str = "") -> None:
         """Collective: raise the same ``DamagedCheckpoint`` on all ranks unless every byte is as committed."""
-        ranks = Ranks.of(group)
+        ranks = RankGroup.from_group(group)
 
-        def part() -> None:
-            found = self.damage(share=ranks.rank, shares=ranks.world, prefix=prefix)
-            if found:
-                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                raise DamagedCheckpoint(f"{found[0].reason}{more}")
+        def verify_local() -> None:
+            corruptions = self.find_corruption(rank=ranks.rank, world_size=ranks.world_size, prefix=prefix)
+            if corruptions:
+                more = f" (and {len(corruptions) - 1} more)" if len(corruptions) > 1 else ""
+                raise CorruptCheckpointError(f"{corruptions[0].reason}{more}")
 
-        ranks.together(f"verifying checkpoint {self.path}", part)
-        self._sound = self._sound or not prefix
+        ranks.all_or_raise(f"verifying checkpoint {self.path}", verify_local)
+        self._verified = self._verified or not prefix
 
     def read_into(
         self,
@@ -223,7 +223,7 @@ class Checkpoint:
         *,
         strict: bool = True,
         group: Any = None,
-        also: Iterable[str] = (),
+        extra_names: Iterable[str] = (),
         release: Callable[[torch.Tensor], None] | None = None,
     ) -> list[str]:
         """Fill live tensors (DTensor or plain) from the checkpoint, each rank the parts it holds; collective.
@@ -235,37 +235,37 @@ class Checkpoint:
         warning).  No live tensor changes before every rank has checked all that it needs.
         ``release`` is given each part of a live tensor once it is filled.
         """
-        ranks = Ranks.of(group)
-        what = f"loading checkpoint {self.path}"
-        given: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
-        pairs: list[tuple[str, torch.Tensor]] = list(given)
-        matched = ranks.together(what, lambda: self._match(pairs, strict))
-        ranks.together(what, lambda: self._all_used(pairs, matched, also) if strict else None)
+        ranks = RankGroup.from_group(group)
+        operation = f"loading checkpoint {self.path}"
+        items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+        pairs: list[tuple[str, torch.Tensor]] = list(items)
+        matched = ranks.all_or_raise(operation, lambda: self._match_request(pairs, strict))
+        ranks.all_or_raise(operation, lambda: self._check_all_requested(pairs, matched, extra_names) if strict else None)
         missing = set(matched[ranks.rank]["missing"])
         if ranks.rank == 0 and matched[0]["cast"]:
-            _log.warning("%s: cast to another dtype: %s", self.path, listed(matched[0]["cast"]))
-        wants: list[_Want] = []
+            _log.warning("%s: cast to another dtype: %s", self.path, format_list(matched[0]["cast"]))
+        read_items: list[_ReadItem] = []
 
         def check() -> None:
-            wants.extend(self._plan([(name, t) for name, t in pairs if name not in missing]))
-            if not self._sound:
-                self._each(
-                    wants, lambda w: self._reader(w.piece).verify(w.name, w.piece, self._dtype(w.name))
+            read_items.extend(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
+            if not self._verified:
+                self._map_concurrently(
+                    read_items, lambda w: self._get_reader(w.piece).verify_chunk(w.name, w.piece, self._get_dtype(w.name))
                 )
 
-        ranks.together(what, check)
-        ranks.together(what, lambda: self._each(wants, lambda w: self._copy(w, release)))
+        ranks.all_or_raise(operation, check)
+        ranks.all_or_raise(operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release)))
         return sorted(missing)
 
-    def _match(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
+    def _match_request(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
         """Check the request against the manifest; returns the stored names asked for and those not stored."""
         used, missing, cast, problems = [], [], [], []
         for name, tensor in tensors:
-            stored = self.manifest.tensors.get(self.manifest.canonical(name))
+            stored = self.manifest.tensors.get(self.manifest.resolve_alias(name))
             if stored is None:
                 missing.append(name)
                 continue
-            used.append(self.manifest.canonical(name))
+            used.append(self.manifest.resolve_alias(name))
             if tensor.device.type == "meta":
                 problems.append(f"{name} is on the meta device; materialise the module first (to_empty)")
             elif tuple(tensor.shape) != stored.shape:
@@ -273,91 +273,91 @@ class Checkpoint:
             elif DTYPES[stored.dtype] != tensor.dtype:
                 if not (DTYPES[stored.dtype].is_floating_point and tensor.dtype.is_floating_point):
                     problems.append(
-                        f"{name} is {NAMES.get(tensor.dtype, tensor.dtype)} here and {stored.dtype} there"
+                        f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} here and {stored.dtype} there"
                     )
                 cast.append(name)
         if missing and strict:
             problems.append(
-                "not in the checkpoint: " + listed([self._with_nearest(name) for name in missing])
+                "not in the checkpoint: " + format_list([self._suggest_names(name) for name in missing])
             )
         if problems:
-            raise MismatchedCheckpoint(
-                f"{listed(problems, 6)}; load with strict=False to skip what is not there"
+            raise CheckpointMismatchError(
+                f"{format_list(problems, 6)}; load with strict=False to skip what is not there"
             )
         return {"used": sorted(set(used)), "missing": missing, "cast": cast}
 
-    def _all_used(
+    def _check_all_requested(
         self,
         tensors: list[tuple[str, torch.Tensor]],
         matched: list[dict[str, list[str]]],
-        also: Iterable[str],
+        extra_names: Iterable[str],
     ) -> None:
         used = {name for part in matched for name in part["used"]} | {
-            self.manifest.canonical(name) for name in also
+            self.manifest.resolve_alias(name) for name in extra_names
         }
-        spaces = {name.partition("/")[0] for name in used}
+        top_level_names = {name.partition("/")[0] for name in used}
         unused = [
-            name for name in self.manifest.tensors if name.partition("/")[0] in spaces and name not in used
+            name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
         ]
         if unused:
-            wanted = [name for name, _ in tensors]
-            text = listed([_nearest(name, wanted) for name in unused])
-            raise MismatchedCheckpoint(
+            requested = [name for name, _ in tensors]
+            text = format_list([_with_close_matches(name, requested) for name in unused])
+            raise CheckpointMismatchError(
                 f"the checkpoint holds what was not asked for: {text}; load with strict=False to leave it out"
             )
 
-    def _plan(self, tensors: list[tuple[str, torch.Tensor]]) -> list[_Want]:
-        wants: dict[tuple[str, int], _Want] = {}
+    def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> list[_ReadItem]:
+        items: dict[tuple[str, int], _ReadItem] = {}
         for name, tensor in tensors:
-            stored = self.manifest.canonical(name)
+            stored = self.manifest.resolve_alias(name)
             local = local_tensor(tensor)
-            for held in local_pieces(name, tensor):
-                origin = tuple(g - own for g, own in zip(held.box.offset, held.local_offset, strict=True))
+            for local_chunk in local_chunks(name, tensor):
+                origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
                 for index, piece in enumerate(self.manifest.tensors[stored].pieces):
-                    overlap = piece.box.intersect(held.box)
+                    overlap = piece.chunk.intersect(local_chunk.chunk)
                     if overlap is not None:
-                        want = wants.setdefault((stored, index), _Want(stored, piece))
-                        want.targets.append((overlap, Box(origin, tuple(local.shape)), local))
-        return list(wants.values())
+                        item = items.setdefault((stored, index), _ReadItem(stored, piece))
+                        item.targets.append((overlap, TensorChunk(origin, tuple(local.shape)), local))
+        return list(items.values())
 
-    def _copy(self, want: _Want, release: Callable[[torch.Tensor], None] | None) -> None:
-        values = self._reader(want.piece).read(want.name, want.piece, self._dtype(want.name))
+    def _load_item(self, item: _ReadItem, release: Callable[[torch.Tensor], None] | None) -> None:
+        values = self._get_reader(item.chunk).read_chunk(item.name, item.chunk, self._get_dtype(item.name))
         with torch.no_grad():
-            for overlap, origin, local in want.targets:
-                part = local[overlap.slices(origin.offset)]
-                part.copy_(values[overlap.slices(want.piece.offset)])
+            for overlap, origin, local in item.targets:
+                target = local[overlap.slices(origin.offset)]
+                target.copy_(values[overlap.slices(item.chunk.offset)])
                 if release is not None:
-                    release(part)
+                    release(target)
 
-    def _each(self, items: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
+    def _map_concurrently(self, items: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
         """``action`` on each item, on several threads where there is enough to read for that to pay."""
-        if sum(record.size for record in self.manifest.files.values()) < SMALL:
+        if sum(record.size for record in self.manifest.files.values()) < SMALL_FILE_BYTES:
             return [action(item) for item in items]
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(_NUM_READ_THREADS) as pool:
             return list(pool.map(action, items))
 
-    def _reader(self, piece: Piece) -> ShardReader:
-        return self._readers[piece.file]
+    def _get_reader(self, chunk: ChunkRecord) -> ShardReader:
+        return self._shard_readers[chunk.file]
 
-    def _dtype(self, name: str) -> str:
+    def _get_dtype(self, name: str) -> str:
         return self.manifest.tensors[name].dtype
 
-    def _known(self, name: str) -> str:
-        stored = self.manifest.canonical(name)
-        if stored not in self.manifest.tensors:
-            raise MismatchedCheckpoint(f"not in the checkpoint: {self._with_nearest(name)}")
-        return stored
+    def _resolve_name(self, name: str) -> str:
+        resolved = self.manifest.resolve_alias(name)
+        if resolved not in self.manifest.tensors:
+            raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(name)}")
+        return resolved
 
-    def _with_nearest(self, name: str) -> str:
-        return _nearest(name, [*self.manifest.tensors, *self.manifest.aliases])
+    def _suggest_names(self, name: str) -> str:
+        return _with_close_matches(name, [*self.manifest.tensors, *self.manifest.aliases])
 
 
-def _nearest(name: str, others: Iterable[str]) -> str:
+def _with_close_matches(name: str, others: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(others), n=2, cutoff=0.6)
     return f"{name} (nearest: {', '.join(close)})" if close else name
 
 
-def listed(items: Sequence[str], limit: int = 8) -> str:
+def format_list(items: Sequence[str], limit: int = 8) -> str:
     """The first ``limit`` items as text, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return "; ".join(items[:limit]) + more

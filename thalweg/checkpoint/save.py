@@ -27,22 +27,22 @@ from torch.distributed.tensor import DTensor
 
 import thalweg
 from thalweg.checkpoint import publish
-from thalweg.checkpoint.dtypes import DTYPES, NAMES
-from thalweg.checkpoint.errors import CheckpointError, MismatchedCheckpoint, UnstorableState
+from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
+from thalweg.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnserializableStateError
 from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.layout import Box, local_pieces, local_tensor, split, tiles
-from thalweg.checkpoint.manifest import FileRecord, Head, Manifest, Piece, TensorRecord
-from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.shards import ShardWriter, Slot, aligned
-from thalweg.checkpoint.tree import encode
+from thalweg.checkpoint.layout import TensorChunk, local_chunks, local_tensor, split_chunk, covers_exactly
+from thalweg.checkpoint.manifest import FileRecord, ManifestHead, Manifest, ChunkRecord, TensorRecord
+from thalweg.checkpoint.ranks import RankGroup
+from thalweg.checkpoint.shards import ShardWriter, TensorEntry, sort_for_alignment
+from thalweg.checkpoint.tree import encode_tree
 from thalweg.utils.log import get_logger
 
-PIECE_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
+MAX_CHUNK_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
 
 _log = get_logger(__name__)
 
 
-def keep_pages(tensor: torch.Tensor) -> None:
+def noop_release(tensor: torch.Tensor) -> None:
     """Nothing: what the memory behind a tensor needs after it was read, unless somebody knows better."""
 
 
@@ -62,23 +62,23 @@ class Snapshot:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     per_rank: Mapping[str, Any] = field(default_factory=dict)
-    unsynced: frozenset[str] = frozenset()
-    release: Callable[[torch.Tensor], None] = keep_pages
+    rank_local: frozenset[str] = frozenset()
+    release: Callable[[torch.Tensor], None] = noop_release
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _WriteItem:
     """A piece to be written: a box of a tensor, its writer, and its place."""
 
     name: str
-    box: Box
+    chunk: TensorChunk
     writer: int
     file: str
     key: str
 
 
 @dataclass(frozen=True)
-class _Local:
+class _EncodedSnapshot:
     """A snapshot encoded: every tensor this rank can write, and the two trees as JSON."""
 
     tensors: dict[str, torch.Tensor]
@@ -86,17 +86,17 @@ class _Local:
     per_rank: Any
 
 
-def save(
-    directory: str | Path,
+def save_snapshot(
+    checkpoint_dir: str | Path,
     tag: str,
     snapshot: Snapshot,
     *,
     step: int,
     group: Any = None,
     io: FileSystem | None = None,
-    keep: int | None = None,
+    keep_latest_k: int | None = None,
     epoch: int = 0,
-    latest: bool = True,
+    save_latest: bool = True,
 ) -> Path:
     """Write and commit ``snapshot`` as ``directory/tag``; collective over ``group``; returns that path.
 
@@ -107,64 +107,64 @@ def save(
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
     io = io or FileSystem()
-    directory = Path(directory)
-    ranks = Ranks.of(group)
+    checkpoint_dir = Path(checkpoint_dir)
+    ranks = RankGroup.from_group(group)
     tag = str(tag)
-    local: list[_Local] = []
+    encoded: list[_EncodedSnapshot] = []
     temporary: list[Path] = []
 
     def prepare() -> dict[str, Any]:
         publish.check_tag(tag)
-        _check_keep(keep)
-        local.append(_encode(snapshot, ranks.rank))
-        described: dict[str, Any] = {
+        _check_keep_latest_k(keep_latest_k)
+        encoded.append(_encode_snapshot(snapshot, ranks.rank))
+        inventory: dict[str, Any] = {
             "tag": tag,
-            "tensors": list(_describe(local[0].tensors)),
+            "tensors": list(_describe_tensors(encoded[0].tensors)),
             "aliases": dict(snapshot.aliases),
-            "unsynced": sorted(snapshot.unsynced),
-            "state": local[0].per_rank,
+            "unsynced": sorted(snapshot.rank_local),
+            "state": encoded[0].per_rank,
         }
         if ranks.rank == 0:
-            made, described["sequence"] = publish.begin(io, directory, tag, epoch)
-            temporary.append(made)
-            described["temporary"] = made.name
-        return described
+            temporary_dir, inventory["sequence"] = publish.start_save(io, checkpoint_dir, tag, epoch)
+            temporary.append(temporary_dir)
+            inventory["temporary"] = temporary_dir.name
+        return inventory
 
-    what = f"saving checkpoint {tag!r} to {directory}"
+    operation = f"saving checkpoint {tag!r} to {checkpoint_dir}"
     try:
-        described = ranks.together(what, prepare)
-        path = directory / described[0]["temporary"]
-        plan, records = _plan(described)
-        written = ranks.together(
-            what, lambda: _write(io, path, plan, local[0].tensors, ranks, snapshot.release)
+        inventories = ranks.all_or_raise(operation, prepare)
+        path = checkpoint_dir / inventories[0]["temporary"]
+        plan, records = _plan_writes(inventories)
+        written = ranks.all_or_raise(
+            operation, lambda: _write_shards(io, path, plan, encoded[0].tensors, ranks, snapshot.release)
         )
 
         def commit() -> str:
             if ranks.rank != 0:
                 return ""
-            head = _head(tag, step, epoch, ranks.world, described[0]["sequence"])
-            manifest = _manifest(head, local[0].state, described, plan, records, written)
-            return str(publish.publish(io, directory, path, manifest, latest=latest))
+            head = _build_head(tag, step, epoch, ranks.world_size, inventories[0]["sequence"])
+            manifest = _build_manifest(head, encoded[0].state, inventories, plan, records, written)
+            return str(publish.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
 
-        public = Path(ranks.together(what, commit)[0])
+        public = Path(ranks.all_or_raise(operation, commit)[0])
     except CheckpointError:
         if temporary:
-            publish.abandon(io, temporary[0])
+            publish.discard_save(io, temporary[0])
         raise
-    settled = ranks.together(what, lambda: _tidy(io, directory, tag, keep, public) if ranks.rank == 0 else "")
-    return Path(settled[0])
+    final_paths = ranks.all_or_raise(operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else "")
+    return Path(final_paths[0])
 
 
-def _check_keep(keep: int | None) -> None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise MismatchedCheckpoint(f"keep is {keep!r}: use None to keep all, or a number from 1 on")
+def _check_keep_latest_k(keep_latest_k: int | None) -> None:
+    if keep_latest_k is not None and (isinstance(keep_latest_k, bool) or not isinstance(keep_latest_k, int) or keep_latest_k < 1):
+        raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
 
 
-def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None, public: Path) -> str:
+def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
     try:
-        public = publish.settle(io, directory, tag)
-        if keep is not None:
-            publish.keep_newest(io, directory, keep, public)
+        public = publish.finalize_tag(io, checkpoint_dir, tag)
+        if keep_latest_k is not None:
+            publish.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, public)
     except (
         OSError,
         CheckpointError,
@@ -173,112 +173,112 @@ def _tidy(io: FileSystem, directory: Path, tag: str, keep: int | None, public: P
     return str(public)
 
 
-def _encode(snapshot: Snapshot, rank: int) -> _Local:
+def _encode_snapshot(snapshot: Snapshot, rank: int) -> _EncodedSnapshot:
     tensors = dict(snapshot.tensors)
     for name, tensor in tensors.items():
         if not name or name == "__metadata__":
-            raise UnstorableState(f"{name!r} cannot name a tensor")
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in NAMES:
-            raise UnstorableState(
+            raise UnserializableStateError(f"{name!r} cannot name a tensor")
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in DTYPE_NAMES:
+            raise UnserializableStateError(
                 f"tensor {name} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) has no form on disk"
             )
     for alias, target in snapshot.aliases.items():
         if target not in tensors or alias in tensors:
-            raise UnstorableState(f"the alias {alias} of {target} must be a new name of a stored tensor")
-    state, from_state = encode(dict(snapshot.state), "state")
-    per_rank, from_rank = encode(dict(snapshot.per_rank), f"rank{rank}")
+            raise UnserializableStateError(f"the alias {alias} of {target} must be a new name of a stored tensor")
+    state, from_state = encode_tree(dict(snapshot.state), "state")
+    per_rank, from_rank = encode_tree(dict(snapshot.per_rank), f"rank{rank}")
     if rank != 0:  # rank 0's state is kept, so its plain tensors are; of DTensors every rank has a part
         from_state = {name: t for name, t in from_state.items() if isinstance(t, DTensor)}
     for name in from_state.keys() | from_rank.keys():
         if name in tensors:
-            raise UnstorableState(f"{name} names both a tensor and a value in the state")
-    return _Local({**tensors, **from_state, **from_rank}, state, per_rank)
+            raise UnserializableStateError(f"{name} names both a tensor and a value in the state")
+    return _EncodedSnapshot({**tensors, **from_state, **from_rank}, state, per_rank)
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Any]]:
+def _describe_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Any]]:
     for name, tensor in tensors.items():
-        boxes = [[list(p.box.offset), list(p.box.size)] for p in local_pieces(name, tensor)]
-        yield [name, NAMES[tensor.dtype], list(tensor.shape), boxes]
+        chunks = [[list(p.chunk.offset), list(p.chunk.size)] for p in local_chunks(name, tensor)]
+        yield [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), chunks]
 
 
-def _plan(described: list[dict[str, Any]]) -> tuple[list[_Planned], dict[str, TensorRecord]]:
+def _plan_writes(inventories: list[dict[str, Any]]) -> tuple[list[_WriteItem], dict[str, TensorRecord]]:
     """Who writes what, from what each rank holds; the same on every rank, without further exchange.
 
     Returns the pieces, and a record without pieces for each tensor.  Raises
     ``CheckpointError`` where ranks contradict each other or leave a hole.
     """
-    tags = sorted({description["tag"] for description in described})
+    tags = sorted({inventory["tag"] for inventory in inventories})
     if len(tags) > 1:
         raise CheckpointError(f"the ranks name different tags, {', '.join(tags)}; give all of them the same")
     records: dict[str, TensorRecord] = {}
-    holders: dict[str, dict[Box, list[int]]] = {}
-    for rank, description in enumerate(described):
+    holders: dict[str, dict[TensorChunk, list[int]]] = {}
+    for rank, description in enumerate(inventories):
         for name, dtype, shape, boxes in description["tensors"]:
             record = TensorRecord(dtype=dtype, shape=tuple(shape), pieces=())
             if records.setdefault(name, record) != record:
-                known = records[name]
+                first_record = records[name]
                 raise CheckpointError(
-                    f"tensor {name} is {dtype} {list(shape)} on rank {rank} but {known.dtype} "
-                    f"{list(known.shape)} on a rank before it; all ranks must save the same logical tensors"
+                    f"tensor {name} is {dtype} {list(shape)} on rank {rank} but {first_record.dtype} "
+                    f"{list(first_record.shape)} on a rank before it; all ranks must save the same logical tensors"
                 )
             for offset, size in boxes:
-                holders.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(size)), []).append(rank)
-    for name in {name for description in described for name in description["unsynced"]}:
+                holders.setdefault(name, {}).setdefault(TensorChunk(tuple(offset), tuple(size)), []).append(rank)
+    for name in {name for description in inventories for name in description["unsynced"]}:
         for box, owners in holders.get(name, {}).items():
             holders[name][box] = owners[:1]
     for name, record in records.items():
-        if not tiles(list(holders.get(name, {})), record.shape):
+        if not covers_exactly(list(holders.get(name, {})), record.shape):
             raise CheckpointError(
                 f"the ranks' pieces of tensor {name} do not cover its shape {list(record.shape)} exactly "
                 "once; is a rank missing from the process group of the save?"
             )
-    return _assign(records, holders, len(described)), records
+    return _assign_writers(records, holders, len(inventories)), records
 
 
-def _assign(
-    records: dict[str, TensorRecord], holders: dict[str, dict[Box, list[int]]], world: int
-) -> list[_Planned]:
-    load = [0] * world
-    chosen: list[tuple[str, Box, int]] = []
-    shared: list[tuple[int, str, Box, list[int]]] = []
+def _assign_writers(
+    records: dict[str, TensorRecord], holders: dict[str, dict[TensorChunk, list[int]]], world_size: int
+) -> list[_WriteItem]:
+    bytes_per_rank = [0] * world_size
+    assigned: list[tuple[str, TensorChunk, int]] = []
+    replicated: list[tuple[int, str, TensorChunk, list[int]]] = []
     for name, boxes in holders.items():
         itemsize = DTYPES[records[name].dtype].itemsize
         for box, owners in boxes.items():
-            for piece in split(box, itemsize, PIECE_BYTES):
+            for piece in split_chunk(box, itemsize, MAX_CHUNK_BYTES):
                 nbytes = piece.numel * itemsize
                 if len(owners) == 1:
-                    load[owners[0]] += nbytes
-                    chosen.append((name, piece, owners[0]))
+                    bytes_per_rank[owners[0]] += nbytes
+                    assigned.append((name, piece, owners[0]))
                 else:
-                    shared.append((nbytes, name, piece, owners))
-    for nbytes, name, piece, owners in sorted(shared, key=lambda s: (-s[0], s[1], s[2])):
-        writer = min(owners, key=lambda rank: (load[rank], rank))
-        load[writer] += nbytes
-        chosen.append((name, piece, writer))
-    return list(_place(sorted(chosen), records, world))
+                    replicated.append((nbytes, name, piece, owners))
+    for nbytes, name, piece, owners in sorted(replicated, key=lambda s: (-s[0], s[1], s[2])):
+        writer = min(owners, key=lambda rank: (bytes_per_rank[rank], rank))
+        bytes_per_rank[writer] += nbytes
+        assigned.append((name, piece, writer))
+    return list(_make_write_items(sorted(assigned), records, world_size))
 
 
-def _place(
-    chosen: list[tuple[str, Box, int]], records: dict[str, TensorRecord], world: int
-) -> Iterator[_Planned]:
-    taken: set[tuple[str, str]] = set()
-    for name, box, writer in chosen:
+def _make_write_items(
+    assigned: list[tuple[str, TensorChunk, int]], records: dict[str, TensorRecord], world_size: int
+) -> Iterator[_WriteItem]:
+    used_keys: set[tuple[str, str]] = set()
+    for name, box, writer in assigned:
         first = name.partition("/")[0]
         kind = first if first in ("model", "optim") else "state"
-        file = f"shard-{writer:05d}-of-{world:05d}.{kind}.safetensors"
+        file = f"shard-{writer:05d}-of-{world_size:05d}.{kind}.safetensors"
         key = name if box.size == records[name].shape else f"{name}@{','.join(map(str, box.offset))}"
-        while (file, key) in taken:
+        while (file, key) in used_keys:
             key += "'"
-        taken.add((file, key))
-        yield _Planned(name, box, writer, file, key)
+        used_keys.add((file, key))
+        yield _WriteItem(name, box, writer, file, key)
 
 
-def _write(
+def _write_shards(
     io: FileSystem,
     path: Path,
-    plan: list[_Planned],
+    plan: list[_WriteItem],
     tensors: Mapping[str, torch.Tensor],
-    ranks: Ranks,
+    ranks: RankGroup,
     release: Callable[[torch.Tensor], None],
 ) -> dict[str, Any]:
     """Write this rank's shards; returns their records and digests as JSON."""
@@ -287,59 +287,59 @@ def _write(
             f"{path} was made by rank 0 but is not seen from here; the checkpoint directory must be on a "
             "file system that all hosts share"
         )
-    files: dict[str, dict[str, _Planned]] = {}
+    files: dict[str, dict[str, _WriteItem]] = {}
     for piece in plan:
         if piece.writer == ranks.rank:
             files.setdefault(piece.file, {})[piece.key] = piece
-    outcome = {}
+    results = {}
     for file, pieces in files.items():
-        slots = aligned(Slot(p.key, NAMES[tensors[p.name].dtype], p.box.size) for p in pieces.values())
-        with closing(ShardWriter(io, path / file, slots)) as writer:
-            for slot in slots:
-                values = _values(pieces[slot.key], tensors[pieces[slot.key].name])
-                writer.put(slot.key, values)
+        entries = sort_for_alignment(TensorEntry(p.key, DTYPE_NAMES[tensors[p.name].dtype], p.chunk.size) for p in pieces.values())
+        with closing(ShardWriter(io, path / file, entries)) as writer:
+            for entry in entries:
+                values = _read_local_chunk(pieces[entry.key], tensors[pieces[entry.key].name])
+                writer.write(entry.key, values)
                 release(values)
             written = writer.finish()
-        outcome[file] = {"record": written.record.model_dump(), "digests": written.digests}
-    return outcome
+        results[file] = {"record": written.record.model_dump(), "digests": written.digests}
+    return results
 
 
-def _values(piece: _Planned, tensor: torch.Tensor) -> torch.Tensor:
-    for held in local_pieces(piece.name, tensor):
-        if held.box.intersect(piece.box) == piece.box:
-            origin = tuple(g - own for g, own in zip(held.box.offset, held.local_offset, strict=True))
-            return local_tensor(tensor)[piece.box.slices(origin)]
-    raise AssertionError(f"{piece.name} has no {piece.box} here")
+def _read_local_chunk(item: _WriteItem, tensor: torch.Tensor) -> torch.Tensor:
+    for local_chunk in local_chunks(item.name, tensor):
+        if local_chunk.chunk.intersect(item.chunk) == item.chunk:
+            origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
+            return local_tensor(tensor)[item.chunk.slices(origin)]
+    raise AssertionError(f"{item.name} has no {item.chunk} here")
 
 
-def _head(tag: str, step: int, epoch: int, world: int, sequence: int) -> Head:
+def _build_head(tag: str, step: int, epoch: int, world_size: int, sequence: int) -> ManifestHead:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Head(
+    return ManifestHead(
         tag=tag,
         step=int(step),
         epoch=epoch,
-        world=world,
+        world=world_size,
         sequence=sequence,
         created=created,
         writer=f"thalweg {thalweg.__version__}",
     )
 
 
-def _manifest(
-    head: Head,
+def _build_manifest(
+    head: ManifestHead,
     state: Any,
-    described: list[dict[str, Any]],
-    plan: list[_Planned],
+    inventories: list[dict[str, Any]],
+    plan: list[_WriteItem],
     records: dict[str, TensorRecord],
     written: list[dict[str, Any]],
 ) -> Manifest:
     """Put the ranks' digests together; a piece without one would be a bug, and is an error."""
     files = {file: outcome for by_rank in written for file, outcome in by_rank.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in records}
+    pieces: dict[str, list[ChunkRecord]] = {name: [] for name in records}
     for item in plan:
         digest = files[item.file]["digests"][item.key]
         pieces[item.name].append(
-            Piece(file=item.file, key=item.key, offset=item.box.offset, size=item.box.size, sha256=digest)
+            ChunkRecord(file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest)
         )
     return Manifest(
         head=head,
@@ -348,7 +348,7 @@ def _manifest(
             name: TensorRecord(dtype=record.dtype, shape=record.shape, pieces=tuple(pieces[name]))
             for name, record in records.items()
         },
-        aliases={alias: name for part in described for alias, name in part["aliases"].items()},
+        aliases={alias: name for part in inventories for alias, name in part["aliases"].items()},
         state=state,
-        ranks=[description["state"] for description in described],
+        ranks=[description["state"] for description in inventories],
     )

@@ -15,82 +15,82 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from thalweg.checkpoint.dtypes import DTYPES, NAMES
-from thalweg.checkpoint.errors import UnstorableState
-from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.tree import decode, encode
-from thalweg.parallel.pipeline.names import Naming
+from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
+from thalweg.checkpoint.errors import UnserializableStateError
+from thalweg.checkpoint.ranks import RankGroup
+from thalweg.checkpoint.tree import decode_tree, encode_tree
+from thalweg.parallel.pipeline.names import ParamNaming
 
 
-def under_stored_names(
-    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], naming: Naming
+def to_canonical_names(
+    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], naming: ParamNaming
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors and aliases with canonical names for local ones, without what is no part of the model."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in naming.hidden}
+    visible = {name: tensor for name, tensor in tensors.items() if name not in naming.excluded}
     canonical = naming.canonical
-    renamed = {canonical.get(name, name): tensor for name, tensor in kept.items()}
-    also = {alias: canonical.get(name, name) for alias, name in aliases.items()}
-    also |= {name: canonical[name] for name in kept if name in canonical}
-    return renamed, {alias: name for alias, name in also.items() if alias not in renamed}
+    renamed = {canonical.get(name, name): tensor for name, tensor in visible.items()}
+    alias_targets = {alias: canonical.get(name, name) for alias, name in aliases.items()}
+    alias_targets |= {name: canonical[name] for name in visible if name in canonical}
+    return renamed, {alias: name for alias, name in alias_targets.items() if alias not in renamed}
 
 
-def merge(own: dict[str, Any], naming: Naming) -> dict[str, Any]:
+def merge_stage_states(local_state: dict[str, Any], naming: ParamNaming) -> dict[str, Any]:
     """The trees of all stages in one; ``own`` is this rank's; collective over the pipeline.
 
     Raises:
         UnstorableState: a tensor among what only one stage has.
     """
-    ranks = Ranks.of(naming.group) if naming.group is not None else Ranks(0, 1)
-    if ranks.world == 1:
-        return own
-    optim = own.get("optim")
+    ranks = RankGroup.from_group(naming.group) if naming.group is not None else RankGroup(0, 1)
+    if ranks.world_size == 1:
+        return local_state
+    optim = local_state.get("optim")
 
-    def mine() -> dict[str, Any]:
-        part: dict[str, Any] = {"left_out": own.get("left_out", []), "extra": own.get("extra_state", {})}
+    def encode_local() -> dict[str, Any]:
+        local: dict[str, Any] = {"left_out": local_state.get("left_out", []), "extra": local_state.get("extra_state", {})}
         if optim is not None:
-            part["members"] = [group["params"] for group in optim["groups"]]
-            part["values"], part["forms"] = optim["values"], optim["forms"]
-        tree, tensors = encode(part, "stage")
+            local["members"] = [group["params"] for group in optim["groups"]]
+            local["values"], local["forms"] = optim["values"], optim["forms"]
+        tree, tensors = encode_tree(local, "stage")
         if tensors:
-            raise UnstorableState(
+            raise UnserializableStateError(
                 f"{', '.join(tensors)}: extra state of a pipeline's modules must hold no tensors; use buffers"
             )
         return tree
 
-    parts = [decode(tree, _no_tensor) for tree in ranks.together("merging the stages of a pipeline", mine)]
-    merged = dict(own)
-    left_out = sorted({name for part in parts for name in part["left_out"]})
-    extra = {name: value for part in parts for name, value in part["extra"].items()}
-    if left_out or "left_out" in own:
+    stage_states = [decode_tree(tree, _unexpected_tensor) for tree in ranks.all_or_raise("merging the stages of a pipeline", encode_local)]
+    merged = dict(local_state)
+    left_out = sorted({name for part in stage_states for name in part["left_out"]})
+    extra = {name: value for part in stage_states for name, value in part["extra"].items()}
+    if left_out or "left_out" in local_state:
         merged["left_out"] = left_out
     if extra:
         merged["extra_state"] = extra
     if optim is not None:
-        members = zip(*(part["members"] for part in parts), strict=True)
+        members = zip(*(part["members"] for part in stage_states), strict=True)
         groups = [
             {**group, "params": list(dict.fromkeys(name for names in lists for name in names))}
             for group, lists in zip(optim["groups"], members, strict=True)
         ]
-        values = {name: value for part in parts for name, value in part["values"].items()}
-        forms: dict[str, set[str]] = {}
-        for part in parts:
+        values = {name: value for part in stage_states for name, value in part["values"].items()}
+        kinds: dict[str, set[str]] = {}
+        for part in stage_states:
             for key, found in part["forms"].items():
-                forms.setdefault(key, set()).update(found)
-        kept = {key: sorted(found) for key, found in forms.items()}
-        merged["optim"] = {**optim, "groups": groups, "values": values, "forms": kept}
+                kinds.setdefault(key, set()).update(found)
+        sorted_kinds = {key: sorted(found) for key, found in kinds.items()}
+        merged["optim"] = {**optim, "groups": groups, "values": values, "forms": sorted_kinds}
     return merged
 
 
-def _no_tensor(name: str) -> torch.Tensor:
+def _unexpected_tensor(name: str) -> torch.Tensor:
     raise AssertionError(f"{name} was not to be there")
 
 
-Fetch = Callable[[], torch.Tensor]
+FetchTensor = Callable[[], torch.Tensor]
 
 
-def everywhere(
-    tensors: Mapping[str, torch.Tensor], naming: Naming
-) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Fetch]]:
+def iter_full_tensors(
+    tensors: Mapping[str, torch.Tensor], naming: ParamNaming
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], FetchTensor]]:
     """Every tensor of the whole model on every rank: name, dtype, shape, and how to get its values.
 
     ``fetch()`` gathers a shard and brings it from the stage that has it; collective over the job, in the
@@ -99,32 +99,32 @@ def everywhere(
     group = naming.group
     if group is None:
         for name, tensor in tensors.items():
-            yield name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: _whole(tensor)
+            yield name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: _full_tensor(tensor)
         return
-    ranks = Ranks.of(group)
-    described = [[name, NAMES[t.dtype], list(t.shape)] for name, t in tensors.items()]
-    seen: set[str] = set()
-    for place, part in enumerate(ranks.exchange(described)):
+    ranks = RankGroup.from_group(group)
+    descriptions = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in tensors.items()]
+    yielded: set[str] = set()
+    for rank, part in enumerate(ranks.all_gather_json(descriptions)):
         for name, dtype, shape in part:
-            if name in seen:
+            if name in yielded:
                 continue
-            seen.add(name)
-            own = tensors[name] if place == ranks.rank else None
-            source = dist.get_global_rank(group, place)
-            yield name, DTYPES[dtype], tuple(shape), _fetcher(own, DTYPES[dtype], shape, source, group)
+            yielded.add(name)
+            local = tensors[name] if rank == ranks.rank else None
+            src = dist.get_global_rank(group, rank)
+            yield name, DTYPES[dtype], tuple(shape), _make_fetch(local, DTYPES[dtype], shape, src, group)
 
 
-def _fetcher(
-    own: torch.Tensor | None, dtype: torch.dtype, shape: list[int], source: int, group: Any
-) -> Fetch:
+def _make_fetch(
+    local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any
+) -> FetchTensor:
     def fetch() -> torch.Tensor:
-        value = torch.empty(shape, dtype=dtype) if own is None else _whole(own).cpu().contiguous()
-        dist.broadcast(value, src=source, group=group)
+        value = torch.empty(shape, dtype=dtype) if local is None else _full_tensor(local).cpu().contiguous()
+        dist.broadcast(value, src=src, group=group)
         return value
 
     return fetch
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.checkpoint.errors import MismatchedCheckpoint, UnstorableState
-from thalweg.checkpoint.optimizer_state import OptimizerPlan, apply_plan, collect_optimizer, plan_optimizer
-from thalweg.checkpoint.ranks import Ranks
+from thalweg.checkpoint.errors import CheckpointMismatchError, UnserializableStateError
+from thalweg.checkpoint.optimizer_state import OptimizerLoadPlan, apply_optimizer_plan, collect_optimizer_state, plan_optimizer_load
+from thalweg.checkpoint.ranks import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.checkpoint.rng import capture_rng, restore_rng
-from thalweg.checkpoint.save import Snapshot, keep_pages
-from thalweg.checkpoint.stages import merge, under_stored_names
-from thalweg.parallel.pipeline.names import WHOLE, Naming
+from thalweg.checkpoint.save import Snapshot, noop_release
+from thalweg.checkpoint.stages import merge_stage_states, to_canonical_names
+from thalweg.parallel.pipeline.names import IDENTITY_NAMING, ParamNaming
 
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -36,31 +36,31 @@ def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in _named(module):
+    for name, tensor in _named_tensors(module):
         if name in transient:
             continue
-        known = first.setdefault(id(tensor), name)
-        if known == name:
+        first_name = first.setdefault(id(tensor), name)
+        if first_name == name:
             tensors[name] = tensor
         else:
-            aliases[name] = known
+            aliases[name] = first_name
     return tensors, aliases
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def collect(
+def build_snapshot(
     module: nn.Module,
     optimizer: Any = None,
     *,
     state: Mapping[str, Any] | None = None,
     per_rank: Mapping[str, Any] | None = None,
     rng: bool = True,
-    frozen: bool = True,
-    naming: Naming = WHOLE,
+    include_frozen: bool = True,
+    naming: ParamNaming = IDENTITY_NAMING,
 ) -> Snapshot:
     """Everything that ``restore`` needs, as references to the live tensors (save before the next step).
 
@@ -74,53 +74,53 @@ def collect(
     """
     for tree in (state, per_rank):
         if tree is not None and "thalweg" in tree:
-            raise UnstorableState("the key 'thalweg' of the state is reserved; use another")
-    tensors, aliases = under_stored_names(*model_tensors(module), naming)
-    own: dict[str, Any] = {}
-    if not frozen:
-        own["left_out"] = [
+            raise UnserializableStateError("the key 'thalweg' of the state is reserved; use another")
+    tensors, aliases = to_canonical_names(*model_tensors(module), naming)
+    own_state: dict[str, Any] = {}
+    if not include_frozen:
+        own_state["left_out"] = [
             n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad
         ]
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in own["left_out"]}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in own_state["left_out"]}
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     stored = {f"model/{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
-        more, own["optim"] = collect_optimizer(module, optimizer, naming)
-        stored.update(more)
-    extra = {name: child.get_extra_state() for name, child in _with_extra_state(module)}
+        optimizer_tensors, own_state["optim"] = collect_optimizer_state(module, optimizer, naming)
+        stored.update(optimizer_tensors)
+    extra = {name: child.get_extra_state() for name, child in _modules_with_extra_state(module)}
     if extra:
-        own["extra_state"] = extra
-    config = hf_config(module)
+        own_state["extra_state"] = extra
+    config = get_hf_config(module)
     if config is not None:
-        own["hf_config"] = config
-    tree = {**(state or {}), "thalweg": merge(own, naming)}
-    ranked = {**(per_rank or {}), "thalweg": {"rng": capture_rng()} if rng else {}}
-    named = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
+        own_state["hf_config"] = config
+    tree = {**(state or {}), "thalweg": merge_stage_states(own_state, naming)}
+    rank_state = {**(per_rank or {}), "thalweg": {"rng": capture_rng()} if rng else {}}
+    alias_names = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
     buffers = {id(buffer) for buffer in module.buffers()}
-    unsynced = frozenset(f"model/{name}" for name, tensor in tensors.items() if id(tensor) in buffers)
-    release = getattr(optimizer, "release", keep_pages)
-    return Snapshot(stored, named, tree, ranked, unsynced, release)
+    rank_local = frozenset(f"model/{name}" for name, tensor in tensors.items() if id(tensor) in buffers)
+    release = getattr(optimizer, "release", noop_release)
+    return Snapshot(stored, alias_names, tree, rank_state, rank_local, release)
 
 
-def hf_config(module: nn.Module) -> dict[str, Any] | None:
+def get_hf_config(module: nn.Module) -> dict[str, Any] | None:
     """The module's Hugging Face config as the JSON that ``save_pretrained`` would write, if it has one."""
     config = getattr(module, "config", None)
     to_json = getattr(config, "to_json_string", None)
     if not callable(to_json):
         return None
     tree = json.loads(str(to_json()))
-    own_class = next((c for c in type(module).__mro__ if not c.__module__.startswith("torch.")), type(module))
-    tree["architectures"] = [own_class.__name__]
+    model_class = next((c for c in type(module).__mro__ if not c.__module__.startswith("torch.")), type(module))
+    tree["architectures"] = [model_class.__name__]
     return tree
 
 
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _modules_with_extra_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             yield name, child
 
 
-def restore(
+def restore_module(
     checkpoint: Checkpoint,
     module: nn.Module,
     optimizer: Any = None,
@@ -128,7 +128,7 @@ def restore(
     strict: bool = True,
     rng: bool = True,
     group: Any = None,
-    naming: Naming = WHOLE,
+    naming: ParamNaming = IDENTITY_NAMING,
 ) -> dict[str, Any]:
     """Fill a module, and with it an optimiser, from a checkpoint of any layout; collective.
 
@@ -138,62 +138,62 @@ def restore(
     the saving job had as many ranks.  Raises ``MismatchedCheckpoint`` naming what does not
     fit and ``DamagedCheckpoint`` for changed bytes, on all ranks and before any change.
     """
-    ranks = Ranks.of(group)
-    prepared: list[tuple[dict[str, torch.Tensor], set[str], dict[str, Any], OptimizerPlan, Any]] = []
+    ranks = RankGroup.from_group(group)
+    prepared: list[tuple[dict[str, torch.Tensor], set[str], dict[str, Any], OptimizerLoadPlan, Any]] = []
 
     def prepare() -> None:
         tree = checkpoint.state
-        own = tree.pop("thalweg", {})
-        tensors, also = _match_model(checkpoint, module, naming)
-        for name in own.get("left_out", ()):
+        saved = tree.pop("thalweg", {})
+        tensors, extra_names = _match_model(checkpoint, module, naming)
+        for name in saved.get("left_out", ()):
             tensors.pop(f"model/{name}", None)
-        plan = OptimizerPlan()
+        plan = OptimizerLoadPlan()
         if optimizer is not None:
-            plan = plan_optimizer(checkpoint, module, optimizer, own.get("optim"), strict, naming)
-        generators = checkpoint.per_rank(ranks.rank) if rng and checkpoint.world == ranks.world else None
-        prepared.append((tensors, also, {"tree": tree, "own": own}, plan, generators))
+            plan = plan_optimizer_load(checkpoint, module, optimizer, saved.get("optim"), strict, naming)
+        generators = checkpoint.per_rank(ranks.rank) if rng and checkpoint.world_size == ranks.world_size else None
+        prepared.append((tensors, extra_names, {"tree": tree, "own": saved}, plan, generators))
 
-    ranks.together(f"loading checkpoint {checkpoint.path}", prepare)
-    tensors, also, trees, plan, generators = prepared[0]
-    wanted = [*tensors.items(), *plan.targets]
+    ranks.all_or_raise(f"loading checkpoint {checkpoint.path}", prepare)
+    tensors, extra_names, trees, plan, generators = prepared[0]
+    targets = [*tensors.items(), *plan.targets]
     release = getattr(optimizer, "release", None)
-    checkpoint.read_into(wanted, strict=strict, group=group, also=also, release=release)
+    checkpoint.read_into(targets, strict=strict, group=group, extra_names=extra_names, release=release)
 
     def apply() -> None:
         extra = trees["own"].get("extra_state", {})
-        for name, child in _with_extra_state(module):
+        for name, child in _modules_with_extra_state(module):
             if name in extra:
                 child.set_extra_state(extra[name])
         if optimizer is not None:
-            apply_plan(plan, optimizer)
+            apply_optimizer_plan(plan, optimizer)
         if generators is not None:
             restore_rng(generators.get("thalweg", {}).get("rng", {}))
 
-    ranks.together(f"loading checkpoint {checkpoint.path}", apply)
+    ranks.all_or_raise(f"loading checkpoint {checkpoint.path}", apply)
     return trees["tree"]
 
 
 def _match_model(
-    checkpoint: Checkpoint, module: nn.Module, naming: Naming
+    checkpoint: Checkpoint, module: nn.Module, naming: ParamNaming
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The model's tensors by stored name, and the names that they stand for as well.
 
     A model that ties two weights which were saved apart can take them only if they are equal.
     """
-    tensors, aliases = under_stored_names(*model_tensors(module), naming)
+    tensors, aliases = to_canonical_names(*model_tensors(module), naming)
     manifest = checkpoint.manifest
-    also = set()
+    extra_names = set()
     for alias, name in aliases.items():
-        a, b = manifest.canonical(f"model/{alias}"), manifest.canonical(f"model/{name}")
+        a, b = manifest.resolve_alias(f"model/{alias}"), manifest.resolve_alias(f"model/{name}")
         if a == b or a not in manifest.tensors:
             continue
         if b not in manifest.tensors:  # saved untied under the other name only
             tensors[alias] = tensors.pop(name)
             continue
         if not torch.equal(checkpoint.read(a), checkpoint.read(b)):
-            raise MismatchedCheckpoint(
+            raise CheckpointMismatchError(
                 f"the model ties {alias} to {name}, but the checkpoint holds different values for them; "
                 "untie them in the model's config to load it"
             )
-        also.add(f"model/{alias}")
-    return {f"model/{name}": tensor for name, tensor in tensors.items()}, also
+        extra_names.add(f"model/{alias}")
+    return {f"model/{name}": tensor for name, tensor in tensors.items()}, extra_names

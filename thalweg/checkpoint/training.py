@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thalweg.assemble import Parts
+from thalweg.assemble import Components
 from thalweg.checkpoint.hf import save_16bit
-from thalweg.checkpoint.load import load
-from thalweg.checkpoint.ranks import Ranks
-from thalweg.checkpoint.save import save
-from thalweg.checkpoint.stages import everywhere, under_stored_names
-from thalweg.checkpoint.state import collect, model_tensors, restore
-from thalweg.comm.arena import tag_of
+from thalweg.checkpoint.load import open_verified
+from thalweg.checkpoint.ranks import RankGroup
+from thalweg.checkpoint.save import save_snapshot
+from thalweg.checkpoint.stages import iter_full_tensors, to_canonical_names
+from thalweg.checkpoint.state import build_snapshot, model_tensors, restore_module
+from thalweg.comm.arena import hash_name
 from thalweg.config import Config
 from thalweg.utils.log import get_logger
 from thalweg.zero.logical import full_state_dict, load_full_state_dict
@@ -32,8 +32,8 @@ _KEY = "engine"
 class TrainingState:
     """Counters of a run, and its way to disk and back; every method but the counters is collective."""
 
-    def __init__(self, parts: Parts, config: Config, loader: Any) -> None:
-        self.parts, self.config, self.loader = parts, config, loader
+    def __init__(self, components: Components, config: Config, loader: Any) -> None:
+        self.components, self.config, self.loader = components, config, loader
         self.global_steps = 0
         self.global_samples = 0
 
@@ -43,25 +43,25 @@ class TrainingState:
         tag: str | None,
         client_state: Mapping[str, Any] | None,
         *,
-        latest: bool,
-        frozen: bool,
+        save_latest: bool,
+        include_frozen: bool,
     ) -> Path:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
-        parts, keep = self.parts, self.config.checkpoint.keep
+        components, keep_latest_k = self.components, self.config.checkpoint.keep
         tag = tag or f"global_step{self.global_steps}"
         self._check_tag(tag)
-        parts.sharded.finish_window()
-        state = {"client_state": dict(client_state or {}), _KEY: self._own()}
-        path = save(
+        components.sharded.finalize_grads()
+        state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
+        path = save_snapshot(
             directory,
             tag,
-            collect(parts.module, parts.optimizer, state=state, frozen=frozen, naming=parts.naming),
+            build_snapshot(components.module, components.optimizer, state=state, include_frozen=include_frozen, naming=components.param_naming),
             step=self.global_steps,
-            group=parts.axes.everyone,
-            keep=None if keep == "all" else keep,
-            latest=latest,
+            group=components.meshes.world_group,
+            keep_latest_k=None if keep_latest_k == "all" else keep_latest_k,
+            save_latest=save_latest,
         )
-        parts.sharded.begin_anew()
+        components.sharded.reset_compression()
         return path
 
     def load(
@@ -70,105 +70,105 @@ class TrainingState:
         tag: str | None,
         *,
         strict: bool,
-        with_optimizer: bool,
-        with_schedule: bool,
-        only_module: bool,
+        load_optimizer: bool,
+        load_lr_scheduler: bool,
+        module_only: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see ``Engine.load_checkpoint``."""
-        parts, group = self.parts, self.parts.axes.everyone
-        found = load(directory, tag, resume=self.config.checkpoint.resume, group=group)
-        if found is None:
+        components, group = self.components, self.components.meshes.world_group
+        checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
+        if checkpoint is None:
             return None, None
-        with found:
-            parts.sharded.finish_window()
-            optimizer = parts.optimizer if with_optimizer and not only_module else None
-            state = restore(
-                found,
-                parts.module,
+        with checkpoint:
+            components.sharded.finalize_grads()
+            optimizer = components.optimizer if load_optimizer and not module_only else None
+            state = restore_module(
+                checkpoint,
+                components.module,
                 optimizer,
                 strict=strict,
                 group=group,
-                rng=not only_module,
-                naming=parts.naming,
+                rng=not module_only,
+                naming=components.param_naming,
             )
-            parts.sharded.begin_anew()
-            if not only_module:
-                self._take(state.get(_KEY, {}), with_schedule)
-            return str(found.path), state.get("client_state", {})
+            components.sharded.reset_compression()
+            if not module_only:
+                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
+            return str(checkpoint.path), state.get("client_state", {})
 
     def save_16bit(self, directory: str | Path) -> None:
         """Write the weights in 16 bits in the Hugging Face layout."""
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
-        self.parts.sharded.finish_window()
-        parts = self.parts
-        save_16bit(parts.module, directory, dtype, parts.axes.everyone, naming=parts.naming)
+        self.components.sharded.finalize_grads()
+        components = self.components
+        save_16bit(components.module, directory, dtype, components.meshes.world_group, naming=components.param_naming)
 
-    def full_state(self) -> dict[str, Any]:
+    def get_model_state_dict(self) -> dict[str, Any]:
         """The whole model's tensors on the CPU, under the names of the plain model."""
-        module, naming = self.parts.module, self.parts.naming
+        module, naming = self.components.module, self.components.param_naming
         if naming.group is None:
-            return {name: v for name, v in full_state_dict(module).items() if name not in naming.hidden}
-        tensors, aliases = under_stored_names(*model_tensors(module), naming)
-        full = {name: fetch().detach().cpu().clone() for name, *_, fetch in everywhere(tensors, naming)}
-        named = [alias for part in Ranks.of(naming.group).exchange(list(aliases.items())) for alias in part]
+            return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
+        tensors, aliases = to_canonical_names(*model_tensors(module), naming)
+        full = {name: fetch().detach().cpu().clone() for name, *_, fetch in iter_full_tensors(tensors, naming)}
+        named = [alias for part in RankGroup.from_group(naming.group).all_gather_json(list(aliases.items())) for alias in part]
         return full | {alias: full[name] for alias, name in named}
 
-    def load_state(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    def set_model_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load full tensors, or shards of this layout, into what this rank has of the model."""
-        module, naming = self.parts.module, self.parts.naming
+        module, naming = self.components.module, self.components.param_naming
         if naming.group is not None:
-            own = {name for name in module.state_dict() if name not in naming.hidden}
-            found = {
-                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in own
+            local_names = {name for name in module.state_dict() if name not in naming.excluded}
+            selected = {
+                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in local_names
             }
-            missing = sorted(name for name in own if found[name] is None)
+            missing = sorted(name for name in local_names if selected[name] is None)
             if strict and missing:
                 raise ValueError(f"the state dict lacks {', '.join(missing[:8])}: pass strict=False to go on")
-            state_dict, strict = {name: v for name, v in found.items() if v is not None}, False
-        elif naming.hidden:
+            state_dict, strict = {name: v for name, v in selected.items() if v is not None}, False
+        elif naming.excluded:
             state_dict, strict = dict(state_dict), False
         return load_full_state_dict(module, state_dict, strict)
 
-    def _own(self) -> dict[str, Any]:
+    def _state_dict(self) -> dict[str, Any]:
         return {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
-            "micro_steps": self.parts.window.micro_steps,
-            "skipped_steps": self.parts.optimizer.skipped_steps if self.parts.optimizer else 0,
-            "scaler": self.parts.scaler.state_dict(),
-            "lr_scheduler": _state_of(self.parts.lr_scheduler),
-            "loader": _state_of(self.loader),
+            "micro_steps": self.components.window.micro_steps,
+            "skipped_steps": self.components.optimizer.skipped_steps if self.components.optimizer else 0,
+            "scaler": self.components.scaler.state_dict(),
+            "lr_scheduler": _get_state_dict(self.components.lr_scheduler),
+            "loader": _get_state_dict(self.loader),
         }
 
-    def _take(self, own: dict[str, Any], with_schedule: bool) -> None:
-        parts = self.parts
-        self.global_steps = own.get("global_steps", self.global_steps)
-        self.global_samples = own.get("global_samples", self.global_samples)
-        parts.window.micro_steps = own.get("micro_steps", parts.window.micro_steps)
-        if parts.optimizer is not None:
-            parts.optimizer.skipped_steps = own.get("skipped_steps", 0)
-        if own.get("scaler"):
-            parts.scaler.load_state_dict(own["scaler"])
-            parts.sharded.set_loss_scale(parts.scaler.scale)
-        if with_schedule and parts.lr_scheduler is not None and own.get("lr_scheduler"):
-            parts.lr_scheduler.load_state_dict(own["lr_scheduler"])
-        if own.get("loader") and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(own["loader"])
+    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool) -> None:
+        components = self.components
+        self.global_steps = state.get("global_steps", self.global_steps)
+        self.global_samples = state.get("global_samples", self.global_samples)
+        components.window.micro_steps = state.get("micro_steps", components.window.micro_steps)
+        if components.optimizer is not None:
+            components.optimizer.skipped_steps = state.get("skipped_steps", 0)
+        if state.get("scaler"):
+            components.scaler.load_state_dict(state["scaler"])
+            components.sharded.set_loss_scale(components.scaler.scale)
+        if load_lr_scheduler and components.lr_scheduler is not None and state.get("lr_scheduler"):
+            components.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if state.get("loader") and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["loader"])
 
     def _check_tag(self, tag: str) -> None:
         """Rank 0's tag counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
-        wanted = self.config.checkpoint.tag_validation
-        if wanted == "Ignore" or self.parts.axes.size == 1:
+        mode = self.config.checkpoint.tag_validation
+        if mode == "Ignore" or self.components.meshes.world_size == 1:
             return
-        ends = torch.tensor([tag_of(tag), -tag_of(tag)])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.parts.axes.everyone)
-        if int(ends[0]) == -int(ends[1]):
+        bounds = torch.tensor([hash_name(tag), -hash_name(tag)])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.components.meshes.world_group)
+        if int(bounds[0]) == -int(bounds[1]):
             return
         message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"
-        if wanted == "Fail":
+        if mode == "Fail":
             raise ValueError(message)
         _log.warning("%s; rank 0's is used", message)
 
 
-def _state_of(thing: Any) -> Any:
-    return thing.state_dict() if hasattr(thing, "state_dict") else None
+def _get_state_dict(obj: Any) -> Any:
+    return obj.state_dict() if hasattr(obj, "state_dict") else None

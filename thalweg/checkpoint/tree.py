@@ -29,23 +29,23 @@ import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
-from thalweg.checkpoint.dtypes import DTYPES, NAMES
-from thalweg.checkpoint.errors import DamagedCheckpoint, UnstorableState
+from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
+from thalweg.checkpoint.errors import CorruptCheckpointError, UnserializableStateError
 
-TAG = "__thalweg__"
+TAG_KEY = "__thalweg__"
 MAX_DEPTH = 200
 _INLINE_BYTES = 1024  # longer byte strings are stored as tensors, not as text
 
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?")  # plain bytes: no objects, no records
+_SAFE_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?")  # plain bytes: no objects, no records
 
-Fetch = Callable[[str], torch.Tensor]
+TensorLoader = Callable[[str], torch.Tensor]
 
 
-def _b64(data: bytes) -> str:
+def _base64_encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _unb64(text: str) -> bytes:
+def _base64_decode(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
@@ -76,42 +76,42 @@ _CODECS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any],
     "uuid": ((uuid.UUID,), str, uuid.UUID),
     "namespace": ((argparse.Namespace,), lambda v: dict(vars(v)), lambda p: argparse.Namespace(**p)),
     "simple": ((types.SimpleNamespace,), lambda v: dict(vars(v)), lambda p: types.SimpleNamespace(**p)),
-    "dtype": ((torch.dtype,), lambda v: NAMES[v], lambda p: DTYPES[p]),
+    "dtype": ((torch.dtype,), lambda v: DTYPE_NAMES[v], lambda p: DTYPES[p]),
     "device": ((torch.device,), str, torch.device),
     "size": ((torch.Size,), list, torch.Size),
     "bytearray": ((bytearray,), bytes, bytearray),
 }
-_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
-_BY_TYPE = {cls: (name, codec[1]) for name, codec in _CODECS.items() for cls in codec[0]}
+_BUILTIN_CONVERTERS: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_ENCODERS_BY_TYPE = {cls: (name, codec[1]) for name, codec in _CODECS.items() for cls in codec[0]}
 
 
-def encode(tree: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def encode_tree(tree: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """``tree`` as JSON-able values, and the tensors that left it, named ``prefix/path``."""
-    encoder = _Encoder(prefix)
+    encoder = _TreeEncoder(prefix)
     return encoder.encode(tree, ()), encoder.tensors
 
 
-def decode(node: Any, fetch: Fetch) -> Any:
+def decode_tree(node: Any, load_tensor: TensorLoader) -> Any:
     """The tree that ``encode`` was given; ``fetch(name)`` returns a stored tensor."""
     if isinstance(node, list):
-        return [decode(item, fetch) for item in node]
+        return [decode_tree(item, load_tensor) for item in node]
     if not isinstance(node, dict):
         return node
-    if TAG not in node:
-        return {key: decode(value, fetch) for key, value in node.items()}
+    if TAG_KEY not in node:
+        return {key: decode_tree(value, load_tensor) for key, value in node.items()}
     try:
-        return _untag(node[TAG], node, fetch)
+        return _decode_tagged(node[TAG_KEY], node, load_tensor)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise DamagedCheckpoint(
-            f"the state tree holds a {node.get(TAG)!r} that cannot be read: {error}"
+        raise CorruptCheckpointError(
+            f"the state tree holds a {node.get(TAG_KEY)!r} that cannot be read: {error}"
         ) from error
 
 
-class _Encoder:
+class _TreeEncoder:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.tensors: dict[str, torch.Tensor] = {}
-        self.open: set[int] = set()  # containers being encoded, to find cycles
+        self.active_ids: set[int] = set()  # containers being encoded, to find cycles
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
@@ -120,66 +120,66 @@ class _Encoder:
         if kind is str:
             return value
         if kind is int:
-            return value if value.bit_length() < 4096 else _tagged("int", hex(value))
+            return value if value.bit_length() < 4096 else _make_tagged("int", hex(value))
         if kind is float:
-            return value if math.isfinite(value) else _tagged("float", repr(value))
+            return value if math.isfinite(value) else _make_tagged("float", repr(value))
         if isinstance(value, torch.Tensor):
-            return _tagged("tensor", self._take(_plain_tensor(value, self._fail, path), path))
+            return _make_tagged("tensor", self._extract_tensor(_check_tensor(value, self._fail, path), path))
         if isinstance(value, numpy.generic | numpy.ndarray):
-            return self._numpy(value, path)
+            return self._encode_numpy(value, path)
         if kind is bytes:
-            return self._bytes(value, path)
-        return self._container(value, path)
+            return self._encode_bytes(value, path)
+        return self._encode_nested(value, path)
 
-    def _container(self, value: Any, path: tuple[str, ...]) -> Any:
-        if id(value) in self.open:
+    def _encode_nested(self, value: Any, path: tuple[str, ...]) -> Any:
+        if id(value) in self.active_ids:
             self._fail(path, "contains itself")
         if len(path) > MAX_DEPTH:
             self._fail(path, f"is nested deeper than {MAX_DEPTH} levels")
-        self.open.add(id(value))
+        self.active_ids.add(id(value))
         try:
-            return self._containers(value, path)
+            return self._encode_container(value, path)
         finally:
-            self.open.discard(id(value))
+            self.active_ids.discard(id(value))
 
-    def _containers(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
         if kind is list:
             return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
         if kind is tuple:
-            return _tagged("tuple", [self.encode(item, (*path, str(i))) for i, item in enumerate(value)])
+            return _make_tagged("tuple", [self.encode(item, (*path, str(i))) for i, item in enumerate(value)])
         if kind in (set, frozenset):
             items = [self.encode(item, (*path, repr(item))) for item in value]
-            return _tagged(kind.__name__, sorted(items, key=lambda item: json.dumps(item, sort_keys=True)))
+            return _make_tagged(kind.__name__, sorted(items, key=lambda item: json.dumps(item, sort_keys=True)))
         if kind in (dict, collections.defaultdict):
-            return self._dict(value, path)
-        if kind in _BY_TYPE:
-            name, to_parts = _BY_TYPE[kind]
-            return _tagged(name, self.encode(to_parts(value), path))
-        for base, plain in _PLAIN.items():  # an IntEnum, say, comes back equal as the plain value
+            return self._encode_dict(value, path)
+        if kind in _ENCODERS_BY_TYPE:
+            name, to_parts = _ENCODERS_BY_TYPE[kind]
+            return _make_tagged(name, self.encode(to_parts(value), path))
+        for base, plain in _BUILTIN_CONVERTERS.items():  # an IntEnum, say, comes back equal as the plain value
             if isinstance(value, base) and plain(value) == value:
                 return self.encode(plain(value), path)
         return self._fail(path, f"is a {kind.__module__}.{kind.__qualname__}, which has no safe form on disk")
 
-    def _dict(self, value: dict, path: tuple[str, ...]) -> Any:
-        if all(type(key) is str for key in value) and TAG not in value:
+    def _encode_dict(self, value: dict, path: tuple[str, ...]) -> Any:
+        if all(type(key) is str for key in value) and TAG_KEY not in value:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         pairs = []
         for key, item in value.items():
             step = key if isinstance(key, str) else repr(key)
             pairs.append([self.encode(key, (*path, f"key {step}")), self.encode(item, (*path, step))])
-        return _tagged("dict", pairs)
+        return _make_tagged("dict", pairs)
 
-    def _bytes(self, value: bytes, path: tuple[str, ...]) -> Any:
+    def _encode_bytes(self, value: bytes, path: tuple[str, ...]) -> Any:
         if len(value) <= _INLINE_BYTES:
-            return _tagged("bytes", _b64(value))
-        return _tagged(
-            "bytes_tensor", self._take(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)
+            return _make_tagged("bytes", _base64_encode(value))
+        return _make_tagged(
+            "bytes_tensor", self._extract_tensor(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)
         )
 
-    def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _encode_numpy(self, value: Any, path: tuple[str, ...]) -> Any:
         if (
-            not _NUMPY_DTYPE.fullmatch(value.dtype.str)
+            not _SAFE_NUMPY_DTYPE.fullmatch(value.dtype.str)
             or value.dtype.names
             or type(value) not in (numpy.ndarray, value.dtype.type)
         ):
@@ -188,83 +188,83 @@ class _Encoder:
                 f"is a numpy {type(value).__name__} of dtype {value.dtype}, which has no safe form on disk",
             )
         if isinstance(value, numpy.generic):
-            return {**_tagged("numpy", _b64(value.tobytes())), "dtype": value.dtype.str}
+            return {**_make_tagged("numpy", _base64_encode(value.tobytes())), "dtype": value.dtype.str}
         copied = numpy.array(value, copy=True, order="C")
         details = {"dtype": value.dtype.str, "shape": list(value.shape)}
         raw = torch.frombuffer(bytearray(copied.tobytes()), dtype=torch.uint8) if copied.nbytes else None
-        return {**_tagged("ndarray", None if raw is None else self._take(raw, path)), **details}
+        return {**_make_tagged("ndarray", None if raw is None else self._extract_tensor(raw, path)), **details}
 
-    def _take(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+    def _extract_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         name = "/".join((self.prefix, *path))
         while name in self.tensors:
             name += "'"
         self.tensors[name] = tensor
         return name
 
-    def _fail(self, path: tuple[str, ...], why: str) -> Any:
+    def _fail(self, path: tuple[str, ...], reason: str) -> Any:
         where = "".join(f"[{step!r}]" for step in path if step)
-        raise UnstorableState(
-            f"{self.prefix}{where} {why}; store plain values, containers, numpy arrays or tensors instead"
+        raise UnserializableStateError(
+            f"{self.prefix}{where} {reason}; store plain values, containers, numpy arrays or tensors instead"
         )
 
 
-def _tagged(name: str, value: Any) -> dict[str, Any]:
-    return {TAG: name, "v": value}
+def _make_tagged(name: str, value: Any) -> dict[str, Any]:
+    return {TAG_KEY: name, "v": value}
 
 
-def _plain_tensor(value: torch.Tensor, fail: Callable[..., Any], path: tuple[str, ...]) -> torch.Tensor:
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
-    unsuitable = (
+def _check_tensor(value: torch.Tensor, fail: Callable[..., Any], path: tuple[str, ...]) -> torch.Tensor:
+    supported = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
+    problem = (
         f"a {type(value).__name__}, a tensor subclass"
-        if not plain
+        if not supported
         else "a meta tensor, which has no values"
         if value.device.type == "meta"
         else f"a {value.layout} tensor"
         if value.layout != torch.strided
         else f"a tensor of dtype {value.dtype}"
-        if value.dtype not in NAMES
+        if value.dtype not in DTYPE_NAMES
         else None
     )
-    if unsuitable:
-        fail(path, f"is {unsuitable}")
+    if problem:
+        fail(path, f"is {problem}")
     return value.detach()
 
 
-def _untag(name: Any, node: dict[str, Any], fetch: Fetch) -> Any:
+def _decode_tagged(name: Any, node: dict[str, Any], load_tensor: TensorLoader) -> Any:
     value = node["v"]
     if name == "tensor":
-        return fetch(value)
+        return load_tensor(value)
     if name == "bytes":
-        return _unb64(value)
+        return _base64_decode(value)
     if name == "bytes_tensor":
-        return fetch(value).numpy().tobytes()
+        return load_tensor(value).numpy().tobytes()
     if name == "float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value]
     if name == "int":
         return int(value, 16)
     if name == "numpy":
-        return _scalar(_safe_dtype(node["dtype"]), _unb64(value))
+        return _decode_numpy_scalar(_parse_numpy_dtype(node["dtype"]), _base64_decode(value))
     if name == "ndarray":
-        return _array(node, fetch)
+        return _decode_ndarray(node, load_tensor)
     if name in ("tuple", "set", "frozenset"):
-        items = [decode(item, fetch) for item in value]
+        items = [decode_tree(item, load_tensor) for item in value]
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
     if name == "dict":
-        return {decode(key, fetch): decode(item, fetch) for key, item in value}
-    return _CODECS[name][2](decode(value, fetch))
+        return {decode_tree(key, load_tensor): decode_tree(item, load_tensor) for key, item in value}
+    return _CODECS[name][2](decode_tree(value, load_tensor))
 
 
-def _safe_dtype(name: str) -> numpy.dtype:
-    if not _NUMPY_DTYPE.fullmatch(name):
+def _parse_numpy_dtype(name: str) -> numpy.dtype:
+    if not _SAFE_NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"dtype {name!r} is not plain bytes")
     return numpy.dtype(name)
 
 
-def _scalar(dtype: numpy.dtype, raw: bytes) -> Any:
+def _decode_numpy_scalar(dtype: numpy.dtype, raw: bytes) -> Any:
     return numpy.ndarray((), dtype, bytearray(raw) or bytearray(1))[()]
 
 
-def _array(node: dict[str, Any], fetch: Fetch) -> numpy.ndarray:
-    dtype = _safe_dtype(node["dtype"])
-    raw = b"" if node["v"] is None else fetch(node["v"]).numpy().tobytes()
+def _decode_ndarray(node: dict[str, Any], load_tensor: TensorLoader) -> numpy.ndarray:
+    dtype = _parse_numpy_dtype(node["dtype"])
+    raw = b"" if node["v"] is None else load_tensor(node["v"]).numpy().tobytes()
     return numpy.ndarray(tuple(node["shape"]), dtype, bytearray(raw) or bytearray(1))

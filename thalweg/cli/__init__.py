@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
-def available() -> dict[str, str]:
+def available_commands() -> dict[str, str]:
     """The subcommands whose module is installed, with their one-line descriptions."""
     return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"{__name__}.{name}")}
 
@@ -62,21 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        parser, module, own = _build_parser(chosen)
-        if chosen is not None and own is None:
-            named = f"{chosen!r}{_nearest(chosen, available())}: there are {', '.join(available())}"
-            return _report(2, f"no subcommand {named}, and options follow them; see `thalweg --help`")
+        parser, module, command_parser = _build_parser(command)
+        if command is not None and command_parser is None:
+            named = f"{command!r}{_suggest(command, available_commands())}: there are {', '.join(available_commands())}"
+            return _print_error(2, f"no subcommand {named}, and options follow them; see `thalweg --help`")
         passthrough: list[str] = []
-        if chosen is not None and hasattr(module, "split_passthrough"):
-            cut = arguments.index(chosen) + 1
-            mine, passthrough = module.split_passthrough(own, arguments[cut:])
-            arguments = arguments[:cut] + mine
+        if command is not None and hasattr(module, "split_passthrough"):
+            position = arguments.index(command) + 1
+            own_arguments, passthrough = module.split_passthrough(command_parser, arguments[position:])
+            arguments = arguments[:position] + own_arguments
         parsed, unknown = parser.parse_known_args(arguments, argparse.Namespace(passthrough=passthrough))
         if unknown:
-            near = _nearest(unknown[0].partition("=")[0], _options(own)) if own is not None else ""
-            (own or parser).error(f"there is no {' '.join(unknown)}{near}")
+            suggestion = _suggest(unknown[0].partition("=")[0], _list_options(command_parser)) if command_parser is not None else ""
+            (command_parser or parser).error(f"there is no {' '.join(unknown)}{suggestion}")
         if module is None:
             parser.print_help(sys.stderr)
             return 2
@@ -85,17 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _report(130, "interrupted")
+        return _print_error(130, "interrupted")
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        return _report(2, _words(error))
+        return _print_error(2, _error_text(error))
     except (OSError, RuntimeError, ImportError, MemoryError) as error:
-        return _report(1, _words(error))
+        return _print_error(1, _error_text(error))
 
 
-def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
+def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
     """The parser, the chosen subcommand's module, and that subcommand's own parser (None without one)."""
     parser = _Parser(
         prog="thalweg",
@@ -106,40 +106,40 @@ def _build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Any, Any
     parser.add_argument("--version", action="version", version=f"thalweg {thalweg.__version__}")
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_Parser)
     module = None
-    for name, text in available().items():
-        if name == chosen:
+    for name, text in available_commands().items():
+        if name == command:
             module = importlib.import_module(f"{__name__}.{name}")
             module.add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=text)
-    return parser, module, subparsers.choices.get(chosen or "")
+    return parser, module, subparsers.choices.get(command or "")
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
+def _list_options(parser: argparse.ArgumentParser) -> list[str]:
     """The options of a subcommand, those of its own actions included."""
-    found: list[str] = []
+    options: list[str] = []
     for action in parser._actions:
-        found += action.option_strings
+        options += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                found += _options(inner)
-    return found
+                options += _list_options(inner)
+    return options
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     """Say which of ``known`` somebody may have meant; nothing where none is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {matches[0]}?" if matches else ""
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """An error in words; the system's own name a file last, and a number first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}; check the path"
     return str(error) or type(error).__name__
 
 
-def _report(code: int, message: str) -> int:
+def _print_error(code: int, message: str) -> int:
     if os.environ.get("THALWEG_TRACEBACK"):
         traceback.print_exc()
     print(f"thalweg: {message}", file=sys.stderr)

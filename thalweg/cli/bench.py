@@ -50,16 +50,16 @@ def split_passthrough(
     return list(arguments), []
 
 
-def benchmarks(folder: Path) -> dict[str, str]:
+def list_benchmarks(folder: Path) -> dict[str, str]:
     """Return the benchmarks of a ``bench/`` folder by name, each with the first line of its docstring."""
-    found = {}
+    descriptions = {}
     for path in sorted(folder.glob("[!_]*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        found[path.stem] = text.partition("\n")[0]
-    return found
+        descriptions[path.stem] = text.partition("\n")[0]
+    return descriptions
 
 
-def bench_folder() -> Path:
+def find_bench_folder() -> Path:
     """Return the checkout's ``bench/`` folder; FileNotFoundError when the package runs without a checkout."""
     assert thalweg.__file__ is not None
     root = Path(thalweg.__file__).resolve().parent.parent
@@ -73,15 +73,15 @@ def bench_folder() -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and return its exit code; ValueError for a name that is none."""
-    folder = bench_folder()
-    known = benchmarks(folder)
+    folder = find_bench_folder()
+    known = list_benchmarks(folder)
     if args.name is None:
         listing = "\n".join(f"{name:<14} {text}" for name, text in known.items())
         print(json.dumps({"benchmarks": known}) if args.json else listing)
         return 0
     if args.name not in known:
-        near = difflib.get_close_matches(args.name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        matches = difflib.get_close_matches(args.name, known, n=1)
+        hint = f"did you mean {matches[0]!r}? " if matches else ""
         raise ValueError(f"no benchmark {args.name!r}: {hint}there are {', '.join(known)}")
     options = [option for option in ("--json", "--quick") if getattr(args, option[2:])]
     command = [sys.executable, str(folder / f"{args.name}.py"), *options, *args.passthrough]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from thalweg.cli.serve import add_engine_arguments, engine_task
+from thalweg.cli.serve import add_engine_arguments, build_engine_spec
 
 _EPILOG = """examples:
   thalweg chat ./my-model
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.url is None) == (args.model is None):
         raise ValueError("give a model, or --url of a server that has one")
-    answer = _remote(args) if args.url else _local(args)
-    first: Messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages = list(first)
+    stream_reply = _chat_with_server(args) if args.url else _chat_in_process(args)
+    initial_messages: Messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(initial_messages)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
         if not line:
             return 0
         if line == "/new":
-            messages = list(first)
+            messages = list(initial_messages)
             continue
         messages.append({"role": "user", "content": line})
-        said = ""
+        reply = ""
         try:
-            for piece in answer(messages):
-                said += piece
-                print(piece, end="", flush=True)
+            for chunk in stream_reply(messages):
+                reply += chunk
+                print(chunk, end="", flush=True)
         except KeyboardInterrupt:
             pass
         except BrokenPipeError:
@@ -74,21 +74,21 @@ def run(args: argparse.Namespace) -> int:
         except (ApiError, ValueError, ConnectionError) as error:
             if not sys.stdin.isatty():
                 raise RuntimeError(str(error)) from None
-            print(("\n" if said else "") + f"thalweg: {error}", file=sys.stderr, flush=True)
+            print(("\n" if reply else "") + f"thalweg: {error}", file=sys.stderr, flush=True)
             del messages[-1]  # the next question may do better, or /new
             continue
         print(flush=True)
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": reply})
 
 
-def _remote(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
+def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.serve.ask import events, post
     from thalweg.serve.errors import ApiError
 
     base = args.url if "://" in args.url else f"http://{args.url}"
     url = f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
 
-    def answer(messages: Messages) -> Iterator[str]:
+    def stream_reply(messages: Messages) -> Iterator[str]:
         body: dict[str, Any] = {"messages": messages, "stream": True, "max_tokens": args.max_tokens}
         body |= {"temperature": args.temperature, "seed": args.seed}
         try:
@@ -101,34 +101,34 @@ def _remote(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
             for event in events(response):
                 yield from (choice["delta"].get("content") or "" for choice in event["choices"])
 
-    return answer
+    return stream_reply
 
 
-def _local(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
+def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.infer.api import Request, SamplingParams
     from thalweg.serve.errors import ApiError
     from thalweg.serve.text import DEFAULT_STOP, Text
 
-    engine = engine_task(args).load()
+    engine = build_engine_spec(args).load()
     if engine.facts.kind == "encoder" or engine.tokenizer is None:
-        lack = "is an encoder: it writes nothing" if engine.tokenizer is not None else "has no tokenizer"
-        raise ValueError(f"{args.model} {lack}; give a model that generates text")
-    text = Text(engine.tokenizer)
+        reason = "is an encoder: it writes nothing" if engine.tokenizer is not None else "has no tokenizer"
+        raise ValueError(f"{args.model} {reason}; give a model that generates text")
+    chat_tokenizer = Text(engine.tokenizer)
 
-    def answer(messages: Messages) -> Iterator[str]:
+    def stream_reply(messages: Messages) -> Iterator[str]:
         try:
-            prompt, special = text.chat([dict(message) for message in messages], None, False, {})
+            prompt, special = chat_tokenizer.chat([dict(message) for message in messages], None, False, {})
         except ApiError as error:
             raise ValueError(str(error)) from None
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
-        room = engine.facts.max_length - len(tokens)
-        if room < 1:
+        max_new_tokens = engine.facts.max_length - len(tokens)
+        if max_new_tokens < 1:
             raise ValueError(
                 f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new"
             )
-        stop = (DEFAULT_STOP,) if text.template is None else ()
+        stop = (DEFAULT_STOP,) if chat_tokenizer.template is None else ()
         params = SamplingParams(
-            max_tokens=min(args.max_tokens, room), temperature=args.temperature, seed=args.seed, stop=stop
+            max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
         )
         engine.add(Request("chat", tokens, params))
         try:
@@ -137,4 +137,4 @@ def _local(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
         finally:
             engine.abort("chat")
 
-    return answer
+    return stream_reply

@@ -54,23 +54,23 @@ def run(args: argparse.Namespace) -> int:
         return _export(checkpoint, args)
 
 
-def _path(directory: Path, tag: str | None) -> Path:
+def _find_checkpoint(checkpoint_dir: Path, tag: str | None) -> Path:
     """The one directory to verify: never another one in place of a damaged one."""
-    from thalweg.checkpoint import FileSystem, MissingCheckpoint, publish
+    from thalweg.checkpoint import FileSystem, CheckpointNotFoundError, publish
 
-    if tag is None and (directory / publish.MANIFEST).exists():
-        return directory
+    if tag is None and (checkpoint_dir / publish.MANIFEST).exists():
+        return checkpoint_dir
     if tag is not None and tag != publish.LATEST:
-        return publish.resolve(FileSystem(), directory, tag).path
-    found = publish.candidates(FileSystem(), directory)
-    if not found:
-        raise MissingCheckpoint(
-            f"there is no checkpoint in {directory}; give the directory that was saved to"
+        return publish.resolve_tag(FileSystem(), checkpoint_dir, tag).path
+    candidates = publish.list_load_candidates(FileSystem(), checkpoint_dir)
+    if not candidates:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
         )
-    return found[0].path
+    return candidates[0].path
 
 
-def _emit(report: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+def _print_report(report: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     print(json.dumps(report) if as_json else "\n".join(lines))
 
 
@@ -78,9 +78,9 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
     manifest = checkpoint.manifest
     kinds: dict[str, dict[str, int]] = {}
     for name, record in manifest.tensors.items():
-        first = name.partition("/")[0]
-        shown = first if first in ("model", "optim") else "state"
-        kind = kinds.setdefault(shown, {"tensors": 0, "elements": 0, "bytes": 0})
+        prefix = name.partition("/")[0]
+        kind_name = prefix if prefix in ("model", "optim") else "state"
+        kind = kinds.setdefault(kind_name, {"tensors": 0, "elements": 0, "bytes": 0})
         kind["tensors"] += 1
         kind["elements"] += math.prod(record.shape)
         kind["bytes"] += record.nbytes
@@ -100,43 +100,43 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
     lines = [
         f"{checkpoint.path}",
         f"  tag {head.tag}, step {head.step}, world {head.world}, {head.created}, {head.writer}",
-        f"  {len(manifest.tensors)} tensors in {len(manifest.files)} files, {_size(report['bytes'])}",
+        f"  {len(manifest.tensors)} tensors in {len(manifest.files)} files, {_format_bytes(report['bytes'])}",
         *(
-            f"  {kind:<6} {c['tensors']:>6} tensors {c['elements']:>14,} elements {_size(c['bytes']):>12}"
+            f"  {kind:<6} {c['tensors']:>6} tensors {c['elements']:>14,} elements {_format_bytes(c['bytes']):>12}"
             for kind, c in kinds.items()
         ),
         *(f"  {alias} is {target}" for alias, target in manifest.aliases.items()),
     ]
     if tensors:
         lines += [f"  {name}  {r.dtype} {list(r.shape)}" for name, r in manifest.tensors.items()]
-    _emit(report, lines, as_json=as_json)
+    _print_report(report, lines, as_json=as_json)
     return 0
 
 
 def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
-    from thalweg.checkpoint import Checkpoint, DamagedCheckpoint
+    from thalweg.checkpoint import Checkpoint, CorruptCheckpointError
 
     try:
-        with Checkpoint.at(_path(directory, tag)) as checkpoint:
-            found = checkpoint.damage()
+        with Checkpoint.from_path(_find_checkpoint(directory, tag)) as checkpoint:
+            damage = checkpoint.find_corruption()
             path, tensors = str(checkpoint.path), len(checkpoint.manifest.tensors)
             size = sum(record.size for record in checkpoint.manifest.files.values())
-    except DamagedCheckpoint as error:
+    except CorruptCheckpointError as error:
         report = {"path": str(directory), "sound": False}
         damaged = [{"file": "manifest.json", "tensor": None, "reason": str(error)}]
-        _emit({**report, "damaged": damaged}, [f"damaged: {error}"], as_json=as_json)
+        _print_report({**report, "damaged": damaged}, [f"damaged: {error}"], as_json=as_json)
         return 1
     report = {
         "path": path,
-        "sound": not found,
+        "sound": not damage,
         "tensors": tensors,
         "bytes": size,
-        "damaged": [{"file": d.file, "tensor": d.tensor, "reason": d.reason} for d in found],
+        "damaged": [{"file": d.file, "tensor": d.tensor, "reason": d.reason} for d in damage],
     }
-    lines = [f"damaged: {d.reason}" for d in found]
-    lines.append(f"{path}: {'damaged' if found else 'sound'}, {tensors} tensors, {_size(size)} read")
-    _emit(report, lines, as_json=as_json)
-    return 1 if found else 0
+    lines = [f"damaged: {d.reason}" for d in damage]
+    lines.append(f"{path}: {'damaged' if damage else 'sound'}, {tensors} tensors, {_format_bytes(size)} read")
+    _print_report(report, lines, as_json=as_json)
+    return 1 if damage else 0
 
 
 def _export(checkpoint: Any, args: argparse.Namespace) -> int:
@@ -148,12 +148,12 @@ def _export(checkpoint: Any, args: argparse.Namespace) -> int:
     export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
     report = {"path": str(checkpoint.path), "out": str(out), "files": files}
-    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_size(size)}" for name, size in files.items())]
-    _emit(report, lines, as_json=args.json)
+    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_format_bytes(size)}" for name, size in files.items())]
+    _print_report(report, lines, as_json=args.json)
     return 0
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.1f} {unit}" if unit != "bytes" else f"{count} bytes"

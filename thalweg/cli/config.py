@@ -8,7 +8,7 @@ import os
 import sys
 
 from thalweg.config import ConfigError, load_config
-from thalweg.utils.env import read_ranks
+from thalweg.utils.env import read_rank_info
 
 _EXAMPLES = """examples:
   thalweg config ds_config.json
@@ -32,13 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "file", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
     )
     parser.add_argument(
-        "--world-size", type=_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
+        "--world-size", type=_parse_num_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
     parser.set_defaults(run=run)
 
 
-def _ranks(text: str) -> int:
+def _parse_num_ranks(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number, at least 1")
     return int(text)
@@ -46,9 +46,9 @@ def _ranks(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config and return 0, or the problems on standard error and return 2."""
-    ranks = args.world_size or read_ranks(os.environ).world_size
+    ranks = args.world_size or read_rank_info(os.environ).world_size
     try:
-        config = load_config(_source(args.file), world_size=ranks)
+        config = load_config(_read_source(args.file), world_size=ranks)
     except ConfigError as error:
         print(f"thalweg config: {error}", file=sys.stderr)
         if args.world_size is None and any(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _source(name: str) -> str:
+def _read_source(name: str) -> str:
     if name != "-":
         return name
     text = sys.stdin.read()

@@ -65,37 +65,37 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo and print what came of it."""
     stream = sys.stderr if args.json else sys.stdout
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=stream, flush=True)
 
-    _check(args)
+    _validate_args(args)
     _require_packages()
     started = time.perf_counter()
-    out = _open_folder(args.out)
-    _warn_of_cores(args.nproc)
-    from thalweg.cli.demo_corpus import prepare
+    out = _make_output_folder(args.out)
+    _warn_if_oversubscribed(args.nproc)
+    from thalweg.cli.demo_corpus import prepare_corpus
 
     settings = DemoSettings(
         out=str(out), results="", steps=args.steps, stage=args.stage, nproc=args.nproc, seed=args.seed
     )
-    corpus = prepare(out, settings.vocabulary, say)
-    settings = replace(settings, vocabulary=corpus.vocabulary, precision=_precision(args.precision))
-    _forget_earlier_run(out)
+    corpus = prepare_corpus(out, settings.vocabulary, log)
+    settings = replace(settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision))
+    _remove_earlier_run(out)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
         settings = replace(settings, results=results)
-        code, facts = _train_and_reload(settings, say)
+        code, facts = _train_and_reload(settings, log)
     if code != 0:
         return code
-    summary = _summarise(settings, facts, out, time.perf_counter() - started)
+    summary = _build_summary(settings, facts, out, time.perf_counter() - started)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(summary))
     else:
-        _tell(summary, say)
-    return 0 if _came_back(summary) else 1
+        _print_summary(summary, log)
+    return 0 if _matches_after_reload(summary) else 1
 
 
-def _check(args: argparse.Namespace) -> None:
+def _validate_args(args: argparse.Namespace) -> None:
     if args.stage not in (0, 1, 2, 3):
         raise ValueError(f"--stage {args.stage} is not a ZeRO stage: give 0, 1, 2 or 3")
     if args.nproc < 1:
@@ -114,7 +114,7 @@ def _require_packages() -> None:
         raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
 
 
-def _open_folder(name: str) -> Path:
+def _make_output_folder(name: str) -> Path:
     out = Path(name).expanduser().resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _open_folder(name: str) -> Path:
     return out
 
 
-def _warn_of_cores(nproc: int) -> None:
+def _warn_if_oversubscribed(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > cores:
         sys.stderr.write(
@@ -136,73 +136,73 @@ def _warn_of_cores(nproc: int) -> None:
         )
 
 
-def _precision(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    from thalweg.cli.demo_precision import fast_bf16
+def _resolve_precision(requested: str) -> str:
+    if requested != "auto":
+        return requested
+    from thalweg.cli.demo_precision import has_fast_bf16
 
-    return "bf16" if fast_bf16() else "fp32"
+    return "bf16" if has_fast_bf16() else "fp32"
 
 
-def _forget_earlier_run(out: Path) -> None:
+def _remove_earlier_run(out: Path) -> None:
     """Remove what an earlier demo left: metrics are appended to, and a checkpoint is never overwritten."""
     shutil.rmtree(out / "checkpoint", ignore_errors=True)
     for name in ("metrics.jsonl", "loss.png", "summary.json"):
         (out / name).unlink(missing_ok=True)
 
 
-def _train_and_reload(settings: DemoSettings, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
     results = Path(settings.results)
     settings.save(results / "settings.json")
-    say(
+    log(
         f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
         f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, "
         f"{settings.steps} steps"
     )
     facts: dict[str, Any] = {}
-    for part, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
-        code = _launch(part, nproc, results / "settings.json")
+    for phase, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
+        code = _launch_phase(phase, nproc, results / "settings.json")
         if code != 0:
             return code, {}
         facts |= json.loads((results / f"{result}.json").read_text(encoding="utf-8"))
-        if part == "train":
-            say(f"checkpoint: {facts['checkpoint']}")
+        if phase == "train":
+            log(f"checkpoint: {facts['checkpoint']}")
     return 0, facts
 
 
-def _launch(part: str, nproc: int, settings: Path) -> int:
+def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
     """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
     import torch
 
-    from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
-    from thalweg.launch.local import Job, run_local
+    from thalweg.launch.cores import cpu_quota, physical_cores, assign_cores, usable_cpus
+    from thalweg.launch.local import LocalJob, run_local
 
     few_gpus = torch.cuda.device_count() < nproc
     bind = few_gpus and nproc > 1
     outcome = run_local(
-        Job(
+        LocalJob(
             nproc=nproc,
             target="thalweg.cli.demo_rank",
-            arguments=(part, str(settings)),
+            arguments=(phase, str(settings)),
             kind="module",
-            cores=plan_cores(nproc, physical_cores(usable_cpus()), quota=cpu_quota(), bind=bind),
+            cpu_binding=assign_cores(nproc, physical_cores(usable_cpus()), quota=cpu_quota(), bind=bind),
             # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
             environ={"CUDA_VISIBLE_DEVICES": ""} if few_gpus else {},
         )
     )
     sys.stderr.write(outcome.report)
-    return outcome.code
+    return outcome.exit_code
 
 
-def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
-    from thalweg.cli.demo_picture import draw
+def _build_summary(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
+    from thalweg.cli.demo_picture import plot_losses
     from thalweg.observe.files import read_jsonl
 
     losses = [float(row["loss"]) for row in read_jsonl(out / "metrics.jsonl")]
     tail = losses[-max(1, len(losses) // 10) :]
-    picture = out / "loss.png"
-    draw(picture, losses, vocabulary=settings.vocabulary, held_out=facts["loss_saved"])
+    plot_path = out / "loss.png"
+    plot_losses(plot_path, losses, vocabulary=settings.vocabulary, held_out=facts["loss_saved"])
     return {
         "loss_first": losses[0],
         "loss_last": sum(tail) / len(tail),
@@ -211,7 +211,7 @@ def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds
         "vocabulary": settings.vocabulary,
         "tokens_per_s": facts["tokens_per_s"],
         "checkpoint": facts["checkpoint"],
-        "picture": str(picture),
+        "picture": str(plot_path),
         "sample": facts["sample"],
         "weights_saved": facts["weights_saved"],
         "weights_reloaded": facts["weights_reloaded"],
@@ -226,21 +226,21 @@ def _summarise(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds
     }
 
 
-def _came_back(summary: dict[str, Any]) -> bool:
+def _matches_after_reload(summary: dict[str, Any]) -> bool:
     """Whether the reloaded model is the saved one: the loss to its last digit, each weight to its bits."""
     same_loss = summary["loss_reloaded"] == summary["loss_saved"]
     return same_loss and summary["weights_reloaded"] == summary["weights_saved"]
 
 
-def _tell(summary: dict[str, Any], say: Callable[[str], None]) -> None:
+def _print_summary(summary: dict[str, Any], log: Callable[[str], None]) -> None:
     ceiling = math.log(summary["vocabulary"])
-    same = "equal to the last digit, and so are all weights" if _came_back(summary) else "NOT EQUAL"
-    say(
+    comparison = "equal to the last digit, and so are all weights" if _matches_after_reload(summary) else "NOT EQUAL"
+    log(
         f"loss: {summary['loss_first']:.3f} at the start (ln of the vocabulary is {ceiling:.3f}), "
         f"{summary['loss_last']:.3f} at the end, {summary['loss_last'] / ceiling:.0%} of ln(vocabulary); "
         f"{summary['tokens_per_s']:,.0f} tokens/s"
     )
-    say(f"held-out loss: {summary['loss_saved']!r} when saved, {summary['loss_reloaded']!r} reloaded: {same}")
-    say(f"picture: {summary['picture']}")
-    say(f"sample:\n{'-' * 72}\n{summary['sample'].rstrip()}\n{'-' * 72}")
-    say(f"{summary['seconds']:.0f} s in all, {summary['seconds_training']:.0f} of them training")
+    log(f"held-out loss: {summary['loss_saved']!r} when saved, {summary['loss_reloaded']!r} reloaded: {comparison}")
+    log(f"picture: {summary['picture']}")
+    log(f"sample:\n{'-' * 72}\n{summary['sample'].rstrip()}\n{'-' * 72}")
+    log(f"{summary['seconds']:.0f} s in all, {summary['seconds_training']:.0f} of them training")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from thalweg.data import BytePairTokenizer, save_tokens, split_held_out, stdlib_documents, train_tokenizer
-from thalweg.data.pack import concatenate
+from thalweg.data.pack import concatenate_sequences
 
 # One document in so many is never trained on.
 _HELD_OUT = 40
@@ -17,7 +17,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Corpus:
+class CorpusInfo:
     """Facts about the prepared text; ``vocabulary`` is what training the tokenizer arrived at."""
 
     key: str
@@ -27,7 +27,7 @@ class Corpus:
     vocabulary: int
 
 
-def prepare(out: Path, vocabulary: int, say: Callable[[str], None]) -> Corpus:
+def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> CorpusInfo:
     """Write ``tokenizer.json``, ``tokens.npy``, ``held_out.npy`` and ``corpus.json`` below ``out``.
 
     Nothing is done twice: files of the same text and vocabulary are used as they are.
@@ -36,36 +36,36 @@ def prepare(out: Path, vocabulary: int, say: Callable[[str], None]) -> Corpus:
     if not documents:
         raise ValueError("this Python has no standard library sources (.py files): use one that does")
     size = sum(len(document.text.encode()) for document in documents)
-    say(f"text: {len(documents):,} files of the standard library, {size / 1e6:.1f} MB")
+    log(f"text: {len(documents):,} files of the standard library, {size / 1e6:.1f} MB")
     digest = hashlib.blake2b(f"{_FORMAT} {vocabulary}".encode(), digest_size=12)
     for document in documents:
         digest.update(f"\0{document.name}\0{document.text}".encode())
     key = digest.hexdigest()
-    kept = _kept(out, key)
-    if kept is not None:
-        say(f"tokenizer: {kept.vocabulary:,} tokens, kept from before; {kept.tokens / 1e6:.1f} M of text")
-        return kept
+    cached = _load_cached(out, key)
+    if cached is not None:
+        log(f"tokenizer: {cached.vocabulary:,} tokens, kept from before; {cached.tokens / 1e6:.1f} M of text")
+        return cached
     training, held_out = split_held_out(documents, _HELD_OUT)
     tokenizer = train_tokenizer([document.text for document in training], vocabulary)
     tokenizer.save(out / "tokenizer.json")
     total = 0
-    for name, part in (("tokens.npy", training), ("held_out.npy", held_out)):
-        stream, _ = concatenate(
-            tokenizer.encode_all([document.text for document in part]), end_id=tokenizer.end_id
+    for name, split in (("tokens.npy", training), ("held_out.npy", held_out)):
+        stream, _ = concatenate_sequences(
+            tokenizer.encode_batch([document.text for document in split]), end_id=tokenizer.end_id
         )
         save_tokens(out / name, stream)
         total += len(stream)
-    corpus = Corpus(key, len(documents), size, total, tokenizer.vocab_size)
+    corpus = CorpusInfo(key, len(documents), size, total, tokenizer.vocab_size)
     (out / "corpus.json").write_text(json.dumps(asdict(corpus)), encoding="utf-8")
-    say(
+    log(
         f"tokenizer: {corpus.vocabulary:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text"
     )
     return corpus
 
 
-def _kept(out: Path, key: str) -> Corpus | None:
+def _load_cached(out: Path, key: str) -> CorpusInfo | None:
     try:
-        corpus = Corpus(**json.loads((out / "corpus.json").read_text(encoding="utf-8")))
+        corpus = CorpusInfo(**json.loads((out / "corpus.json").read_text(encoding="utf-8")))
         BytePairTokenizer.load(out / "tokenizer.json")
     except (OSError, ValueError, TypeError):
         return None

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 
-def draw(path: Path, losses: list[float], *, vocabulary: int, held_out: float) -> None:
+def plot_losses(path: Path, losses: list[float], *, vocabulary: int, held_out: float) -> None:
     """Write a PNG of the training loss by step, with ln(vocabulary), 60% of it, and the held-out loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,10 +32,10 @@ def draw(path: Path, losses: list[float], *, vocabulary: int, held_out: float) -
     figure.savefig(path, format="png")
 
 
-def _smooth(values: list[float], keep: float = 0.8) -> list[float]:
+def _smooth(values: list[float], decay: float = 0.8) -> list[float]:
     """An exponential mean, corrected for its start as Adam's moments are."""
     mean, smooth = 0.0, []
     for count, value in enumerate(values, start=1):
-        mean = keep * mean + (1 - keep) * value
-        smooth.append(mean / (1 - keep**count))
+        mean = decay * mean + (1 - decay) * value
+        smooth.append(mean / (1 - decay**count))
     return smooth

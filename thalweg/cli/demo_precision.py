@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 
-def fast_bf16() -> bool:
+def has_fast_bf16() -> bool:
     """Return whether the device's matrix products are clearly faster in bf16 than in fp32.
 
     On a GPU, whether it has bf16 at all.  On a processor, a linear layer of 512 x 256 x
@@ -21,15 +21,15 @@ def fast_bf16() -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _seconds(torch.bfloat16) * 1.2 < _seconds(torch.float32)
+        return _time_linear(torch.bfloat16) * 1.2 < _time_linear(torch.float32)
     finally:
         torch.set_num_threads(threads)
 
 
-def _seconds(dtype: torch.dtype, repeats: int = 7) -> float:
-    dice = torch.Generator().manual_seed(0)
-    x = torch.randn(512, 256, generator=dice).to(dtype).requires_grad_()
-    weight = torch.randn(1024, 256, generator=dice).to(dtype).requires_grad_()
+def _time_linear(dtype: torch.dtype, repeats: int = 7) -> float:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 256, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(1024, 256, generator=generator).to(dtype).requires_grad_()
     grad = torch.ones(512, 1024, dtype=dtype)
     best = float("inf")
     for _ in range(repeats):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import thalweg
-from thalweg.cli.demo_settings import DemoSettings, engine_config
-from thalweg.data import BytePairTokenizer, PackedBlocks, forever, open_tokens
+from thalweg.cli.demo_settings import DemoSettings, build_engine_config
+from thalweg.data import BytePairTokenizer, PackedDataset, cycle, open_tokens
 from thalweg.nn.transformer import GPT, GPTConfig
 
 
@@ -44,12 +44,12 @@ def build_model(settings: DemoSettings) -> GPT:
 def train(settings: DemoSettings) -> None:
     """Train, save a checkpoint, and on rank 0 write ``trained.json`` with the facts."""
     out = Path(settings.out)
-    blocks = PackedBlocks(open_tokens(out / "tokens.npy"), settings.block_size, tail="drop")
+    blocks = PackedDataset(open_tokens(out / "tokens.npy"), settings.block_size, tail="drop")
     engine, _, loader, _ = thalweg.initialize(
-        model=build_model(settings), training_data=blocks, config=engine_config(settings)
+        model=build_model(settings), training_data=blocks, config=build_engine_config(settings)
     )
     device, started = engine.device, time.perf_counter()
-    for batch in islice(forever(loader), settings.steps):
+    for batch in islice(cycle(loader), settings.steps):
         loss = engine(batch["input_ids"].to(device), batch["labels"].to(device))
         engine.backward(loss)
         engine.step()
@@ -62,8 +62,8 @@ def train(settings: DemoSettings) -> None:
         tokens = settings.steps * settings.micro_batch * settings.block_size * world
         facts = {
             "checkpoint": str(path),
-            "loss_saved": held_out_loss(plain_model(settings, weights), settings),
-            "weights_saved": digest(weights),
+            "loss_saved": held_out_loss(build_plain_model(settings, weights), settings),
+            "weights_saved": hash_weights(weights),
             "parameters": sum(weight.numel() for weight in build_model(settings).parameters()),
             "seconds": seconds,
             "tokens": tokens,
@@ -72,21 +72,21 @@ def train(settings: DemoSettings) -> None:
         (Path(settings.results) / "trained.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def reload(settings: DemoSettings) -> None:
+def reload_and_evaluate(settings: DemoSettings) -> None:
     """Load the checkpoint at world size 1, measure the same loss, write a sample to ``reloaded.json``."""
     quiet = {"jsonl_monitor": {"enabled": False}, "steps_per_print": None, "log_level": "warning"}
-    config = engine_config(settings) | quiet
-    blank = build_model(replace(settings, seed=settings.seed + 1))  # other weights: nothing may survive
-    engine, _, _, _ = thalweg.initialize(model=blank, config=config)
+    config = build_engine_config(settings) | quiet
+    fresh_model = build_model(replace(settings, seed=settings.seed + 1))  # other weights: nothing may survive
+    engine, _, _, _ = thalweg.initialize(model=fresh_model, config=config)
     path, _ = engine.load_checkpoint(Path(settings.out) / "checkpoint")
     weights = engine.state_dict()
-    model = plain_model(settings, weights)
+    model = build_plain_model(settings, weights)
     steps = engine.global_steps
     engine.close()
     tokenizer = BytePairTokenizer.load(Path(settings.out) / "tokenizer.json")
     facts = {
         "loss_reloaded": held_out_loss(model, settings),
-        "weights_reloaded": digest(weights),
+        "weights_reloaded": hash_weights(weights),
         "loaded": path,
         "steps_reloaded": steps,
         "sample": settings.prompt + generate(model, tokenizer, settings),
@@ -94,20 +94,20 @@ def reload(settings: DemoSettings) -> None:
     (Path(settings.results) / "reloaded.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def plain_model(settings: DemoSettings, weights: dict[str, Tensor]) -> GPT:
+def build_plain_model(settings: DemoSettings, weights: dict[str, Tensor]) -> GPT:
     """Return an unsharded fp32 GPT on the CPU with the given full weights."""
     model = build_model(settings)
     model.load_state_dict(weights)
     return model.float().eval()
 
 
-def digest(weights: dict[str, Tensor]) -> str:
+def hash_weights(weights: dict[str, Tensor]) -> str:
     """Return a hash of every weight's name, dtype, shape and bits."""
-    summed = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, value in sorted(weights.items()):
-        summed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        summed.update(value.detach().contiguous().view(torch.uint8).numpy().data)
-    return summed.hexdigest()
+        hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        hasher.update(value.detach().contiguous().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def held_out_loss(model: GPT, settings: DemoSettings) -> float:
     """Mean cross-entropy in nats over blocks spread evenly over the held-out text."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    blocks = PackedBlocks(open_tokens(Path(settings.out) / "held_out.npy"), settings.block_size, tail="drop")
+    blocks = PackedDataset(open_tokens(Path(settings.out) / "held_out.npy"), settings.block_size, tail="drop")
     losses = []
     count = min(settings.held_out_blocks, len(blocks))
     for index in range(count):
@@ -128,23 +128,23 @@ def held_out_loss(model: GPT, settings: DemoSettings) -> float:
 @torch.no_grad()
 def generate(model: GPT, tokenizer: BytePairTokenizer, settings: DemoSettings, *, top_k: int = 20) -> str:
     """Return a continuation of the prompt, sampled at temperature 0.8 from the ``top_k`` likeliest tokens."""
-    dice = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
     tokens = [tokenizer.end_id, *tokenizer.encode(settings.prompt).tolist()]
     length = len(tokens)
     for _ in range(settings.sample_tokens):
         logits = model(torch.tensor([tokens[-settings.block_size :]]))[0, -1] / 0.8
         logits[tokenizer.end_id] = -torch.inf  # the sample has the length that was asked for
         likeliest, ids = logits.topk(top_k)
-        choice = torch.multinomial(likeliest.softmax(0), 1, generator=dice)
+        choice = torch.multinomial(likeliest.softmax(0), 1, generator=generator)
         tokens.append(int(ids[choice]))
     return tokenizer.decode(tokens[length:])
 
 
 def main(arguments: list[str]) -> None:
     """Run one part of the demo."""
-    parts: dict[str, Any] = {"train": train, "reload": reload}
-    part, path = arguments
-    parts[part](DemoSettings.load(path))
+    phases: dict[str, Any] = {"train": train, "reload": reload_and_evaluate}
+    phase, path = arguments
+    phases[phase](DemoSettings.load(path))
 
 
 if __name__ == "__main__":

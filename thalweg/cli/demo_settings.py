@@ -49,30 +49,30 @@ class DemoSettings:
         return DemoSettings(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
+def build_engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
     """Return the demo's configuration: the keys of a ``ds_config.json``."""
-    chosen = settings or DemoSettings(out="demo-out", results="demo-out")
+    resolved = settings or DemoSettings(out="demo-out", results="demo-out")
     return {
-        "train_micro_batch_size_per_gpu": chosen.micro_batch,
+        "train_micro_batch_size_per_gpu": resolved.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "seed": chosen.seed,
+        "seed": resolved.seed,
         "steps_per_print": 10,
         "dataloader_drop_last": True,
-        "zero_optimization": {"stage": chosen.stage},
-        "bf16": {"enabled": chosen.precision == "bf16"},
+        "zero_optimization": {"stage": resolved.stage},
+        "bf16": {"enabled": resolved.precision == "bf16"},
         "optimizer": {
             "type": "Muon",
-            "params": {"lr": chosen.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+            "params": {"lr": resolved.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
         },
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
-                "total_num_steps": chosen.steps,
-                "warmup_num_steps": max(2, min(10, chosen.steps // 5)),
+                "total_num_steps": resolved.steps,
+                "warmup_num_steps": max(2, min(10, resolved.steps // 5)),
                 "warmup_type": "linear",
                 "cos_min_ratio": 0.05,
             },
         },
-        "jsonl_monitor": {"enabled": True, "output_path": chosen.out, "job_name": ""},
+        "jsonl_monitor": {"enabled": True, "output_path": resolved.out, "job_name": ""},
     }

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Literal
 
 import thalweg
-from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
+from thalweg.launch.cores import cpu_quota, physical_cores, assign_cores, usable_cpus
 
 _MIB, _GIB = 2**20, 2**30
-_TORCH = ((2, 11), (2, 14))
+_TORCH_VERSIONS = ((2, 11), (2, 14))
 _EXTRAS = {
     "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
     "demo": ("tokenizers", "matplotlib"),
@@ -39,7 +39,7 @@ _EXTRAS = {
     "diffusion": ("diffusers", "transformers"),
     "test": ("pytest", "hypothesis", "psutil"),
 }
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 
 _EPILOG = """examples:
   thalweg doctor
@@ -50,7 +50,7 @@ Exit code 0 when nothing is broken (warnings allowed), 1 otherwise.
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """One finding; ``cure`` is empty when ``status`` is ok."""
 
     name: str
@@ -87,56 +87,56 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _python() -> Check:
+def _check_python() -> CheckResult:
     found = f"{platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
-        return Check("python", "ok", found)
-    return Check("python", "fail", found, "make an environment with Python 3.11, 3.12 or 3.13")
+        return CheckResult("python", "ok", found)
+    return CheckResult("python", "fail", found, "make an environment with Python 3.11, 3.12 or 3.13")
 
 
-def _torch() -> Check:
+def _check_torch() -> CheckResult:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Check("torch", "fail", str(error).splitlines()[0], "pip install torch==2.13.0")
+        return CheckResult("torch", "fail", str(error).splitlines()[0], "pip install torch==2.13.0")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if _TORCH[0] <= version < _TORCH[1]:
-        return Check("torch", "ok", torch.__version__)
-    return Check("torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)")
+    if _TORCH_VERSIONS[0] <= version < _TORCH_VERSIONS[1]:
+        return CheckResult("torch", "ok", torch.__version__)
+    return CheckResult("torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)")
 
 
-def _devices() -> Check:
+def _check_devices() -> CheckResult:
     try:
         import torch
 
         count = torch.cuda.device_count()
         if not count:
-            return Check("devices", "ok", "no GPU: ranks run on the processor, over gloo")
+            return CheckResult("devices", "ok", "no GPU: ranks run on the processor, over gloo")
         names = [torch.cuda.get_device_properties(index) for index in range(count)]
         found = ", ".join(f"{one.name} ({one.total_memory // _GIB} GiB)" for one in names)
     except (ImportError, OSError, RuntimeError) as error:
-        return Check("devices", "warn", str(error).splitlines()[0], "check the driver with nvidia-smi")
-    return Check("devices", "ok", found)
+        return CheckResult("devices", "warn", str(error).splitlines()[0], "check the driver with nvidia-smi")
+    return CheckResult("devices", "ok", found)
 
 
-def _processor() -> Check:
+def _check_processor() -> CheckResult:
     cpus = usable_cpus()
     cores, quota = physical_cores(cpus), cpu_quota()
-    plan = plan_cores(2, cores, quota=quota)
+    plan = assign_cores(2, cores, quota=quota)
     found = f"{len(cores)} cores, {len(cpus)} hardware threads" + (f", quota {quota:g}" if quota else "")
-    found += f"; `thalweg run --nproc 2` gives each rank {plan.threads} thread(s)"
+    found += f"; `thalweg run --nproc 2` gives each rank {plan.num_threads} thread(s)"
     if "OMP_NUM_THREADS" in os.environ:
         threads = os.environ["OMP_NUM_THREADS"]
-        return Check(
+        return CheckResult(
             "processor",
             "warn",
             f"{found}; OMP_NUM_THREADS={threads} is set",
             "unset it to let `thalweg run` share out",
         )
-    return Check("processor", "ok", found)
+    return CheckResult("processor", "ok", found)
 
 
-def _features() -> Check:
+def _check_cpu_features() -> CheckResult:
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -145,21 +145,21 @@ def _features() -> Check:
                 break
     except OSError:
         pass
-    found = [flag for flag in _FLAGS if flag in flags]
+    found = [flag for flag in _CPU_FLAGS if flag in flags]
     if not found:
-        return Check("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
+        return CheckResult("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
     if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags:
-        return Check("processor features", "ok", ", ".join(found))
-    return Check("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
+        return CheckResult("processor features", "ok", ", ".join(found))
+    return CheckResult("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
 
 
-def _memory() -> Check:
+def _check_memory() -> CheckResult:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         total, available = table["MemTotal"], table["MemAvailable"]
     except (OSError, KeyError, ValueError):
-        return Check("memory", "ok", "unknown on this system")
+        return CheckResult("memory", "ok", "unknown on this system")
     found = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -168,70 +168,70 @@ def _memory() -> Check:
     except (OSError, ValueError):
         pass
     if available < 2 * _GIB:
-        return Check("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
-    return Check("memory", "ok", found)
+        return CheckResult("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
+    return CheckResult("memory", "ok", found)
 
 
-def _shared_memory() -> Check:
+def _check_shared_memory() -> CheckResult:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return Check("shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower")
+        return CheckResult("shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower")
     found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} in /dev/shm"
     if not os.access("/dev/shm", os.W_OK):
-        return Check(
+        return CheckResult(
             "shared memory", "warn", f"{found}, not writable", "make /dev/shm writable for this user"
         )
     if usage.free < 512 * _MIB:
         cure = "in a container: --shm-size=8g; shared-memory collectives want the model's size in bytes"
-        return Check("shared memory", "warn", found, cure)
-    return Check("shared memory", "ok", found)
+        return CheckResult("shared memory", "warn", found, cure)
+    return CheckResult("shared memory", "ok", found)
 
 
-def _limits() -> Check:
+def _check_limits() -> CheckResult:
     try:
         import resource
     except ImportError:  # not on Windows
-        return Check("limits", "ok", "unknown on this system")
+        return CheckResult("limits", "ok", "unknown on this system")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} open files"
     if soft != resource.RLIM_INFINITY and soft < 1024:
-        return Check("limits", "warn", found, "ulimit -n 4096")
-    return Check("limits", "ok", found)
+        return CheckResult("limits", "warn", found, "ulimit -n 4096")
+    return CheckResult("limits", "ok", found)
 
 
-def _loopback() -> Check:
+def _check_loopback() -> CheckResult:
     try:
         addresses = sorted({str(item[4][0]) for item in socket.getaddrinfo("localhost", None)})
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Check(
+        return CheckResult(
             "loopback",
             "fail",
             str(error),
             "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts",
         )
-    return Check("loopback", "ok", f"localhost is {', '.join(addresses)}")
+    return CheckResult("loopback", "ok", f"localhost is {', '.join(addresses)}")
 
 
-def _two_ranks() -> Check:
-    from thalweg.launch.local import Job, run_local
+def _check_two_ranks() -> CheckResult:
+    from thalweg.launch.local import LocalJob, run_local
 
     start = time.monotonic()
     try:
-        outcome = run_local(Job(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0))
+        outcome = run_local(LocalJob(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0))
     except (ImportError, OSError, RuntimeError) as error:
-        return Check("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
+        return CheckResult("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
     seconds = time.monotonic() - start
-    if outcome.code:
-        return Check(
+    if outcome.exit_code:
+        return CheckResult(
             "two ranks over gloo", "fail", outcome.report.strip().splitlines()[-1], "see the loopback check"
         )
-    return Check("two ranks over gloo", "ok", f"started, summed and ended in {seconds:.1f} s")
+    return CheckResult("two ranks over gloo", "ok", f"started, summed and ended in {seconds:.1f} s")
 
 
-def _extras() -> Check:
+def _check_extras() -> CheckResult:
     present, absent = [], []
     for extra, names in _EXTRAS.items():
         missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -240,11 +240,11 @@ def _extras() -> Check:
         f"; not installed: {', '.join(absent)}" if absent else ""
     )
     if "demo" in absent:
-        return Check("extras", "warn", found, "`thalweg demo` wants pip install 'thalweg[demo]'")
-    return Check("extras", "ok", found)
+        return CheckResult("extras", "warn", found, "`thalweg demo` wants pip install 'thalweg[demo]'")
+    return CheckResult("extras", "ok", found)
 
 
-def _core_packages() -> Check:
+def _check_core_packages() -> CheckResult:
     found, missing = [], []
     for name in ("safetensors", "numpy", "pydantic", "tqdm"):
         try:
@@ -252,11 +252,11 @@ def _core_packages() -> Check:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    return Check("packages", "ok", ", ".join(found))
+        return CheckResult("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return CheckResult("packages", "ok", ", ".join(found))
 
 
-def _writable() -> Check:
+def _check_disk() -> CheckResult:
     refused = []
     for label, folder in (("here", os.getcwd()), ("temporary files", tempfile.gettempdir())):
         try:
@@ -266,26 +266,26 @@ def _writable() -> Check:
             refused.append(f"{label} ({folder}): {error.strerror}")
     free = shutil.disk_usage(os.getcwd()).free / _GIB
     if refused:
-        return Check("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
+        return CheckResult("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
     if free < 1:
-        return Check(
+        return CheckResult(
             "disk", "warn", f"{free:.2f} GiB free here", "checkpoints want three times the model: free some"
         )
-    return Check("disk", "ok", f"writable, {free:.0f} GiB free here")
+    return CheckResult("disk", "ok", f"writable, {free:.0f} GiB free here")
 
 
-CHECKS: tuple[Callable[[], Check], ...] = (
-    _python,
-    _torch,
-    _core_packages,
-    _devices,
-    _processor,
-    _features,
-    _memory,
-    _shared_memory,
-    _limits,
-    _loopback,
-    _two_ranks,
-    _writable,
-    _extras,
+CHECKS: tuple[Callable[[], CheckResult], ...] = (
+    _check_python,
+    _check_torch,
+    _check_core_packages,
+    _check_devices,
+    _check_processor,
+    _check_cpu_features,
+    _check_memory,
+    _check_shared_memory,
+    _check_limits,
+    _check_loopback,
+    _check_two_ranks,
+    _check_disk,
+    _check_extras,
 )

@@ -25,10 +25,10 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
 
 def show_pipeline(args: argparse.Namespace, config: Any) -> int:
     """Print the picture and its facts; returns the exit code."""
-    from thalweg.parallel.pipeline.draw import as_svg, as_text
+    from thalweg.parallel.pipeline.draw import timeline_to_svg, timeline_to_text
 
-    found, others = _choose(args, config)
-    timeline, schedule = found.timeline, found.timeline.schedule
+    chosen, evaluated = _choose_schedule(args, config)
+    timeline, schedule = chosen.timeline, chosen.timeline.schedule
     ranks = range(schedule.num_ranks)
     facts = {
         "schedule": schedule.name,
@@ -39,51 +39,51 @@ def show_pipeline(args: argparse.Namespace, config: Any) -> int:
         "textbook_bubble": round((len(ranks) - 1) / (schedule.num_micro_batches + len(ranks) - 1), 6),
         "makespan": timeline.makespan,
         "in_flight": [timeline.peak_in_flight(rank) for rank in ranks],
-        "bubbles": {one.name: round(one.timeline.bubble, 6) for one in others},
+        "bubbles": {one.name: round(one.timeline.bubble, 6) for one in evaluated},
     }
-    picture = as_svg(timeline)
+    svg = timeline_to_svg(timeline)
     if args.pipeline:
-        Path(args.pipeline).write_text(picture)
+        Path(args.pipeline).write_text(svg)
     if args.json:
         orders = [[str(action) for action in order] for order in schedule.orders]
         print(json.dumps({**facts, "orders": orders, "picture": args.pipeline or None}, indent=2))
         return 0
     unit = min(end - begin for begin, end in timeline.spans.values())
-    print(as_text(timeline, unit))
+    print(timeline_to_text(timeline, unit))
     print(
         f"\n{schedule.name}: {facts['ranks']} ranks, {facts['stages']} stages, {facts['micro_batches']} "
         f"micro-batches; sound: no rank waits forever"
     )
     print(f"bubble {timeline.bubble:.1%}; (p - 1)/(m + p - 1) is {facts['textbook_bubble']:.1%}")
     print(f"micro-batches in flight by rank: {', '.join(map(str, facts['in_flight']))}")
-    print("bubble by schedule: " + ", ".join(f"{one.name} {one.timeline.bubble:.1%}" for one in others))
+    print("bubble by schedule: " + ", ".join(f"{one.name} {one.timeline.bubble:.1%}" for one in evaluated))
     if args.pipeline:
         print(f"picture in {args.pipeline}")
     return 0
 
 
-def _choose(args: argparse.Namespace, config: Any) -> Any:
+def _choose_schedule(args: argparse.Namespace, config: Any) -> Any:
     from thalweg.config import load
-    from thalweg.parallel.pipeline.choose import candidates, choose
-    from thalweg.parallel.pipeline.schedules import NAMES
+    from thalweg.parallel.pipeline.choose import rank_schedules, choose_schedule
+    from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES
 
     parsed = load(config)
     section = parsed.pipeline
     stages = args.stages or (section.stages if isinstance(section.stages, int) else 4)
-    steps = args.micro_batches or section.micro_batches
-    if not isinstance(steps, int):
-        given = parsed.gradient_accumulation_steps
-        steps = given if isinstance(given, int) else 2 * stages
+    num_micro_batches = args.micro_batches or section.micro_batches
+    if not isinstance(num_micro_batches, int):
+        accumulation_steps = parsed.gradient_accumulation_steps
+        num_micro_batches = accumulation_steps if isinstance(accumulation_steps, int) else 2 * stages
     name = args.schedule or section.schedule
-    if name != "auto" and name not in NAMES:
-        raise ValueError(f"unknown pipeline schedule {name!r}: choose one of auto, {', '.join(NAMES)}")
-    if stages < 1 or steps < 1:
-        raise ValueError(f"a pipeline needs stages and micro-batches, got {stages} and {steps}")
+    if name != "auto" and name not in SCHEDULE_NAMES:
+        raise ValueError(f"unknown pipeline schedule {name!r}: choose one of auto, {', '.join(SCHEDULE_NAMES)}")
+    if stages < 1 or num_micro_batches < 1:
+        raise ValueError(f"a pipeline needs stages and micro-batches, got {stages} and {num_micro_batches}")
     chunks = max(2, section.virtual_stages)
-    found = candidates(stages, steps, most_stages=stages * chunks, chunks=chunks)
+    evaluated = rank_schedules(stages, num_micro_batches, max_stages=stages * chunks, num_virtual_stages=chunks)
     if name == "auto":
-        return choose(found), found
-    chosen = next((one for one in found if one.name == name), None)
+        return choose_schedule(evaluated), evaluated
+    chosen = next((one for one in evaluated if one.name == name), None)
     if chosen is None:
-        raise ValueError(f"{name} does not take {steps} micro-batches on {stages} ranks: take more of them")
-    return chosen, found
+        raise ValueError(f"{name} does not take {num_micro_batches} micro-batches on {stages} ranks: take more of them")
+    return chosen, evaluated

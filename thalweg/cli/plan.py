@@ -21,15 +21,15 @@ Exit code 0, also for a run that does not fit: `fits` says so.
 """
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def int_at_least(minimum: int) -> Callable[[str], int]:
     """A type of argparse: whole numbers from ``least`` on."""
 
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+    def parse(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
         return value
 
-    return number
+    return parse
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -65,11 +65,11 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
     parser.add_argument(
-        "--sequence-length", type=at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
+        "--sequence-length", type=int_at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
     )
 
 
-def check_folder_of(option: str, file: str | Path | None) -> None:
+def check_parent_folder(option: str, file: str | Path | None) -> None:
     """Raise ValueError where a file that is to be written has no folder: the work comes before it."""
     folder = Path(file or ".").absolute().parent
     if not folder.is_dir():
@@ -82,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
         return show_pipeline(args, read_config(args))
     if args.model is None:
         raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
-    check_folder_of("--html", args.html)
+    check_parent_folder("--html", args.html)
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.plan import plan
 
-    found = plan(args.model, read_config(args), **cluster_options(args))
+    result = plan(args.model, read_config(args), **cluster_options(args))
     if args.html:
-        from thalweg.plan.page import as_page
+        from thalweg.plan.page import plan_to_html
 
-        Path(args.html).write_text(as_page(found))
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+        Path(args.html).write_text(plan_to_html(result))
+    print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0
 
 

@@ -10,11 +10,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from thalweg.cli.run_habits import cure
-from thalweg.launch.hosts import Host, is_this_host, read_hostfile, select
-from thalweg.launch.outcome import Outcome
-from thalweg.launch.propagate import environment_for_hosts
-from thalweg.launch.request import Request, make_job
+from thalweg.cli.run_habits import hint_for_option
+from thalweg.launch.hosts import Host, is_this_host, read_hostfile, filter_hosts
+from thalweg.launch.outcome import JobResult
+from thalweg.launch.propagate import collect_forwarded_env
+from thalweg.launch.request import LaunchSpec, build_local_job
 
 _EPILOG = """examples:
   thalweg run --nproc 2 train.py --config ds_config.json
@@ -65,17 +65,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
     # fmt: on
-    by_hand = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
-    by_hand.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
-    by_hand.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
-    by_hand.add_argument(
+    manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
+    manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
+    manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
+    manual_group.add_argument(
         "--master-addr", "--master_addr", metavar="HOST", help="where the first host listens"
     )
-    habits = parser.add_argument_group("taken for the sake of habit")
+    compat_group = parser.add_argument_group("taken for the sake of habit")
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
                   ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
                   ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
-        habits.add_argument(*names, action="store_true")
+        compat_group.add_argument(*names, action="store_true")
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -92,8 +92,8 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
         if not argument.startswith("-") or argument == "-":
             return arguments[:position], arguments[position:]
         name = argument.partition("=")[0]
-        if name not in takes_value and (advice := cure(name)):
-            raise ValueError(f"{name} is no option of `thalweg run`: {advice}")
+        if name not in takes_value and (hint := hint_for_option(name)):
+            raise ValueError(f"{name} is no option of `thalweg run`: {hint}")
         position += 2 if takes_value.get(argument) else 1
     return arguments, []
 
@@ -104,21 +104,21 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`"
         )
-    request = _request(args)
-    hosts = _hosts(args)
+    request = _build_request(args)
+    hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
-        outcome = _by_scheduler(args, request, hosts)
+        outcome = _run_with_scheduler(args, request, hosts)
     elif len(hosts) > 1 or (
         hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))
     ):
-        outcome = _by_ssh(args, request, hosts)
+        outcome = _run_over_ssh(args, request, hosts)
     else:
-        outcome = _here(args, request, hosts)
+        outcome = _run_on_this_host(args, request, hosts)
     sys.stderr.write(outcome.report)
-    return outcome.code
+    return outcome.exit_code
 
 
-def _request(args: argparse.Namespace) -> Request:
+def _build_request(args: argparse.Namespace) -> LaunchSpec:
     target = args.passthrough[0] if args.passthrough else ""
     if not target:
         raise ValueError("no script was given: `thalweg run --nproc 2 train.py`; see `thalweg run --help`")
@@ -130,7 +130,7 @@ def _request(args: argparse.Namespace) -> Request:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if not 0 <= args.grace < 1e6:
         raise ValueError(f"--grace {args.grace} must be a number of seconds, 0 or more")
-    return Request(
+    return LaunchSpec(
         target=target,
         arguments=tuple(args.passthrough[1:]),
         kind="program" if args.no_python else "module" if args.module else "script",
@@ -143,44 +143,44 @@ def _request(args: argparse.Namespace) -> Request:
     )
 
 
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts that are named, cut to ``--num-nodes`` where ranks are started from here."""
-    hosts = select(read_hostfile(args.hostfile) if args.hostfile else (), args.include, args.exclude)
+    hosts = filter_hosts(read_hostfile(args.hostfile) if args.hostfile else (), args.include, args.exclude)
     if hosts and args.num_nodes is not None:
-        number = _number("--num-nodes", args.num_nodes.partition(":")[0])
+        number = _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
         if number > len(hosts):
             raise ValueError(f"--num-nodes {number}: the hostfile or filter leaves {len(hosts)} hosts")
         return hosts[:number]
     return hosts
 
 
-def _here(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
+def _run_on_this_host(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
-    from thalweg.launch.by_hand import place_of
+    from thalweg.launch.by_hand import resolve_node
     from thalweg.launch.local import run_local
 
     if hosts:
         request = replace(request, slots=hosts[0].slots, chosen=hosts[0].chosen)
-    request, place = place_of(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
-    return run_local(make_job(request, place))
+    request, node_rank = resolve_node(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
+    return run_local(build_local_job(request, node_rank))
 
 
-def _by_ssh(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
-    from thalweg.launch.ssh import SSH, HostJob, run_hosts
+def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+    from thalweg.launch.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
-    ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH
+    ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
-    environ = environment_for_hosts(os.environ, args.env, (Path.home(), Path.cwd()))
-    return run_hosts(HostJob(hosts, request, ssh, args.python, args.master_addr, environ))
+    environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
+    return run_multi_node(MultiNodeJob(hosts, request, ssh, args.python, args.master_addr, environ))
 
 
-def _by_scheduler(args: argparse.Namespace, request: Request, hosts: tuple[Host, ...]) -> Outcome:
+def _run_with_scheduler(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     from thalweg.launch import schedulers
 
-    num_nodes = None if args.num_nodes is None else _number("--num-nodes", args.num_nodes.partition(":")[0])
-    environ = environment_for_hosts(os.environ, args.env, (Path.home(), Path.cwd()))
-    tasks = schedulers.Tasks(
+    num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
+    environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
+    tasks = schedulers.SchedulerJob(
         request,
         hosts,
         num_nodes,
@@ -189,12 +189,12 @@ def _by_scheduler(args: argparse.Namespace, request: Request, hosts: tuple[Host,
         args.python,
         tuple(shlex.split(args.launcher_args)),
     )
-    command = schedulers.srun if args.launcher == "slurm" else schedulers.mpirun
+    command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command
     port = random.SystemRandom().choice(range(20000, 32000))
-    return schedulers.run_command(command(tasks), schedulers.environment(tasks, port))
+    return schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))
 
 
-def _number(flag: str, text: str) -> int:
+def _parse_positive_int(flag: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise ValueError(f"{flag} {text} must be a number, 1 or more")
     return int(text)

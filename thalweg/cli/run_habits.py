@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-_BY_HAND = "on each host: --num-nodes N --node-rank I --master-addr HOST --master-port P"
+_MANUAL_NODES = "on each host: --num-nodes N --node-rank I --master-addr HOST --master-port P"
 _OUTPUT = "ranks write to this terminal: send it to a file, or open one named by RANK in the script"
 _ELASTIC = "not built yet: start again with the ranks that are left, a checkpoint loads at any number of them"
 _RESTART = "not built yet: start the same command again, the script loads its newest checkpoint"
-_CURES = {
+_HINTS = {
     # DeepSpeed
-    "no-ssh": _BY_HAND,
+    "no-ssh": _MANUAL_NODES,
     "save-pid": "leave it out: ending this process ends all ranks",
     "enable-each-rank-log": _OUTPUT,
     "elastic-training": _ELASTIC,
@@ -17,8 +17,8 @@ _CURES = {
     "autotuning": "`thalweg tune` searches a configuration",
     "venv-script": "--python PATH is the interpreter on the other hosts",
     # torchrun
-    "rdzv-backend": "leave it out; several hosts: " + _BY_HAND,
-    "rdzv-endpoint": "leave it out; several hosts: " + _BY_HAND,
+    "rdzv-backend": "leave it out; several hosts: " + _MANUAL_NODES,
+    "rdzv-endpoint": "leave it out; several hosts: " + _MANUAL_NODES,
     "rdzv-id": "leave it out",
     "rdzv-conf": "leave it out",
     "max-restarts": _RESTART,
@@ -45,6 +45,6 @@ _CURES = {
 }
 
 
-def cure(option: str) -> str | None:
+def hint_for_option(option: str) -> str | None:
     """Return what to do instead of ``option``, or None where nobody knows it."""
-    return _CURES.get(option.partition("=")[0].lstrip("-").replace("_", "-"))
+    return _HINTS.get(option.partition("=")[0].lstrip("-").replace("_", "-"))

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.telling import say
-from thalweg.utils.folder import check_model
+from thalweg.cli.telling import log_stderr
+from thalweg.utils.folder import check_model_path
 
 _EPILOG = """examples:
   thalweg serve ./my-model
@@ -112,7 +112,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
-def engine_task(args: argparse.Namespace) -> Any:
+def build_engine_spec(args: argparse.Namespace) -> Any:
     """Return what the engine's options ask for."""
     from thalweg.infer.api import EngineOptions
     from thalweg.serve.spawn import LOADER, EngineTask
@@ -121,7 +121,7 @@ def engine_task(args: argparse.Namespace) -> Any:
         raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
     for model in [args.model, args.draft] if args.loader is None else []:
         if model is not None:
-            check_model(model)
+            check_model_path(model)
     options = EngineOptions(
         dtype=args.dtype,
         quantize=args.quantize,
@@ -141,27 +141,27 @@ def engine_task(args: argparse.Namespace) -> Any:
         pipeline_parallel=args.pipeline_parallel,
         expert_parallel=args.expert_parallel,
         draft=args.draft,
-        adapters=_adapters(args.adapter),
+        adapters=_parse_adapters(args.adapter),
         pooling=args.pooling,
         trust_remote_code=args.trust_remote_code,
     )
     return EngineTask(args.model, options, args.loader or LOADER)
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
+def _parse_adapters(values: list[str]) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for text in values:
         name, _, folder = text.partition("=")
-        if not name or not folder or name in found:
+        if not name or not folder or name in adapters:
             raise ValueError(f"--adapter {text}: write NAME=DIR, each name once")
-        found[name] = folder
-    return found
+        adapters[name] = folder
+    return adapters
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
-    from thalweg.cli.serve_hosts import Hosts
+    from thalweg.cli.serve_hosts import ClusterRole
     from thalweg.serve.gate import GateLimits
     from thalweg.serve.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, run
@@ -170,18 +170,18 @@ def run(args: argparse.Namespace) -> int:
 
     if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
-    task = engine_task(args)
-    hosts = Hosts.of(args)
-    if hosts.worker:
-        return hosts.work(task, _places(args))
-    replicas = args.replicas + hosts.workers
+    engine_spec = build_engine_spec(args)
+    cluster_role = ClusterRole.from_args(args)
+    if cluster_role.is_worker:
+        return cluster_role.run_worker(engine_spec, _make_placements(args))
+    replicas = args.replicas + cluster_role.num_workers
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
     options = ServeOptions(
-        model=args.name or _last_part(args.model),
+        model=args.name or _default_model_name(args.model),
         aliases=() if args.name else (args.model,),
         host=args.host,
         port=args.port,
-        api_keys=read_keys(args),
+        api_keys=read_api_keys(args),
         replicas=replicas,
         deployment=args.deployment,
         tls_cert=args.ssl_certfile,
@@ -194,23 +194,23 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:
 
-        def ready(url: str) -> None:
+        def on_ready(url: str) -> None:
             if args.json:
                 print(json.dumps({"url": url, "model": options.model, "pid": os.getpid()}), flush=True)
             else:
-                say(f"serving {options.model} at {url} (chat page: {url}/)")
+                log_stderr(f"serving {options.model} at {url} (chat page: {url}/)")
             if args.deployment:
-                stack.enter_context(_deployed(args.deployment, url, options.api_keys))
+                stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
 
-        def make_text() -> Text:
-            return load_text(args.model, task.loader, template, args.trust_remote_code)
+        def make_tokenizer() -> Text:
+            return load_text(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        start = stack.enter_context(hosts.lobby(InProcess(task, _places(args)), args.replicas))
-        run(options, start, make_text, ready)
+        start_replica = stack.enter_context(cluster_role.listen(InProcess(engine_spec, _make_placements(args)), args.replicas))
+        run(options, start_replica, make_tokenizer, on_ready)
     return 0
 
 
-def _last_part(model: str) -> str:
+def _default_model_name(model: str) -> str:
     """The name of a folder or of a model on a hub: ``org/name`` is asked for as ``name``, too."""
     return (Path(model).resolve() if Path(model).is_dir() else Path(model.rstrip("/"))).name or model
 
@@ -227,7 +227,7 @@ def require_packages() -> None:
         raise ImportError(f"{error.name} is not installed: pip install 'thalweg[serve]'") from None
 
 
-def read_keys(args: argparse.Namespace) -> tuple[str, ...]:
+def read_api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the keys of the arguments, the file and the environment."""
     keys = list(args.api_key)
     if args.api_key_file is not None:
@@ -248,9 +248,9 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _places(args: argparse.Namespace) -> tuple[Any, ...]:
+def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     """Deal the cores to the replicas as `thalweg run` deals them to ranks; one replica is not bound."""
-    from thalweg.launch.cores import cpu_quota, physical_cores, plan_cores, usable_cpus
+    from thalweg.launch.cores import cpu_quota, physical_cores, assign_cores, usable_cpus
     from thalweg.serve.spawn import Place
 
     if args.threads is not None and args.threads < 1:
@@ -259,8 +259,8 @@ def _places(args: argparse.Namespace) -> tuple[Any, ...]:
         if args.replicas == 0 and args.workers:
             return ()
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
-    plan = plan_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
-    threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.threads)
+    plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
+    threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)
     environ = {"OMP_NUM_THREADS": threads}
     if sys.platform.startswith("linux"):
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
@@ -269,7 +269,7 @@ def _places(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _deployed(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
+def _registered_deployment(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
     from thalweg.serve.mii import forget_deployment, record_deployment
 
     record_deployment(name, url, keys[0] if keys else None)

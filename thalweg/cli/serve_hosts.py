@@ -12,93 +12,93 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thalweg.cli.telling import say
+from thalweg.cli.telling import log_stderr
 from thalweg.serve.join import Lobby, Rank, Worker, parse_address
 from thalweg.serve.spawn import EngineTask, Place, Running
 
-_ALONE = ("127.", "localhost", "::1")
+_LOOPBACK_PREFIXES = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class Hosts:
+class ClusterRole:
     """This process's part: ``workers`` replicas are to join, or it is a ``worker`` itself."""
 
-    workers: int = 0
-    worker: bool = False
+    num_workers: int = 0
+    is_worker: bool = False
     address: tuple[str, int] | None = None
-    key: bytes = b""
-    rank: Rank | None = None
-    replicas: int = 1
+    join_key: bytes = b""
+    launch_rank: Rank | None = None
+    num_replicas: int = 1
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Hosts:
+    def from_args(cls, args: argparse.Namespace) -> ClusterRole:
         """Read it from the options, or from a launcher's job; ValueError where they disagree."""
-        named = args.workers is not None or args.workers_at or args.join
-        rank = None if named else Rank.of(os.environ)
-        if rank is not None:
-            workers = 0 if rank.rank else (rank.world - 1) * args.replicas
-            return cls(workers, rank.rank > 0, rank=rank, replicas=args.replicas)
-        if not named:
+        is_explicit = args.workers is not None or args.workers_at or args.join
+        launch_rank = None if is_explicit else Rank.of(os.environ)
+        if launch_rank is not None:
+            num_workers = 0 if launch_rank.rank else (launch_rank.world - 1) * args.replicas
+            return cls(num_workers, launch_rank.rank > 0, rank=launch_rank, replicas=args.replicas)
+        if not is_explicit:
             return cls()
         if args.join:
             if args.workers is not None or args.workers_at:
                 raise ValueError("--join makes this a worker: it has no --workers of its own")
-            return cls(0, True, parse_address(args.join), read_key(args), replicas=args.replicas)
+            return cls(0, True, parse_address(args.join), read_join_key(args), replicas=args.replicas)
         if not args.workers or args.workers < 0 or not args.workers_at:
             raise ValueError("--workers N and --workers-at HOST:PORT go together")
-        return cls(args.workers, False, parse_address(args.workers_at), read_key(args))
+        return cls(args.workers, False, parse_address(args.workers_at), read_join_key(args))
 
     @contextlib.contextmanager
-    def lobby(self, start: Callable[[int], Running], own: int) -> Iterator[Callable[[int], Running]]:
+    def listen(self, start_local: Callable[[int], Running], num_local: int) -> Iterator[Callable[[int], Running]]:
         """Yield what starts replicas, here and on the workers."""
-        if not self.workers:
-            yield start
+        if not self.num_workers:
+            yield start_local
             return
-        address, key, store = self.address, self.key, None
-        if self.rank is not None:
-            address, key = (_own(self.rank.addr), 0), secrets.token_bytes(32)
+        address, key, store = self.address, self.join_key, None
+        if self.launch_rank is not None:
+            address, key = (_bind_address(self.launch_rank.addr), 0), secrets.token_bytes(32)
         assert address is not None
-        lobby = Lobby(address, key, own, start)
+        listener = Lobby(address, key, num_local, start_local)
         try:
-            if self.rank is not None:
-                store = self.rank.tell(lobby.port, key)
-            say(f"waiting for {self.workers} replicas at port {lobby.port}")
-            yield lobby
+            if self.launch_rank is not None:
+                store = self.launch_rank.tell(listener.port, key)
+            log_stderr(f"waiting for {self.num_workers} replicas at port {listener.port}")
+            yield listener
         finally:
-            lobby.close()
+            listener.close()
             del store
 
-    def work(self, task: EngineTask, places: tuple[Place, ...]) -> int:
+    def run_worker(self, engine_spec: EngineTask, placements: tuple[Place, ...]) -> int:
         """Be a worker until the server is gone, or a signal comes."""
-        if self.rank is not None:
-            address, key = self.rank.ask()
+        if self.launch_rank is not None:
+            address, key = self.launch_rank.ask()
         else:
             assert self.address is not None
-            address, key = self.address, self.key
-        worker = Worker(address, key, task, places, self.replicas)
+            address, key = self.address, self.join_key
+        worker = Worker(address, key, engine_spec, placements, self.num_replicas)
 
-        def end(*_: Any) -> None:
+        def stop_worker(*_: Any) -> None:
             worker.stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, end)
+            signal.signal(number, stop_worker)
         worker.run()
         return 0
 
 
-def _own(addr: str) -> str:
+def _bind_address(host: str) -> str:
     """Return where to listen, given the name by which others know this host: "" for all addresses."""
-    if addr.startswith(_ALONE):
-        return addr
+    if host.startswith(_LOOPBACK_PREFIXES):
+        return host
     try:
-        found = str(socket.getaddrinfo(addr, 0, type=socket.SOCK_STREAM)[0][4][0])
-        socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()
+        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
     except OSError:  # a cluster's name for it
         return ""
-    return "" if found.startswith("127.") else found  # Debian's 127.0.1.1 for its own name
+    return "" if address.startswith("127.") else address  # Debian's 127.0.1.1 for its own name
 
 
-def read_key(args: argparse.Namespace) -> bytes:
+def read_join_key(args: argparse.Namespace) -> bytes:
     """Return the secret of server and workers; ValueError where there is none."""
     if args.join_key_file is not None:
         return args.join_key_file.read_bytes().strip()

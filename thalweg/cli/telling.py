@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 
-def say(text: str) -> None:
+def log_stderr(text: str) -> None:
     """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import add_model_options, at_least, check_folder_of, cluster_options, read_config
+from thalweg.cli.plan import add_model_options, int_at_least, check_parent_folder, cluster_options, read_config
 
 _EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--best", type=at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
+        "--best", type=int_at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
     )
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)"
@@ -45,29 +45,29 @@ def run(args: argparse.Namespace) -> int:
     """Search, measure, write; returns the exit code (1 if nothing fits)."""
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.config import load, resolve
-    from thalweg.plan.changes import with_changes
-    from thalweg.plan.core import question_of
+    from thalweg.plan.changes import apply_changes
+    from thalweg.plan.core import build_planner
     from thalweg.plan.tuner import tune
-    from thalweg.zero.options import model_facts
+    from thalweg.zero.options import get_model_size
 
-    check_folder_of("--output", args.output)
-    question = question_of(args.model, **cluster_options(args))
+    check_parent_folder("--output", args.output)
+    planner = build_planner(args.model, **cluster_options(args))
     source = read_config(args)
     config = resolve(
-        load(source), world_size=question.cluster.world_size, model=model_facts(question.source.model)
+        load(source), world_size=planner.cluster.world_size, model=get_model_size(planner.meta_model.model)
     )
-    found = tune(question, config, args.model, best=args.best, timeout=args.timeout, say=_say)
-    if found.best is None:
+    result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress)
+    if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
         return 1
-    best = with_changes(_given(source), found.best.changes)
+    best = apply_changes(_config_as_written(source), result.best.changes)
     if args.output:
         Path(args.output).write_text(json.dumps(best, indent=2) + "\n")
     if args.json:
-        trials = [trial.to_dict() for trial in found.trials]
+        trials = [trial.to_dict() for trial in result.trials]
         print(
             json.dumps(
-                {"best": best, "changes": found.best.changes, "ruled_out": found.ruled_out, "trials": trials}
+                {"best": best, "changes": result.best.changes, "ruled_out": result.num_ruled_out, "trials": trials}
             )
         )
     else:
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _given(source: Any) -> dict[str, Any]:
+def _config_as_written(source: Any) -> dict[str, Any]:
     """The user's config as it was written, so that what is left open stays open."""
-    from thalweg.config.source import read
+    from thalweg.config.source import read_source
 
-    return source if isinstance(source, dict) else dict(read(source)[0].tree)
+    return source if isinstance(source, dict) else dict(read_source(source)[0].tree)
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

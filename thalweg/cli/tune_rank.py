@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_STEPS = 3
+_NUM_STEPS = 3
 
 
 def main(folder: Path) -> int:
@@ -19,46 +19,46 @@ def main(folder: Path) -> int:
 
     import thalweg
     from thalweg.observe import resident_mib
-    from thalweg.plan.batch import Field, batch_of
-    from thalweg.plan.rehearsal import loss_of
-    from thalweg.plan.source import build_real
+    from thalweg.plan.batch import TensorSpec, infer_input_spec
+    from thalweg.plan.rehearsal import get_loss
+    from thalweg.plan.source import build_cpu_model
 
     job = json.loads((folder / "job.json").read_text())
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = folder / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    model = build_real(job["model"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    model = build_cpu_model(job["model"])
     memory = {**(job["config"].get("memory") or {}), "preflight": "off"}
     config = job["config"] | {"memory": memory, "log_level": "error"}
     engine, *_ = thalweg.initialize(model=model, config=config)
-    micro = int(engine.config.train_micro_batch_size_per_gpu)
-    shapes = batch_of(engine.module, micro, job["sequence_length"])
+    micro_batch = int(engine.config.train_micro_batch_size_per_gpu)
+    input_spec = infer_input_spec(engine.module, micro_batch, job["sequence_length"])
     best = float("inf")
-    for _ in range(_STEPS):
+    for _ in range(_NUM_STEPS):
         start = time.perf_counter()
         for _ in range(int(engine.config.gradient_accumulation_steps)):
             batch: dict[str, Any] = {
-                name: _values(field) if isinstance(field, Field) else field
-                for name, field in shapes.kwargs.items()
+                name: _random_tensor(field) if isinstance(field, TensorSpec) else field
+                for name, field in input_spec.kwargs.items()
             }
             output = engine(**batch)
-            engine.backward(loss_of(output))
+            engine.backward(get_loss(output))
             engine.step()
         best = min(best, time.perf_counter() - start)
-    found = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    report = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     return 0
 
 
-def _values(field: Any) -> Any:
+def _random_tensor(tensor_spec: Any) -> Any:
     """A tensor of such a field, at random."""
     import torch
 
-    if field.dtype.is_floating_point:
-        return torch.randn(field.shape)
-    return torch.randint(0, field.high, field.shape)
+    if tensor_spec.dtype.is_floating_point:
+        return torch.randn(tensor_spec.shape)
+    return torch.randint(0, tensor_spec.high, tensor_spec.shape)
 
 
 if __name__ == "__main__":

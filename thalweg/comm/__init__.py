@@ -19,55 +19,55 @@ has a name in a file system, so nothing is left behind however the job ends.  Th
 objects know nothing of ZeRO.
 """
 
-from thalweg.comm.arena import Arena, CommError
-from thalweg.comm.codec import Codec, Packing
+from thalweg.comm.arena import SharedMemoryArena, CommError
+from thalweg.comm.codec import BlockQuantizer, PayloadFormat
 from thalweg.comm.hierarchical import (
     HierarchicalAllGather,
     HierarchicalAllReduce,
     HierarchicalReduceScatter,
-    Hosts,
-    local_arena,
-    subgroup,
+    HostGroups,
+    create_host_arena,
+    make_subgroup,
 )
-from thalweg.comm.ledger import Ledger
-from thalweg.comm.plain import AllToAllReduceScatter, Everywhere, PlainAllGather, PlainAllReduce, Swap
+from thalweg.comm.ledger import CommsLog
+from thalweg.comm.plain import AllToAllReduceScatter, AllReduceSum, WireAllGather, WireAllReduce, AllToAllReduce
 from thalweg.comm.quantised import (
-    Feedback,
-    QuantisedAllGather,
-    QuantisedEverywhere,
-    QuantisedSwap,
+    ErrorFeedback,
+    QuantizedAllGather,
+    QuantizedAllReduceSum,
+    QuantizedAllToAllReduce,
     TwoLevelAllGather,
     TwoLevelReduceScatter,
 )
-from thalweg.comm.ring import Ring, SharedAllGather, SharedAllReduce, SharedReduceScatter
-from thalweg.comm.route import Route
+from thalweg.comm.ring import SharedMemoryRing, SharedMemoryAllGather, SharedMemoryAllReduce, SharedMemoryReduceScatter
+from thalweg.comm.route import HostTopology
 
 __all__ = [
     "AllToAllReduceScatter",
-    "Arena",
-    "Codec",
+    "SharedMemoryArena",
+    "BlockQuantizer",
     "CommError",
-    "Everywhere",
-    "Feedback",
+    "AllReduceSum",
+    "ErrorFeedback",
     "HierarchicalAllGather",
     "HierarchicalAllReduce",
     "HierarchicalReduceScatter",
-    "Hosts",
-    "Ledger",
-    "Packing",
-    "PlainAllGather",
-    "PlainAllReduce",
-    "QuantisedAllGather",
-    "QuantisedEverywhere",
-    "QuantisedSwap",
-    "Ring",
-    "Route",
-    "SharedAllGather",
-    "SharedAllReduce",
-    "SharedReduceScatter",
-    "Swap",
+    "HostGroups",
+    "CommsLog",
+    "PayloadFormat",
+    "WireAllGather",
+    "WireAllReduce",
+    "QuantizedAllGather",
+    "QuantizedAllReduceSum",
+    "QuantizedAllToAllReduce",
+    "SharedMemoryRing",
+    "HostTopology",
+    "SharedMemoryAllGather",
+    "SharedMemoryAllReduce",
+    "SharedMemoryReduceScatter",
+    "AllToAllReduce",
     "TwoLevelAllGather",
     "TwoLevelReduceScatter",
-    "local_arena",
-    "subgroup",
+    "create_host_arena",
+    "make_subgroup",
 ]

@@ -18,38 +18,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 
-class Background:
+class CommThread:
     """A queue of collectives and the thread that runs them."""
 
-    def __init__(self, depth: int = 2) -> None:
-        self._depth = depth
-        self._waiting: list[Future[None]] = []
-        self._pool: ThreadPoolExecutor | None = None
+    def __init__(self, max_pending: int = 2) -> None:
+        self._max_pending = max_pending
+        self._pending: list[Future[None]] = []
+        self._executor: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run ``work`` after what was submitted before; waits while ``depth`` are unfinished."""
-        while len(self._waiting) >= self._depth:
-            self._waiting.pop(0).result()
-        if self._pool is None:  # at first use, so that a fork before it is harmless
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")
-        self._waiting.append(self._pool.submit(_without_grad, work))
+        while len(self._pending) >= self._max_pending:
+            self._pending.pop(0).result()
+        if self._executor is None:  # at first use, so that a fork before it is harmless
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")
+        self._pending.append(self._executor.submit(_run_without_grad, work))
 
     def drain(self) -> None:
         """Wait for everything submitted; the first error of any of it is raised here."""
-        waiting, self._waiting = self._waiting, []
-        failed = [error for future in waiting if (error := future.exception()) is not None]
-        if failed:
-            raise failed[0]
+        pending, self._pending = self._pending, []
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the thread, after what it is at."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-        self._waiting = []
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+        self._pending = []
 
 
-def _without_grad(work: Callable[[], None]) -> None:
+def _run_without_grad(work: Callable[[], None]) -> None:
     # Grad mode belongs to a thread: this one has never left the default.
     with torch.no_grad():
         work()

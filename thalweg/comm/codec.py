@@ -24,155 +24,155 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.comm.sums import PIECE
+from thalweg.comm.sums import CHUNK_NUMEL
 
-BLOCK = 256
-_TINY = torch.finfo(torch.float32).tiny
-_TOPS = {4: 7, 8: 127}
+BLOCK_SIZE = 256
+_FP32_TINY = torch.finfo(torch.float32).tiny
+_QUANT_MAX = {4: 7, 8: 127}
 
 
 @dataclass(frozen=True)
-class Codec:
+class BlockQuantizer:
     """``bits`` (4 or 8) an element, a bf16 scale for each ``block`` of them (an even number)."""
 
     bits: int = 8
-    block: int = BLOCK
+    block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        assert self.bits in _TOPS and self.block % 8 == 0
+        assert self.bits in _QUANT_MAX and self.block_size % 8 == 0
 
     @property
-    def top(self) -> int:
+    def quant_max(self) -> int:
         """The largest integer that is sent."""
-        return _TOPS[self.bits]
+        return _QUANT_MAX[self.bits]
 
     def num_blocks(self, numel: int) -> int:
         """Blocks of ``numel`` elements; the last may be short."""
-        return -(-numel // self.block)
+        return -(-numel // self.block_size)
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of ``numel`` encoded elements, a multiple of 4."""
         blocks = self.num_blocks(numel)
-        return _aligned(2 * blocks) + _aligned(blocks * self.block * self.bits // 8)
+        return _align_up(2 * blocks) + _align_up(blocks * self.block_size * self.bits // 8)
 
-    def encode(self, values: Tensor, into: Tensor) -> None:
+    def quantize(self, values: Tensor, payload: Tensor) -> None:
         """Write ``values`` (1-D, floating point) into ``into`` (uint8, :meth:`num_bytes` long)."""
-        scales, codes = self._parts(into, values.numel())
-        for first, last, rows in self._blocks(values):
-            wide = rows.float()
-            scale = wide.abs().amax(1).div_(self.top).to(torch.bfloat16)
+        scales, codes = self._split_payload(payload, values.numel())
+        for first, last, rows in self._iter_blocks(values):
+            rows_fp32 = rows.float()
+            scale = rows_fp32.abs().amax(1).div_(self.quant_max).to(torch.bfloat16)
             scales[first:last] = scale
-            steps = scale.float().unsqueeze(1)
-            inverse = torch.where(steps.abs() < _TINY, 0.0, 1.0 / steps)
-            whole = torch.mul(wide, inverse).round_()
+            scale_fp32 = scale.float().unsqueeze(1)
+            inverse = torch.where(scale_fp32.abs() < _FP32_TINY, 0.0, 1.0 / scale_fp32)
+            quantized = torch.mul(rows_fp32, inverse).round_()
             if self.bits == 4:
-                low, high = whole.chunk(2, 1)
-                whole = torch.add(low, high, alpha=16)
-            codes[first:last] = whole.to(torch.int8)
+                low, high = quantized.chunk(2, 1)
+                quantized = torch.add(low, high, alpha=16)
+            codes[first:last] = quantized.to(torch.int8)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool = False) -> None:
+    def dequantize(self, payload: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write (or ``add``) the values of ``payload`` to ``out`` (1-D, floating point)."""
-        scales, codes = self._parts(payload, out.numel())
-        for first, last, rows in self._blocks(out, write=True):
-            whole = codes[first:last].float()
+        scales, codes = self._split_payload(payload, out.numel())
+        for first, last, rows in self._iter_blocks(out, for_writing=True):
+            quantized = codes[first:last].float()
             if self.bits == 4:
-                high = (whole * 0.0625).round_()
-                whole = torch.cat([torch.sub(whole, high, alpha=16), high], 1)
-            whole.mul_(scales[first:last].float().unsqueeze(1))
-            values = whole.view(-1)[: rows.numel()].view_as(rows)
+                high = (quantized * 0.0625).round_()
+                quantized = torch.cat([torch.sub(quantized, high, alpha=16), high], 1)
+            quantized.mul_(scales[first:last].float().unsqueeze(1))
+            values = quantized.view(-1)[: rows.numel()].view_as(rows)
             if add and out.dtype != torch.float32:
                 values = values + rows
             rows.add_(values) if add and out.dtype == torch.float32 else rows.copy_(values)
 
-    def step_sizes(self, payload: Tensor, numel: int) -> Tensor:
+    def get_scales(self, payload: Tensor, numel: int) -> Tensor:
         """The scales of an encoded buffer, fp32 of shape [num_blocks]: twice the largest error in each."""
-        return self._parts(payload, numel)[0].float()
+        return self._split_payload(payload, numel)[0].float()
 
-    def errors(self, values: Tensor) -> Tensor:
+    def compute_scales(self, values: Tensor) -> Tensor:
         """The scales that encoding ``values`` would take, fp32 of shape [num_blocks]."""
-        found = values.new_zeros(self.num_blocks(values.numel()), dtype=torch.float32)
-        for first, last, rows in self._blocks(values):
-            found[first:last] = rows.abs().amax(1).float() / self.top
-        return found
+        scales = values.new_zeros(self.num_blocks(values.numel()), dtype=torch.float32)
+        for first, last, rows in self._iter_blocks(values):
+            scales[first:last] = rows.abs().amax(1).float() / self.quant_max
+        return scales
 
-    def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks = self.num_blocks(numel)
-        width = self.block * self.bits // 8
-        start = _aligned(2 * blocks)
+        width = self.block_size * self.bits // 8
+        start = _align_up(2 * blocks)
         scales = payload[: 2 * blocks].view(torch.bfloat16)
         codes = payload[start : start + blocks * width].view(torch.int8)
         return scales, codes.view(blocks, width)
 
-    def _blocks(self, values: Tensor, write: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+    def _iter_blocks(self, values: Tensor, for_writing: bool = False) -> Iterator[tuple[int, int, Tensor]]:
         """(first block, end, their elements as rows), a cache's worth at a time; a short one is padded."""
-        numel, block = values.numel(), self.block
-        whole = numel // block
-        step = max(1, PIECE // block) if values.device.type == "cpu" else max(1, whole)
-        for first in range(0, whole, step):
-            last = min(first + step, whole)
-            yield first, last, values[first * block : last * block].view(-1, block)
-        if whole * block < numel:
-            rest = values[whole * block :]
-            if write:
-                yield whole, whole + 1, rest
+        numel, block_size = values.numel(), self.block_size
+        num_full_blocks = numel // block_size
+        step = max(1, CHUNK_NUMEL // block_size) if values.device.type == "cpu" else max(1, num_full_blocks)
+        for first in range(0, num_full_blocks, step):
+            last = min(first + step, num_full_blocks)
+            yield first, last, values[first * block_size : last * block_size].view(-1, block_size)
+        if num_full_blocks * block_size < numel:
+            remainder = values[num_full_blocks * block_size :]
+            if for_writing:
+                yield num_full_blocks, num_full_blocks + 1, remainder
             else:
-                padded = values.new_zeros(1, block)
-                padded[0, : rest.numel()] = rest
-                yield whole, whole + 1, padded
+                padded = values.new_zeros(1, block_size)
+                padded[0, : remainder.numel()] = remainder
+                yield num_full_blocks, num_full_blocks + 1, padded
 
 
 @dataclass(frozen=True)
-class Packing:
+class PayloadFormat:
     """The form of a flat buffer on its way: ``pieces`` are (elements, whether they are encoded)."""
 
-    pieces: tuple[tuple[int, bool], ...]
-    codec: Codec
-    raw: torch.dtype
+    segments: tuple[tuple[int, bool], ...]
+    quantizer: BlockQuantizer
+    raw_dtype: torch.dtype
 
     @property
     def numel(self) -> int:
         """Elements of the buffer."""
-        return sum(length for length, _ in self.pieces)
+        return sum(length for length, _ in self.segments)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed buffer."""
-        return sum(self._size(length, encoded) for length, encoded in self.pieces)
+        return sum(self._segment_bytes(length, is_quantized) for length, is_quantized in self.segments)
 
-    def pack(self, values: Tensor, into: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor) -> None:
         """Write ``values`` (1-D) into ``into`` (1-D uint8)."""
-        for piece, payload, encoded in self._walk(values, into):
-            if encoded:
-                self.codec.encode(piece, payload)
+        for segment, payload, is_quantized in self._iter_segments(values, out):
+            if is_quantized:
+                self.quantizer.quantize(segment, payload)
             else:
-                _as_raw(payload, self.raw, piece.numel()).copy_(piece)
+                _view_as_dtype(payload, self.raw_dtype, segment.numel()).copy_(segment)
 
     def unpack(self, payload: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write (or ``add``) what ``payload`` holds to ``out`` (1-D)."""
-        for piece, part, encoded in self._walk(out, payload):
-            if encoded:
-                self.codec.decode(part, piece, add=add)
+        for segment, segment_payload, is_quantized in self._iter_segments(out, payload):
+            if is_quantized:
+                self.quantizer.dequantize(segment_payload, segment, add=add)
             elif add:
-                piece.add_(_as_raw(part, self.raw, piece.numel()))
+                segment.add_(_view_as_dtype(segment_payload, self.raw_dtype, segment.numel()))
             else:
-                piece.copy_(_as_raw(part, self.raw, piece.numel()))
+                segment.copy_(_view_as_dtype(segment_payload, self.raw_dtype, segment.numel()))
 
-    def _size(self, length: int, encoded: bool) -> int:
-        return self.codec.num_bytes(length) if encoded else _aligned(length * self.raw.itemsize)
+    def _segment_bytes(self, length: int, is_quantized: bool) -> int:
+        return self.quantizer.num_bytes(length) if is_quantized else _align_up(length * self.raw_dtype.itemsize)
 
-    def _walk(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        at = begin = 0
-        for length, encoded in self.pieces:
-            size = self._size(length, encoded)
+    def _iter_segments(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        value_start = byte_start = 0
+        for length, is_quantized in self.segments:
+            size = self._segment_bytes(length, is_quantized)
             if length:
-                yield values[at : at + length], payload[begin : begin + size], encoded
-            at, begin = at + length, begin + size
-        assert at == values.numel() and begin == payload.numel()
+                yield values[value_start : value_start + length], payload[byte_start : byte_start + size], is_quantized
+            value_start, byte_start = value_start + length, byte_start + size
+        assert value_start == values.numel() and byte_start == payload.numel()
 
 
-def _as_raw(payload: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+def _view_as_dtype(payload: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     return payload[: numel * dtype.itemsize].view(dtype)
 
 
-def _aligned(num_bytes: int) -> int:
+def _align_up(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8

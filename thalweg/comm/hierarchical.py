@@ -22,106 +22,106 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.arena import Arena
-from thalweg.comm.ledger import Call, Ledger
-from thalweg.comm.plain import Swap, gather_flat, swap_rows
-from thalweg.comm.quantised import PackingOf, gather_payloads
-from thalweg.comm.reducer import MeshOfOneReducer, Reducer
-from thalweg.comm.ring import Ring
-from thalweg.comm.route import Route
+from thalweg.comm.arena import SharedMemoryArena
+from thalweg.comm.ledger import CollectiveCall, CommsLog
+from thalweg.comm.plain import AllToAllReduce, all_gather_flat, all_to_all_rows
+from thalweg.comm.quantised import PayloadFormatFn, all_gather_payloads
+from thalweg.comm.reducer import ReplicatedReducer, Reducer
+from thalweg.comm.ring import SharedMemoryRing
+from thalweg.comm.route import HostTopology
 from thalweg.comm.sums import sum_rows
-from thalweg.mesh import group_of
+from thalweg.mesh import new_subgroup
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostGroups:
     """Which ranks of a group share a host; ranks are those of the group."""
 
-    ranks: tuple[tuple[int, ...], ...]
-    local: dist.ProcessGroup
-    peers: dist.ProcessGroup
-    local_route: Route
-    peers_route: Route
+    ranks_by_host: tuple[tuple[int, ...], ...]
+    intra_host_group: dist.ProcessGroup
+    inter_host_group: dist.ProcessGroup
+    intra_host_topology: HostTopology
+    inter_host_topology: HostTopology
 
     @property
     def num_hosts(self) -> int:
         """H."""
-        return len(self.ranks)
+        return len(self.ranks_by_host)
 
     @property
-    def num_local(self) -> int:
+    def num_local_ranks(self) -> int:
         """L, the same on every host."""
-        return len(self.ranks[0])
+        return len(self.ranks_by_host[0])
 
     @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
+    def ranks_by_local_rank(self) -> tuple[tuple[int, ...], ...]:
         """The ranks by place: ``places[l][h]`` is the ``l``-th of host ``h``."""
-        return tuple(zip(*self.ranks, strict=True))
+        return tuple(zip(*self.ranks_by_host, strict=True))
 
     @classmethod
-    def find(cls, group: dist.ProcessGroup, route: Route) -> Hosts | None:
+    def discover(cls, group: dist.ProcessGroup, topology: HostTopology) -> HostGroups | None:
         """The groups of both levels; None unless several hosts have equally many ranks, two or more.
 
         Collective over ``group``, of which ``route`` tells where its ranks are.
         """
-        ranks = route.by_host()
-        sizes = {len(found) for found in ranks}
-        if len(ranks) < 2 or len(sizes) != 1 or sizes == {1}:
+        ranks_by_host = topology.ranks_by_host()
+        sizes = {len(found) for found in ranks_by_host}
+        if len(ranks_by_host) < 2 or len(sizes) != 1 or sizes == {1}:
             return None
-        local = next(found for found in ranks if route.rank in found)
-        peers = next(found for found in zip(*ranks, strict=True) if route.rank in found)
+        local_ranks = next(found for found in ranks_by_host if topology.rank in found)
+        peer_ranks = next(found for found in zip(*ranks_by_host, strict=True) if topology.rank in found)
         return cls(
-            ranks, subgroup(local, group), subgroup(peers, group), route.narrow(local), route.narrow(peers)
+            ranks_by_host, make_subgroup(local_ranks, group), make_subgroup(peer_ranks, group), topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks)
         )
 
-    def shards_of_peers(self, rank: int) -> list[int]:
+    def get_peer_ranks(self, rank: int) -> list[int]:
         """The ranks with this rank's place on each host, in host order."""
-        return list(next(place for place in self.places if rank in place))
+        return list(next(peer_ranks for peer_ranks in self.ranks_by_local_rank if rank in peer_ranks))
 
 
-def subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group of ``ranks`` (those of ``group``, which all make theirs at once)."""
-    return group_of([dist.get_global_rank(group, rank) for rank in ranks], group)
+    return new_subgroup([dist.get_global_rank(group, rank) for rank in ranks], group)
 
 
 class HierarchicalReduceScatter(Reducer):
     """Reduce-scatter of one module's gradients over both levels, in the form that FSDP2 takes."""
 
-    carrier = "both"
+    transport = "both"
 
     def __init__(
         self,
-        hosts: Hosts,
-        ring: Ring,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
         rank: int,
         name: str,
-        ledger: Ledger | None = None,
+        ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
-        swap: Swap | None = None,
+        all_to_all: AllToAllReduce | None = None,
     ) -> None:
         """``swap``: how partial sums go between hosts; as they are, if not given."""
         super().__init__(name, ledger, output_dtype)
         self._ring = ring
-        self._rows = hosts.shards_of_peers(rank)
-        self.swap = swap or Swap(hosts.peers, hosts.peers_route)
+        self._peer_ranks = hosts.get_peer_ranks(rank)
+        self.all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
 
-    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
 
     def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Add up in the arena for this rank and its peers, then over the peers.
 
         The wire carries the dtype that was asked for (or codes of it); sums are kept in the output's.
         """
-        slots = self._ring.exchange(self._name, rows.shape, rows.dtype)
-        partial = torch.empty(len(self._rows), rows.shape[1], dtype=output.dtype)
-        for out, row in zip(partial.unbind(0), self._rows, strict=True):
+        slots = self._ring.exchange_slots(self._name, rows.shape, rows.dtype)
+        partial_sums = torch.empty(len(self._peer_ranks), rows.shape[1], dtype=output.dtype)
+        for out, row in zip(partial_sums.unbind(0), self._peer_ranks, strict=True):
             sum_rows([slot[row] for slot in slots], out)
-        self._ring.done()
-        call.moved((len(slots) - 1) * len(self._rows) * rows[0].nbytes)
-        self.swap.sum(partial, output, scale, call, rows.dtype)
+        self._ring.release_slots()
+        call.add_bytes((len(slots) - 1) * len(self._peer_ranks) * rows[0].nbytes)
+        self.all_to_all.reduce_rows(partial_sums, output, scale, call, rows.dtype)
 
 
 class HierarchicalAllGather:
@@ -129,22 +129,22 @@ class HierarchicalAllGather:
 
     def __init__(
         self,
-        hosts: Hosts,
-        ring: Ring,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
         rank: int,
         name: str,
-        ledger: Ledger | None = None,
-        packing_of: PackingOf | None = None,
+        ledger: CommsLog | None = None,
+        payload_format_fn: PayloadFormatFn | None = None,
     ) -> None:
         """``packing_of``: the codes in which shards go between hosts; as they are, if not given."""
-        self._hosts, self._name, self._ledger = hosts, name, ledger or Ledger()
-        self._rows = hosts.shards_of_peers(rank)
-        self._slots = ring
-        self._packing_of = packing_of or (lambda numel, dtype: None)
+        self._hosts, self._name, self._ledger = hosts, name, ledger or CommsLog()
+        self._peer_ranks = hosts.get_peer_ranks(rank)
+        self._ring = ring
+        self._payload_format_fn = payload_format_fn or (lambda numel, dtype: None)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook; the output lies in the arena and belongs to the whole host."""
-        return self._slots.common(size, dtype, f"the gather of {self._name!r}")
+        return self._ring.acquire_shared_output(size, dtype, f"the gather of {self._name!r}")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -154,38 +154,38 @@ class HierarchicalAllGather:
             "all_gather", self._name, "both", full_bytes=output_tensor.nbytes, world_size=world_size
         ) as call:
             rows = output_tensor.view(world_size, -1)
-            self._between_hosts(input_tensor.contiguous(), [rows[rank] for rank in self._rows], call)
-            self._slots.publish_common(self._name)
-            call.moved((self._hosts.num_local - 1) * len(self._rows) * input_tensor.nbytes)
+            self._gather_across_hosts(input_tensor.contiguous(), [rows[rank] for rank in self._peer_ranks], call)
+            self._ring.publish_shared_output(self._name)
+            call.add_bytes((self._hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
         return None
 
-    def _between_hosts(self, own: Tensor, rows: list[Tensor], call: Call) -> None:
+    def _gather_across_hosts(self, local_shard: Tensor, rows: list[Tensor], call: CollectiveCall) -> None:
         """Fill ``rows``, one a host, with the peers' shards."""
-        group, size = self._hosts.peers, self._hosts.num_hosts
-        packing = self._packing_of(own.numel(), own.dtype)
-        if packing is None:
-            received = torch.empty(size * own.numel(), dtype=own.dtype)
-            gather_flat(received, own, group)
+        group, size = self._hosts.inter_host_group, self._hosts.num_hosts
+        payload_format = self._payload_format_fn(local_shard.numel(), local_shard.dtype)
+        if payload_format is None:
+            received = torch.empty(size * local_shard.numel(), dtype=local_shard.dtype)
+            all_gather_flat(received, local_shard, group)
             for row, values in zip(rows, received.view(size, -1), strict=True):
                 row.copy_(values)
-            call.moved(*self._hosts.peers_route.ring(own.nbytes))
+            call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(local_shard.nbytes))
             return
-        payload = torch.empty(packing.num_bytes, dtype=torch.uint8)
-        packing.pack(own, payload)
-        for row, part in zip(rows, gather_payloads(payload, group, size), strict=True):
-            packing.unpack(part, row)
-        call.moved(*self._hosts.peers_route.ring(packing.num_bytes))
+        payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8)
+        payload_format.pack(local_shard, payload)
+        for row, peer_payload in zip(rows, all_gather_payloads(payload, group, size), strict=True):
+            payload_format.unpack(peer_payload, row)
+        call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(payload_format.num_bytes))
 
 
-class HierarchicalAllReduce(MeshOfOneReducer):
+class HierarchicalAllReduce(ReplicatedReducer):
     """Mean of one module's gradients over both levels, for FSDP2 over a mesh of one rank."""
 
     def __init__(
         self,
-        hosts: Hosts,
-        ring: Ring,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
         name: str,
-        ledger: Ledger | None = None,
+        ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name, ledger, output_dtype)
@@ -194,38 +194,38 @@ class HierarchicalAllReduce(MeshOfOneReducer):
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""
         hosts, ring = self._hosts, self._ring
-        world_size, num_local = hosts.num_hosts * hosts.num_local, hosts.num_local
+        world_size, num_local_ranks = hosts.num_hosts * hosts.num_local_ranks, hosts.num_local_ranks
         with self._ledger.timed(
             "all_reduce", self._name, "both", full_bytes=output.nbytes, world_size=world_size
         ) as call:
             numel = output.numel()
-            length = -(-numel // (num_local * hosts.num_hosts)) * hosts.num_hosts
-            slot = ring.slot((num_local, length), output.dtype, f"the reduction of {self._name!r}")
+            length = -(-numel // (num_local_ranks * hosts.num_hosts)) * hosts.num_hosts
+            slot = ring.acquire_slot((num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}")
             slot.view(-1)[:numel].copy_(output)
             slot.view(-1)[numel:].zero_()
-            slots = ring.exchange(self._name, (num_local, length), output.dtype)
-            own = torch.empty(length, dtype=output.dtype)
-            sum_rows([row[ring.arena.rank] for row in slots], own)
-            ring.done()
-            received = swap_rows(own.view(hosts.num_hosts, -1), hosts.peers)
-            piece = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
-            sum_rows(received.unbind(0), piece, self.mean_scale(world_size))
-            gather_flat(own, piece, hosts.peers)
-            for sent in (hosts.peers_route.all_to_all, hosts.peers_route.ring):
-                call.moved(*sent(piece.nbytes))
-            call.moved(2 * (num_local - 1) * length * output.itemsize)
-            ring.slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(own)
-            parts = ring.exchange(f"{self._name}/parts", (length,), output.dtype)
-            for index, part in enumerate(parts):
-                piece = output[index * length : (index + 1) * length]
-                piece.copy_(part[: piece.numel()])
-            ring.done()
+            slots = ring.exchange_slots(self._name, (num_local_ranks, length), output.dtype)
+            local_sum = torch.empty(length, dtype=output.dtype)
+            sum_rows([row[ring.arena.rank] for row in slots], local_sum)
+            ring.release_slots()
+            received = all_to_all_rows(local_sum.view(hosts.num_hosts, -1), hosts.inter_host_group)
+            chunk = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
+            sum_rows(received.unbind(0), chunk, self.mean_scale(world_size))
+            all_gather_flat(local_sum, chunk, hosts.inter_host_group)
+            for link_bytes_fn in (hosts.inter_host_topology.all_to_all_bytes, hosts.inter_host_topology.ring_bytes):
+                call.add_bytes(*link_bytes_fn(chunk.nbytes))
+            call.add_bytes(2 * (num_local_ranks - 1) * length * output.itemsize)
+            ring.acquire_slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(local_sum)
+            rank_sums = ring.exchange_slots(f"{self._name}/parts", (length,), output.dtype)
+            for index, rank_sum in enumerate(rank_sums):
+                chunk = output[index * length : (index + 1) * length]
+                chunk.copy_(rank_sum[: chunk.numel()])
+            ring.release_slots()
 
 
-def local_arena(hosts: Hosts, num_bytes: int, timeout: float) -> Arena | None:
+def create_host_arena(hosts: HostGroups, num_bytes: int, timeout: float) -> SharedMemoryArena | None:
     """The arena of this rank's host, or None on every rank if any host could not make one."""
-    arena = Arena.create(hosts.local, num_bytes, timeout=timeout)
-    made = torch.tensor([0 if arena is None else 1])
-    dist.all_reduce(made, op=dist.ReduceOp.MIN, group=hosts.peers)
-    dist.all_reduce(made, op=dist.ReduceOp.MIN, group=hosts.local)
-    return arena if int(made) else None
+    arena = SharedMemoryArena.create(hosts.intra_host_group, num_bytes, timeout=timeout)
+    all_created = torch.tensor([0 if arena is None else 1])
+    dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.inter_host_group)
+    dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.intra_host_group)
+    return arena if int(all_created) else None

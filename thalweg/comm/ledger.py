@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from thalweg.comm.route import Route
+from thalweg.comm.route import HostTopology
 from thalweg.observe.table import format_table
 
 RING_FACTOR = {
@@ -27,16 +27,16 @@ RING_FACTOR = {
     "all_to_all": 1,
     "barrier": 0,
 }
-_MESSAGES = ("send", "header")
+_POINT_TO_POINT_KINDS = ("send", "header")
 
 
 @dataclass
-class Entry:
+class CommsLogEntry:
     """Totals of one collective kind on one module (``carrier`` says what moved it)."""
 
     kind: str
     module: str
-    carrier: str
+    transport: str
     num_calls: int = 0
     full_bytes: int = 0
     sent_bytes: int = 0
@@ -46,74 +46,74 @@ class Entry:
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One collective while it runs: what it has moved so far."""
 
     intra_bytes: int = 0
     inter_bytes: int = 0
 
-    def moved(self, intra_bytes: int, inter_bytes: int = 0) -> None:
+    def add_bytes(self, intra_bytes: int, inter_bytes: int = 0) -> None:
         """Add bytes that left this rank for its own host, and for others."""
         self.intra_bytes += intra_bytes
         self.inter_bytes += inter_bytes
 
 
-class Ledger:
+class CommsLog:
     """Counts collectives; cheap enough to be always on.
 
     ``route``, where known, tells on which hosts the ranks are that the states are sharded over.
     """
 
     def __init__(self) -> None:
-        self.route: Route | None = None
-        self._entries: dict[tuple[str, str, str], Entry] = {}
+        self.topology: HostTopology | None = None
+        self._entries: dict[tuple[str, str, str], CommsLogEntry] = {}
 
     def record(
         self,
         kind: str,
         module: str,
-        carrier: str,
+        transport: str,
         *,
         full_bytes: int,
         world_size: int,
         seconds: float = 0.0,
-        moved: Call | None = None,
+        call: CollectiveCall | None = None,
     ) -> None:
         """Add one call that moved a buffer of ``full_bytes`` (unsharded size) among ``world_size`` ranks."""
-        key = (kind, module, carrier)
+        key = (kind, module, transport)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(kind, module, carrier)
+            entry = self._entries[key] = CommsLogEntry(kind, module, transport)
         entry.num_calls += 1
         entry.full_bytes += full_bytes
-        if kind in _MESSAGES:
+        if kind in _POINT_TO_POINT_KINDS:
             entry.sent_bytes += full_bytes
         else:
             entry.sent_bytes += RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
         entry.seconds += seconds
-        if moved is not None:
-            entry.intra_bytes += moved.intra_bytes
-            entry.inter_bytes += moved.inter_bytes
+        if call is not None:
+            entry.intra_bytes += call.intra_bytes
+            entry.inter_bytes += call.inter_bytes
 
     @contextmanager
     def timed(
-        self, kind: str, module: str, carrier: str, *, full_bytes: int, world_size: int
-    ) -> Iterator[Call]:
+        self, kind: str, module: str, transport: str, *, full_bytes: int, world_size: int
+    ) -> Iterator[CollectiveCall]:
         """Time the body and record it as one call; the body says what it moved."""
-        start, call = time.perf_counter(), Call()
+        start, call = time.perf_counter(), CollectiveCall()
         yield call
         seconds = time.perf_counter() - start
         self.record(
-            kind, module, carrier, full_bytes=full_bytes, world_size=world_size, seconds=seconds, moved=call
+            kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call
         )
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CommsLogEntry]:
         """All entries, the slowest first."""
         return sorted(self._entries.values(), key=lambda entry: -entry.seconds)
 
-    def total(self, kind: str | None = None) -> Entry:
+    def total(self, kind: str | None = None) -> CommsLogEntry:
         """The sum over modules and carriers, of one kind or of all."""
-        total = Entry(kind or "all", "", "")
+        total = CommsLogEntry(kind or "all", "", "")
         for entry in self._entries.values():
             if kind in (None, entry.kind):
                 total.num_calls += entry.num_calls
@@ -128,7 +128,7 @@ class Ledger:
         """The entries as text, one line a kind and carrier, or also a module; MiB are full buffers."""
         rows: dict[tuple[str, ...], list[float]] = {}
         for entry in self.entries():
-            key = (entry.kind, entry.carrier, entry.module) if by_module else (entry.kind, entry.carrier)
+            key = (entry.kind, entry.transport, entry.module) if by_module else (entry.kind, entry.transport)
             row = rows.setdefault(key, [0, 0.0, 0.0, 0.0, 0.0, 0.0])
             row[0] += entry.num_calls
             sizes = (entry.full_bytes, entry.sent_bytes, entry.intra_bytes, entry.inter_bytes)

@@ -14,75 +14,75 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.ledger import Call, Ledger
-from thalweg.comm.reducer import MeshOfOneReducer, Reducer
-from thalweg.comm.route import Route
+from thalweg.comm.ledger import CollectiveCall, CommsLog
+from thalweg.comm.reducer import ReplicatedReducer, Reducer
+from thalweg.comm.route import HostTopology
 from thalweg.comm.sums import sum_rows
 
 
-def gather_flat(output: Tensor, own: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+def all_gather_flat(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
     """All-gather of 1-D ``own`` into 1-D ``output``, by the name that this torch gives it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, own, group=group, async_op=async_op)
+    return gather(output, shard, group=group, async_op=async_op)
 
 
-def swap_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_to_all_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send row ``i`` to rank ``i`` of the group; returns the rows received."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows.contiguous(), group=group)
     return received
 
 
-def _apart(group: dist.ProcessGroup) -> Route:
+def _one_rank_per_host(group: dist.ProcessGroup) -> HostTopology:
     """Every rank on a host of its own, where nobody says otherwise."""
-    return Route(tuple(range(dist.get_world_size(group))), dist.get_rank(group))
+    return HostTopology(tuple(range(dist.get_world_size(group))), dist.get_rank(group))
 
 
-class Swap:
+class AllToAllReduce:
     """A reduce-scatter over one group: rows go to their ranks, what arrives is added up in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup, route: Route | None = None) -> None:
-        self.group, self.route = group, route or _apart(group)
+    def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
+        self.group, self.topology = group, topology or _one_rank_per_host(group)
 
-    def begin_anew(self) -> None:
+    def reset_error_feedback(self) -> None:
         """Forget what earlier sums have left to be made up for."""
 
-    def sum(self, rows: Tensor, out: Tensor, scale: float, call: Call, wire: torch.dtype) -> None:
+    def reduce_rows(self, rows: Tensor, out: Tensor, scale: float, call: CollectiveCall, wire_dtype: torch.dtype) -> None:
         """Write ``scale`` times the sum of all ranks' ``rows[own rank]`` into ``out``; sent as ``wire``."""
-        received = swap_rows(rows.to(wire), self.group)
-        call.moved(*self.route.all_to_all(received[0].nbytes))
+        received = all_to_all_rows(rows.to(wire_dtype), self.group)
+        call.add_bytes(*self.topology.all_to_all_bytes(received[0].nbytes))
         sum_rows(received.unbind(0), out, scale)
 
 
-class Everywhere:
+class AllReduceSum:
     """A sum over one group that every rank of it gets, with the same bits."""
 
-    def __init__(self, group: dist.ProcessGroup, route: Route | None = None) -> None:
-        self.group, self.route = group, route or _apart(group)
+    def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
+        self.group, self.topology = group, topology or _one_rank_per_host(group)
 
-    def __call__(self, tensor: Tensor, call: Call) -> None:
+    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
         """Replace ``tensor`` (1-D) by the sum: all-to-all, local sum, all-gather; gloo's fast parts."""
-        size = len(self.route.hosts)
-        length = -(-tensor.numel() // size)
-        for sent in (self.route.all_to_all, self.route.ring):
-            call.moved(*sent(length * tensor.itemsize))
+        world_size = len(self.topology.host_ids)
+        length = -(-tensor.numel() // world_size)
+        for sent in (self.topology.all_to_all_bytes, self.topology.ring_bytes):
+            call.add_bytes(*sent(length * tensor.itemsize))
         if tensor.device.type != "cpu":
             dist.all_reduce(tensor, group=self.group)
             return
-        sent = tensor.new_zeros(size * length)
+        sent = tensor.new_zeros(world_size * length)
         sent[: tensor.numel()].copy_(tensor)
-        received = swap_rows(sent.view(size, length), self.group)
-        own = torch.empty_like(received[0])
-        sum_rows(received.unbind(0), own)
-        gather_flat(sent, own, self.group)
+        received = all_to_all_rows(sent.view(world_size, length), self.group)
+        local_sum = torch.empty_like(received[0])
+        sum_rows(received.unbind(0), local_sum)
+        all_gather_flat(sent, local_sum, self.group)
         tensor.copy_(sent[: tensor.numel()])
 
 
-class PlainAllGather:
+class WireAllGather:
     """``all_gather_into_tensor`` with the ledger."""
 
-    def __init__(self, name: str, ledger: Ledger | None = None, route: Route | None = None) -> None:
-        self._name, self._ledger, self._route = name, ledger or Ledger(), route
+    def __init__(self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None) -> None:
+        self._name, self._ledger, self._topology = name, ledger or CommsLog(), topology
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -90,14 +90,14 @@ class PlainAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        route = self._route
-        if route is None or len(route.hosts) != group.size():
-            route = _apart(group)
+        topology = self._topology
+        if topology is None or len(topology.host_ids) != group.size():
+            topology = _one_rank_per_host(group)
         with self._ledger.timed(
             "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=group.size()
         ) as call:
-            call.moved(*route.ring(input_tensor.nbytes))
-            return gather_flat(output_tensor, input_tensor, group, async_op)
+            call.add_bytes(*topology.ring_bytes(input_tensor.nbytes))
+            return all_gather_flat(output_tensor, input_tensor, group, async_op)
 
 
 class AllToAllReduceScatter(Reducer):
@@ -106,43 +106,43 @@ class AllToAllReduceScatter(Reducer):
     def __init__(
         self,
         name: str,
-        ledger: Ledger | None = None,
+        ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
-        swap: Swap | None = None,
+        all_to_all: AllToAllReduce | None = None,
     ) -> None:
         super().__init__(name, ledger, output_dtype)
-        self.swap = swap
+        self.all_to_all = all_to_all
 
     def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Exchange all rows over ``group``."""
-        (self.swap or Swap(group)).sum(rows, output, scale, call, rows.dtype)
+        (self.all_to_all or AllToAllReduce(group)).reduce_rows(rows, output, scale, call, rows.dtype)
 
 
-class PlainAllReduce(MeshOfOneReducer):
+class WireAllReduce(ReplicatedReducer):
     """Mean over ``group`` of one module's gradients."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         name: str,
-        ledger: Ledger | None = None,
+        ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
-        route: Route | None = None,
+        topology: HostTopology | None = None,
     ) -> None:
         super().__init__(name, ledger, output_dtype)
-        self._group, self._sum = group, Everywhere(group, route)
+        self._group, self._all_reduce_sum = group, AllReduceSum(group, topology)
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks, now or later."""
-        self.do(lambda: self._mean(output))
+        self.submit(lambda: self._reduce_mean(output))
 
-    def _mean(self, output: Tensor) -> None:
+    def _reduce_mean(self, output: Tensor) -> None:
         world_size = self._group.size()
         with self._ledger.timed(
             "all_reduce", self._name, "wire", full_bytes=output.nbytes, world_size=world_size
         ) as call:
             if world_size > 1:
-                self._sum(output, call)
+                self._all_reduce_sum(output, call)
             output.mul_(self.mean_scale(world_size))

@@ -25,161 +25,161 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.codec import BLOCK, Codec, Packing
-from thalweg.comm.ledger import Call, Ledger
-from thalweg.comm.plain import PlainAllGather, Swap, gather_flat, swap_rows
+from thalweg.comm.codec import BLOCK_SIZE, BlockQuantizer, PayloadFormat
+from thalweg.comm.ledger import CollectiveCall, CommsLog
+from thalweg.comm.plain import WireAllGather, AllToAllReduce, all_gather_flat, all_to_all_rows
 from thalweg.comm.reducer import Reducer
-from thalweg.comm.route import Route
+from thalweg.comm.route import HostTopology
 
 # The packing of a shard of so many elements in such a dtype, or None to send it as it is.
-PackingOf = Callable[[int, torch.dtype], Packing | None]
+PayloadFormatFn = Callable[[int, torch.dtype], PayloadFormat | None]
 
-WEIGHTS = Codec(8)
-GRADIENTS = Codec(4)
-GRADIENTS_IN_HOST = Codec(8)
+WEIGHT_QUANTIZER = BlockQuantizer(8)
+GRADIENT_QUANTIZER = BlockQuantizer(4)
+INTRA_HOST_GRADIENT_QUANTIZER = BlockQuantizer(8)
 
 
-def one_piece(codec: Codec) -> PackingOf:
+def single_segment_format(quantizer: BlockQuantizer) -> PayloadFormatFn:
     """Encode any buffer of 16 or 32-bit floats as one run of blocks."""
 
-    def packing_of(numel: int, dtype: torch.dtype) -> Packing | None:
-        encodable = dtype in (torch.float32, torch.bfloat16, torch.float16)
-        return Packing(((numel, True),), codec, dtype) if encodable else None
+    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+        is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return PayloadFormat(((numel, True),), quantizer, dtype) if is_quantizable else None
 
-    return packing_of
+    return get_payload_format
 
 
-class Feedback:
+class ErrorFeedback:
     """The error that a sender still owes: an exponential average, kept in bf16, begun anew now and then."""
 
     def __init__(self, beta: float, reset_every: int) -> None:
         self._beta, self._reset_every = beta, reset_every
-        self._owed: Tensor | None = None
+        self._residual: Tensor | None = None
         self._num_calls = 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget what is owed."""
-        self._owed = None
+        self._residual = None
 
-    def compensate(self, rows: Tensor, unit: float) -> Tensor:
+    def compensate(self, rows: Tensor, loss_scale: float) -> Tensor:
         """``rows`` in fp32 with what is owed; ``unit`` is the loss scale, which errors are kept without."""
         self._num_calls += 1
-        stale = self._owed is None or self._owed.shape != rows.shape or self._num_calls > self._reset_every
+        stale = self._residual is None or self._residual.shape != rows.shape or self._num_calls > self._reset_every
         if stale:
-            self._owed, self._num_calls = torch.zeros_like(rows, dtype=torch.bfloat16), 1
+            self._residual, self._num_calls = torch.zeros_like(rows, dtype=torch.bfloat16), 1
             return rows.float()
-        assert self._owed is not None
-        return self._owed.float().mul_(unit).add_(rows)
+        assert self._residual is not None
+        return self._residual.float().mul_(loss_scale).add_(rows)
 
-    def note(self, wanted: Tensor, sent: Tensor, unit: float) -> None:
+    def update(self, target: Tensor, sent: Tensor, loss_scale: float) -> None:
         """Remember the difference between the rows as they should be and as they were sent."""
-        assert self._owed is not None
-        error = torch.sub(wanted, sent).mul_((1.0 - self._beta) / unit)
-        error.add_(self._owed, alpha=self._beta)
-        self._owed.copy_(error.nan_to_num_(0.0, 0.0, 0.0))
+        assert self._residual is not None
+        error = torch.sub(target, sent).mul_((1.0 - self._beta) / loss_scale)
+        error.add_(self._residual, alpha=self._beta)
+        self._residual.copy_(error.nan_to_num_(0.0, 0.0, 0.0))
 
 
-class QuantisedSwap(Swap):
+class QuantizedAllToAllReduce(AllToAllReduce):
     """:class:`~thalweg.comm.plain.Swap` with rows in few bits."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        route: Route,
-        packing_of: PackingOf,
-        feedback: Feedback | None = None,
-        unit: Callable[[], float] = lambda: 1.0,
+        topology: HostTopology,
+        payload_format_fn: PayloadFormatFn,
+        error_feedback: ErrorFeedback | None = None,
+        get_loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        super().__init__(group, route)
-        self._packing_of, self._feedback, self._unit = packing_of, feedback, unit
+        super().__init__(group, topology)
+        self._payload_format_fn, self._error_feedback, self._get_loss_scale = payload_format_fn, error_feedback, get_loss_scale
 
-    def begin_anew(self) -> None:
+    def reset_error_feedback(self) -> None:
         """Be as in a new process."""
-        if self._feedback is not None:
-            self._feedback.begin_anew()
+        if self._error_feedback is not None:
+            self._error_feedback.reset()
 
-    def sum(self, rows: Tensor, out: Tensor, scale: float, call: Call, wire: torch.dtype) -> None:
+    def reduce_rows(self, rows: Tensor, out: Tensor, scale: float, call: CollectiveCall, wire_dtype: torch.dtype) -> None:
         """Encode, all-to-all, decode, add in fp32."""
-        packing = self._packing_of(rows.shape[1], wire)
-        if packing is None:
-            super().sum(rows, out, scale, call, wire)
+        payload_format = self._payload_format_fn(rows.shape[1], wire_dtype)
+        if payload_format is None:
+            super().reduce_rows(rows, out, scale, call, wire_dtype)
             return
-        if self._feedback is not None:
-            rows = self._feedback.compensate(rows, self._unit())
-        payload = torch.empty(len(rows), packing.num_bytes, dtype=torch.uint8, device=rows.device)
-        for row, part in zip(rows.unbind(0), payload.unbind(0), strict=True):
-            packing.pack(row, part)
-        if self._feedback is not None:
+        if self._error_feedback is not None:
+            rows = self._error_feedback.compensate(rows, self._get_loss_scale())
+        payload = torch.empty(len(rows), payload_format.num_bytes, dtype=torch.uint8, device=rows.device)
+        for row, row_payload in zip(rows.unbind(0), payload.unbind(0), strict=True):
+            payload_format.pack(row, row_payload)
+        if self._error_feedback is not None:
             sent = torch.empty_like(rows)
-            for row, part in zip(sent.unbind(0), payload.unbind(0), strict=True):
-                packing.unpack(part, row)
-            self._feedback.note(rows, sent, self._unit())
-        received = swap_rows(payload, self.group)
-        call.moved(*self.route.all_to_all(packing.num_bytes))
+            for row, row_payload in zip(sent.unbind(0), payload.unbind(0), strict=True):
+                payload_format.unpack(row_payload, row)
+            self._error_feedback.update(rows, sent, self._get_loss_scale())
+        received = all_to_all_rows(payload, self.group)
+        call.add_bytes(*self.topology.all_to_all_bytes(payload_format.num_bytes))
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        for index, part in enumerate(received.unbind(0)):
-            packing.unpack(part, total, add=index > 0)
+        for index, row_payload in enumerate(received.unbind(0)):
+            payload_format.unpack(row_payload, total, add=index > 0)
         torch.mul(total, scale, out=total)
         if total is not out:
             out.copy_(total)
 
 
-class QuantisedEverywhere:
+class QuantizedAllReduceSum:
     """A sum over one group that every rank gets with the same bits: codes up, finer codes down."""
 
-    def __init__(self, group: dist.ProcessGroup, route: Route) -> None:
-        self.group, self.route = group, route
+    def __init__(self, group: dist.ProcessGroup, topology: HostTopology) -> None:
+        self.group, self.topology = group, topology
 
-    def __call__(self, tensor: Tensor, call: Call) -> None:
+    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
         """Replace ``tensor`` (1-D) by the sum over the group."""
-        size = len(self.route.hosts)
-        length = -(-tensor.numel() // (size * BLOCK)) * BLOCK
-        rows = torch.zeros(size, length, dtype=torch.float32, device=tensor.device)
+        world_size = len(self.topology.host_ids)
+        length = -(-tensor.numel() // (world_size * BLOCK_SIZE)) * BLOCK_SIZE
+        rows = torch.zeros(world_size, length, dtype=torch.float32, device=tensor.device)
         rows.view(-1)[: tensor.numel()].copy_(tensor)
-        own = torch.empty(length, dtype=torch.float32, device=tensor.device)
-        QuantisedSwap(self.group, self.route, one_piece(GRADIENTS)).sum(rows, own, 1.0, call, torch.float32)
-        down = Packing(((length, True),), WEIGHTS, torch.float32)
-        payload = torch.empty(down.num_bytes, dtype=torch.uint8, device=tensor.device)
-        down.pack(own, payload)
-        for row, part in zip(rows, gather_payloads(payload, self.group, size), strict=True):
-            down.unpack(part, row)
-        call.moved(*self.route.ring(down.num_bytes))
+        local_sum = torch.empty(length, dtype=torch.float32, device=tensor.device)
+        QuantizedAllToAllReduce(self.group, self.topology, single_segment_format(GRADIENT_QUANTIZER)).reduce_rows(rows, local_sum, 1.0, call, torch.float32)
+        gather_format = PayloadFormat(((length, True),), WEIGHT_QUANTIZER, torch.float32)
+        payload = torch.empty(gather_format.num_bytes, dtype=torch.uint8, device=tensor.device)
+        gather_format.pack(local_sum, payload)
+        for row, rank_payload in zip(rows, all_gather_payloads(payload, self.group, world_size), strict=True):
+            gather_format.unpack(rank_payload, row)
+        call.add_bytes(*self.topology.ring_bytes(gather_format.num_bytes))
         tensor.copy_(rows.view(-1)[: tensor.numel()])
 
 
-def gather_payloads(payload: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+def all_gather_payloads(payload: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
     """Every rank's ``payload`` as rows."""
     gathered = torch.empty(size * payload.numel(), dtype=torch.uint8, device=payload.device)
-    gather_flat(gathered, payload, group)
+    all_gather_flat(gathered, payload, group)
     return gathered.view(size, -1)
 
 
-class QuantisedAllGather(PlainAllGather):
+class QuantizedAllGather(WireAllGather):
     """All-gather over one group in few bits; a group of another size (hpZ's) gets whole values."""
 
     def __init__(
-        self, name: str, ledger: Ledger | None, route: Route, packing_of: PackingOf, world_size: int
+        self, name: str, ledger: CommsLog | None, topology: HostTopology, payload_format_fn: PayloadFormatFn, world_size: int
     ) -> None:
-        super().__init__(name, ledger, route)
-        self._packing_of, self._world_size = packing_of, world_size
-        self._own_route = route
+        super().__init__(name, ledger, topology)
+        self._payload_format_fn, self._world_size = payload_format_fn, world_size
+        self._sharding_topology = topology
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         size = group.size()
-        packing = self._packing_of(input_tensor.numel(), input_tensor.dtype)
-        if packing is None or size != self._world_size:
+        payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
+        if payload_format is None or size != self._world_size:
             return super().__call__(output_tensor, input_tensor, group, async_op)
         with self._ledger.timed(
             "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=size
         ) as call:
-            payload = torch.empty(packing.num_bytes, dtype=torch.uint8, device=input_tensor.device)
-            packing.pack(input_tensor, payload)
+            payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=input_tensor.device)
+            payload_format.pack(input_tensor, payload)
             rows = output_tensor.view(size, -1)
-            for row, part in zip(rows, gather_payloads(payload, group, size), strict=True):
-                packing.unpack(part, row)
-            call.moved(*self._own_route.ring(packing.num_bytes))
+            for row, rank_payload in zip(rows, all_gather_payloads(payload, group, size), strict=True):
+                payload_format.unpack(rank_payload, row)
+            call.add_bytes(*self._sharding_topology.ring_bytes(payload_format.num_bytes))
         return None
 
 
@@ -188,29 +188,29 @@ class TwoLevelReduceScatter(Reducer):
 
     def __init__(
         self,
-        inner: Swap,
-        outer: Swap,
-        places: Sequence[Sequence[int]],
+        inner: AllToAllReduce,
+        outer: AllToAllReduce,
+        ranks_by_local_rank: Sequence[Sequence[int]],
         name: str,
-        ledger: Ledger | None = None,
+        ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         """``places[l][h]`` is the rank that has place ``l`` on host ``h``."""
         super().__init__(name, ledger, output_dtype)
-        self._inner, self.swap = inner, outer
-        self._num_hosts = len(places[0])
-        self._order = [rank for place in places for rank in place]
+        self._inner_all_to_all, self.all_to_all = inner, outer
+        self._num_hosts = len(ranks_by_local_rank[0])
+        self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
 
     def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Twice a swap; rows are put in the order of places first."""
         numel = rows.shape[1]
-        sorted_rows = rows[torch.tensor(self._order, device=rows.device)]
-        parts = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)
-        partial = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
-        self._inner.sum(parts, partial, 1.0, call, rows.dtype)
-        self.swap.sum(partial.view(self._num_hosts, numel), output, scale, call, rows.dtype)
+        sorted_rows = rows[torch.tensor(self._rank_order, device=rows.device)]
+        rows_by_local_rank = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)
+        partial_sums = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
+        self._inner_all_to_all.reduce_rows(rows_by_local_rank, partial_sums, 1.0, call, rows.dtype)
+        self.all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
 
 
 class TwoLevelAllGather:
@@ -220,16 +220,16 @@ class TwoLevelAllGather:
         self,
         inner: dist.ProcessGroup,
         outer: dist.ProcessGroup,
-        routes: tuple[Route, Route],
-        places: Sequence[Sequence[int]],
+        topologies: tuple[HostTopology, HostTopology],
+        ranks_by_local_rank: Sequence[Sequence[int]],
         name: str,
-        ledger: Ledger | None = None,
-        packing_of: PackingOf | None = None,
+        ledger: CommsLog | None = None,
+        payload_format_fn: PayloadFormatFn | None = None,
     ) -> None:
-        self._inner, self._outer, self._routes = inner, outer, routes
-        self._order = [rank for place in places for rank in place]
-        self._name, self._ledger = name, ledger or Ledger()
-        self._packing_of = packing_of or (lambda numel, dtype: None)
+        self._inner_group, self._outer_group, self._topologies = inner, outer, topologies
+        self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
+        self._name, self._ledger = name, ledger or CommsLog()
+        self._payload_format_fn = payload_format_fn or (lambda numel, dtype: None)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook."""
@@ -239,23 +239,23 @@ class TwoLevelAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         size, numel = group.size(), input_tensor.numel()
-        inner, outer = self._routes
+        inner, outer = self._topologies
         with self._ledger.timed(
             "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=size
         ) as call:
-            packing = self._packing_of(numel, input_tensor.dtype)
+            payload_format = self._payload_format_fn(numel, input_tensor.dtype)
             sent = input_tensor.contiguous().view(torch.uint8)
-            if packing is not None:
-                sent = torch.empty(packing.num_bytes, dtype=torch.uint8, device=input_tensor.device)
-                packing.pack(input_tensor, sent)
-            of_place = gather_payloads(sent, self._outer, len(outer.hosts))
-            everything = gather_payloads(of_place.view(-1), self._inner, len(inner.hosts)).view(size, -1)
-            call.moved(*outer.ring(sent.numel()))
-            call.moved(*inner.ring(of_place.numel()))
+            if payload_format is not None:
+                sent = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=input_tensor.device)
+                payload_format.pack(input_tensor, sent)
+            peer_payloads = all_gather_payloads(sent, self._outer_group, len(outer.host_ids))
+            all_payloads = all_gather_payloads(peer_payloads.view(-1), self._inner_group, len(inner.host_ids)).view(size, -1)
+            call.add_bytes(*outer.ring_bytes(sent.numel()))
+            call.add_bytes(*inner.ring_bytes(peer_payloads.numel()))
             rows = output_tensor.view(size, numel)
-            for rank, part in zip(self._order, everything, strict=True):
-                if packing is None:
-                    rows[rank].copy_(part.view(rows.dtype))
+            for rank, rank_payload in zip(self._rank_order, all_payloads, strict=True):
+                if payload_format is None:
+                    rows[rank].copy_(rank_payload.view(rows.dtype))
                 else:
-                    packing.unpack(part, rows[rank])
+                    payload_format.unpack(rank_payload, rows[rank])
         return None

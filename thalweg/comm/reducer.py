@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.buffer import Lender, Pool
-from thalweg.comm.ledger import Call, Ledger
+from thalweg.comm.buffer import ReusableBuffer, BufferPool
+from thalweg.comm.ledger import CollectiveCall, CommsLog
 
 # Takes a piece of work to do it in the background, or returns False.
-Later = Callable[[Callable[[], None]], bool]
+TrySubmit = Callable[[Callable[[], None]], bool]
 # Adds up a 1-D tensor over the ranks that hold the same shard, in place.
-Total = Callable[[Tensor, Call], None]
+ReplicaReduce = Callable[[Tensor, CollectiveCall], None]
 
 
 class Reducer:
@@ -32,18 +32,18 @@ class Reducer:
     ``later``, if set, may do the work in the background.
     """
 
-    carrier = "wire"
+    transport = "wire"
 
-    def __init__(self, name: str, ledger: Ledger | None, output_dtype: torch.dtype | None) -> None:
-        self._name, self._ledger, self._output_dtype = name, ledger or Ledger(), output_dtype
+    def __init__(self, name: str, ledger: CommsLog | None, output_dtype: torch.dtype | None) -> None:
+        self._name, self._ledger, self._output_dtype = name, ledger or CommsLog(), output_dtype
         # Where outputs (and inputs) come from: exchanged for common pools where gradients leave at once.
-        self.lender: Lender | Pool = Lender()
-        self.inputs: Pool | None = None
-        self._has_input = False
+        self.output_buffers: ReusableBuffer | BufferPool = ReusableBuffer()
+        self.input_buffers: BufferPool | None = None
+        self._has_allocated_input = False
         self.divisor = 1.0
-        self.num_copies = 1
-        self.total: Total | None = None
-        self.later: Later | None = None
+        self.num_replicas = 1
+        self.replica_reduce: ReplicaReduce | None = None
+        self.try_submit: TrySubmit | None = None
 
     def __call__(
         self,
@@ -54,11 +54,11 @@ class Reducer:
         async_op: bool = False,
     ) -> dist.Work | None:
         """FSDP2's hook: :meth:`_reduce`, now or later."""
-        self.do(lambda: self._reduce(output_tensor, input_tensor, group, op))
+        self.submit(lambda: self._reduce(output_tensor, input_tensor, group, op))
 
-    def do(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         """Do a reduction's work now, or hand it to ``later`` if that takes it."""
-        if self.later is None or not self.later(work):
+        if self.try_submit is None or not self.try_submit(work):
             work()
 
     def _reduce(
@@ -74,49 +74,49 @@ class Reducer:
         with self._ledger.timed(
             "reduce_scatter",
             self._name,
-            self.carrier,
+            self.transport,
             full_bytes=input_tensor.nbytes,
             world_size=world_size,
         ) as call:
             rows = input_tensor.view(world_size, -1)
-            if self.total is None:
+            if self.replica_reduce is None:
                 self.sum_shards(rows, output_tensor, group, scale, call)
             else:
                 self.sum_shards(rows, output_tensor, group, 1.0, call)
-                self.total(output_tensor, call)
+                self.replica_reduce(output_tensor, call)
                 output_tensor.mul_(scale)
 
     def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Write ``scale`` times the sum over ranks of this rank's row into ``output``."""
         raise NotImplementedError
 
     def mean_scale(self, num_ranks: int) -> float:
         """The factor of a sum over ``num_ranks``, and over the copies of the shard."""
-        return 1.0 / (num_ranks * self.num_copies * self.divisor)
+        return 1.0 / (num_ranks * self.num_replicas * self.divisor)
 
     def reset(self) -> None:
         """Forget a reduction that an exception has cut short."""
-        self._has_input = False
+        self._has_allocated_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook: the input of a reduction, then its output."""
-        self._has_input = not self._has_input
-        if self._has_input:
-            return self._new_input(size, dtype, device)
-        wanted = self._output_dtype or dtype
+        self._has_allocated_input = not self._has_allocated_input
+        if self._has_allocated_input:
+            return self._allocate_input(size, dtype, device)
+        output_dtype = self._output_dtype or dtype
         if device.type == "cpu":
-            return self.lender.take(size, wanted)
-        return torch.empty(*size, dtype=wanted, device=device)
+            return self.output_buffers.allocate(size, output_dtype)
+        return torch.empty(*size, dtype=output_dtype, device=device)
 
-    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.inputs is not None and device.type == "cpu":
-            return self.inputs.take(size, dtype)
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.input_buffers is not None and device.type == "cpu":
+            return self.input_buffers.allocate(size, dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class MeshOfOneReducer(Reducer, ABC):
+class ReplicatedReducer(Reducer, ABC):
     """Base of the all-reduces (means) for FSDP2 over a mesh of one rank.
 
     FSDP2 copies such gradients from input to output without a collective, then hands the

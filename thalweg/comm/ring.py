@@ -21,24 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.arena import BANK, CONSUMED, DEPOSIT, MAX_DEPTH, TAG, Arena, CommError, tag_of
-from thalweg.comm.ledger import Call, Ledger
-from thalweg.comm.reducer import MeshOfOneReducer, Reducer
+from thalweg.comm.arena import COUNTERS_PER_BANK, CONSUMED, DEPOSITED, MAX_DEPTH, TAG, SharedMemoryArena, CommError, hash_name
+from thalweg.comm.ledger import CollectiveCall, CommsLog
+from thalweg.comm.reducer import ReplicatedReducer, Reducer
 from thalweg.comm.sums import sum_rows
 
 # A common slot is in use until the call after the next.
-LAG = 2
+READ_LAG = 2
 
 
-class Ring:
+class SharedMemoryRing:
     """``depth`` slots of ``slot_bytes`` for each rank of ``arena``, used in order.
 
     Two rings may share an arena if they use different ``bank`` s (0 and 1) of its counters.
     """
 
-    def __init__(self, arena: Arena, slot_bytes: int, depth: int = 2, bank: int = 0) -> None:
+    def __init__(self, arena: SharedMemoryArena, slot_bytes: int, depth: int = 2, counter_bank: int = 0) -> None:
         self.arena, self.slot_bytes, self.depth = arena, slot_bytes, depth
-        self._deposit, self._consumed, self._tag = (BANK * bank + c for c in (DEPOSIT, CONSUMED, TAG))
+        self._deposited_column, self._consumed_column, self._tag_column = (COUNTERS_PER_BANK * counter_bank + c for c in (DEPOSITED, CONSUMED, TAG))
         assert depth <= MAX_DEPTH
         self._offsets = [[arena.reserve(slot_bytes) for _ in range(depth)] for _ in range(arena.world_size)]
         self._sequence = 0
@@ -48,114 +48,114 @@ class Ring:
         """Bytes of arena that such a ring needs."""
         return world_size * depth * (slot_bytes + 64)
 
-    def slot(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+    def acquire_slot(self, shape: Sequence[int], dtype: torch.dtype, operation: str) -> Tensor:
         """This rank's next slot, free to write."""
         if prod(shape) * dtype.itemsize > self.slot_bytes:
-            raise AssertionError(f"{what} needs more than a slot of {self.slot_bytes} bytes")
-        self.arena.wait(self._consumed, max(0, self._sequence + 1 - self.depth), what)
-        return self._view(self.arena.rank, shape, dtype)
+            raise AssertionError(f"{operation} needs more than a slot of {self.slot_bytes} bytes")
+        self.arena.wait(self._consumed_column, max(0, self._sequence + 1 - self.depth), operation)
+        return self._slot_tensor(self.arena.rank, shape, dtype)
 
-    def exchange(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def exchange_slots(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Post the slot just written and return every rank's, in rank order."""
-        arena, number = self.arena, self._sequence + 1
+        arena, sequence = self.arena, self._sequence + 1
         # One tag a slot: a peer that is ahead has not yet overwritten this slot's.
-        tag, column = tag_of(name), self._tag + self._sequence % self.depth
+        tag, column = hash_name(name), self._tag_column + self._sequence % self.depth
         arena.post(column, tag)
-        arena.post(self._deposit, number)
-        arena.wait(self._deposit, number, f"the collective on {name!r}")
+        arena.post(self._deposited_column, sequence)
+        arena.wait(self._deposited_column, sequence, f"the collective on {name!r}")
         for rank in range(arena.world_size):
             if arena.read(rank, column) != tag:
                 raise CommError(
                     f"rank {arena.rank} reduces {name!r} while rank {rank} reduces another module: the "
                     "ranks took different branches. Run the same modules on every rank in each step."
                 )
-        return [self._view(rank, shape, dtype) for rank in range(arena.world_size)]
+        return [self._slot_tensor(rank, shape, dtype) for rank in range(arena.world_size)]
 
-    def done(self) -> None:
+    def release_slots(self) -> None:
         """Post that this rank has read every slot of the current reduction."""
         self._sequence += 1
-        self.arena.post(self._consumed, self._sequence)
+        self.arena.post(self._consumed_column, self._sequence)
 
-    def common(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+    def acquire_shared_output(self, shape: Sequence[int], dtype: torch.dtype, operation: str) -> Tensor:
         """The next slot that all ranks fill together; close it with :meth:`publish_common`.
 
         It is read until the reader's next call but one, as FSDP2 may hold the previous
         result while it copies it out.
         """
-        if self.depth <= LAG:
-            raise AssertionError(f"common slots need a ring of at least {LAG + 1}")
-        number = self._sequence + 1
-        self.arena.post(self._consumed, max(0, number - LAG))
-        self.arena.wait(self._consumed, max(0, number - self.depth), what)
-        return self._view(0, shape, dtype)
+        if self.depth <= READ_LAG:
+            raise AssertionError(f"common slots need a ring of at least {READ_LAG + 1}")
+        sequence = self._sequence + 1
+        self.arena.post(self._consumed_column, max(0, sequence - READ_LAG))
+        self.arena.wait(self._consumed_column, max(0, sequence - self.depth), operation)
+        return self._slot_tensor(0, shape, dtype)
 
-    def publish_common(self, name: str) -> None:
+    def publish_shared_output(self, name: str) -> None:
         """Return when every rank has filled its part of the common slot."""
-        self.exchange(name, (0,), torch.uint8)
+        self.exchange_slots(name, (0,), torch.uint8)
         self._sequence += 1
 
-    def _view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _slot_tensor(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.arena.tensor(self._offsets[rank][self._sequence % self.depth], shape, dtype)
 
 
-class _SlotReducer(Reducer):
+class _SharedMemoryReducer(Reducer):
     """A reduction whose input is this rank's slot of a ring."""
 
     def __init__(
-        self, ring: Ring, name: str, ledger: Ledger | None = None, output_dtype: torch.dtype | None = None
+        self, ring: SharedMemoryRing, name: str, ledger: CommsLog | None = None, output_dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(name, ledger, output_dtype)
         self._ring = ring
 
-    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._ring.slot(size, dtype, f"the reduction of {self._name!r}")
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
 
 
-class SharedReduceScatter(_SlotReducer):
+class SharedMemoryReduceScatter(_SharedMemoryReducer):
     """Reduce-scatter of one module's gradients through ``ring``."""
 
-    carrier = "shared"
+    transport = "shared"
 
     def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: Call
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Add up the row that this rank owns straight out of the peers' slots."""
         ring = self._ring
-        slots = ring.exchange(self._name, rows.shape, rows.dtype)
+        slots = ring.exchange_slots(self._name, rows.shape, rows.dtype)
         sum_rows([slot[ring.arena.rank] for slot in slots], output, scale)
-        ring.done()
-        call.moved((len(slots) - 1) * rows[0].nbytes)
+        ring.release_slots()
+        call.add_bytes((len(slots) - 1) * rows[0].nbytes)
 
 
-class SharedAllReduce(_SlotReducer, MeshOfOneReducer):
+class SharedMemoryAllReduce(_SharedMemoryReducer, ReplicatedReducer):
     """All-reduce (mean) of one module's gradients through ``ring``."""
 
-    def _new_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._dtype = dtype
-        return super()._new_input(size, dtype, device)
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._input_dtype = dtype
+        return super()._allocate_input(size, dtype, device)
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""
         ring, world_size = self._ring, self._ring.arena.world_size
-        full_bytes = output.numel() * self._dtype.itemsize
+        full_bytes = output.numel() * self._input_dtype.itemsize
         with self._ledger.timed(
             "all_reduce", self._name, "shared", full_bytes=full_bytes, world_size=world_size
         ) as call:
-            slots = ring.exchange(self._name, output.shape, self._dtype)
+            slots = ring.exchange_slots(self._name, output.shape, self._input_dtype)
             sum_rows(slots, output, self.mean_scale(world_size))
-            ring.done()
-            call.moved((world_size - 1) * full_bytes)
+            ring.release_slots()
+            call.add_bytes((world_size - 1) * full_bytes)
 
 
-class SharedAllGather:
+class SharedMemoryAllGather:
     """All-gather through a ring of its own: FSDP2's copy-in writes this rank's row in place."""
 
-    def __init__(self, ring: Ring, name: str, ledger: Ledger | None = None) -> None:
-        self._ring, self._name, self._ledger = ring, name, ledger or Ledger()
+    def __init__(self, ring: SharedMemoryRing, name: str, ledger: CommsLog | None = None) -> None:
+        self._ring, self._name, self._ledger = ring, name, ledger or CommsLog()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook; the output is one slot for all ranks, each of which fills its row."""
-        return self._ring.common(size, dtype, f"the gather of {self._name!r}")
+        return self._ring.acquire_shared_output(size, dtype, f"the gather of {self._name!r}")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -164,6 +164,6 @@ class SharedAllGather:
         with self._ledger.timed(
             "all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size
         ) as call:
-            self._ring.publish_common(self._name)
-            call.moved((world_size - 1) * input_tensor.nbytes)
+            self._ring.publish_shared_output(self._name)
+            call.add_bytes((world_size - 1) * input_tensor.nbytes)
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # 256 KiB of fp32: the piece being summed and its two operands stay in a core's L2.
-PIECE = 1 << 16
+CHUNK_NUMEL = 1 << 16
 
 
 def sum_rows(rows: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
@@ -18,19 +18,19 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
     in the order given, so equal inputs give equal bits wherever it runs.
     """
     numel = out.numel()
-    step = PIECE if out.device.type == "cpu" else max(1, numel)
-    same = all(row.dtype == out.dtype for row in rows)
+    step = CHUNK_NUMEL if out.device.type == "cpu" else max(1, numel)
+    same_dtype = all(row.dtype == out.dtype for row in rows)
     for start in range(0, numel, step):
         length = min(step, numel - start)
-        piece = out.narrow(0, start, length)
-        parts = [row.narrow(0, start, length) for row in rows]
-        if same and len(parts) > 1:
-            torch.add(parts[0], parts[1], out=piece)
-            rest = parts[2:]
+        chunk = out.narrow(0, start, length)
+        row_chunks = [row.narrow(0, start, length) for row in rows]
+        if same_dtype and len(row_chunks) > 1:
+            torch.add(row_chunks[0], row_chunks[1], out=chunk)
+            remaining = row_chunks[2:]
         else:
-            piece.copy_(parts[0])
-            rest = parts[1:]
-        for part in rest:
-            piece.add_(part)
+            chunk.copy_(row_chunks[0])
+            remaining = row_chunks[1:]
+        for row_chunk in remaining:
+            chunk.add_(row_chunk)
         if scale != 1.0:
-            piece.mul_(scale)
+            chunk.mul_(scale)

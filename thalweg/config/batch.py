@@ -10,19 +10,19 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from thalweg.config.problems import Problem
-from thalweg.config.schema_base import AUTO, Section, value_at
+from thalweg.config.problems import ConfigProblem
+from thalweg.config.schema_base import AUTO, Section, get_by_path
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
-_LAUNCHERS = {
+_LAUNCHER_VARIABLES = {
     "WORLD_SIZE": "torchrun and thalweg run",
     "SLURM_NTASKS": "SLURM",
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
     "PMI_SIZE": "PMI",
 }
-_DEGREES = (
+_DEGREE_PATHS = (
     "tensor_parallel.autotp_size",
     "tensor_parallel.tp.tp_size",
     "sequence_parallel_size",
@@ -31,106 +31,106 @@ _DEGREES = (
 )
 
 
-def data_parallel_ranks(config: Section, world_size: int) -> tuple[int, Problem | None]:
+def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProblem | None]:
     """What the other degrees of parallelism leave of the world, or why nothing is left."""
     degree = 1
-    used = []
-    for path in _DEGREES:
-        size = value_at(config, path)
-        if path == _DEGREES[1] and f"{_DEGREES[0]} = {size}" in used:
+    nontrivial = []
+    for path in _DEGREE_PATHS:
+        size = get_by_path(config, path)
+        if path == _DEGREE_PATHS[1] and f"{_DEGREE_PATHS[0]} = {size}" in nontrivial:
             continue  # the two names of one thing
         if isinstance(size, int) and size > 1:
             degree *= size
-            used.append(f"{path} = {size}")
+            nontrivial.append(f"{path} = {size}")
     if world_size % degree:
-        expected = f"a multiple of {' x '.join(used)}"
-        return 1, Problem("world_size", world_size, expected)
-    ranks = world_size // degree
-    stated = value_at(config, "data_parallel_size")
-    if isinstance(stated, int) and stated != ranks:
-        expected = f"{ranks}, which is world_size = {world_size}{''.join(f' / {one}' for one in used)}"
-        return ranks, Problem(
+        expected = f"a multiple of {' x '.join(nontrivial)}"
+        return 1, ConfigProblem("world_size", world_size, expected)
+    dp_size = world_size // degree
+    stated = get_by_path(config, "data_parallel_size")
+    if isinstance(stated, int) and stated != dp_size:
+        expected = f"{dp_size}, which is world_size = {world_size}{''.join(f' / {term}' for term in nontrivial)}"
+        return dp_size, ConfigProblem(
             "data_parallel_size", stated, expected + _launcher_hint(world_size, stated * degree)
         )
-    return ranks, None
+    return dp_size, None
 
 
-def solve(config: Section, world_size: int) -> tuple[dict[str, int], dict[str, str], list[Problem]]:
+def resolve_batch_sizes(config: Section, world_size: int) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     """The values of the three and of ``data_parallel_size``, how each was found, and what contradicts."""
-    ranks, fault = data_parallel_ranks(config, world_size)
-    total, micro, steps = (_number(value_at(config, path)) for path in (TOTAL, MICRO, STEPS))
+    dp_size, dp_problem = resolve_dp_size(config, world_size)
+    total, micro, steps = (_as_int(get_by_path(config, path)) for path in (TOTAL, MICRO, STEPS))
     if total is None:
-        found = _from_micro(micro, steps, ranks)
-        return found[0], found[1], [fault] if fault else []
-    return _from_total(total, micro, steps, ranks, world_size, fault)
+        derived = _derive_from_micro_batch(micro, steps, dp_size)
+        return derived[0], derived[1], [dp_problem] if dp_problem else []
+    return _derive_from_total(total, micro, steps, dp_size, world_size, dp_problem)
 
 
-def _from_micro(micro: int | None, steps: int | None, ranks: int) -> tuple[dict[str, int], dict[str, str]]:
-    why = {TOTAL: f"{MICRO} x {STEPS} x {ranks} data-parallel rank{'s' if ranks != 1 else ''}"}
+def _derive_from_micro_batch(micro: int | None, steps: int | None, dp_size: int) -> tuple[dict[str, int], dict[str, str]]:
+    reasons = {TOTAL: f"{MICRO} x {STEPS} x {dp_size} data-parallel rank{'s' if dp_size != 1 else ''}"}
     if micro is None:
-        micro, why[MICRO] = 1, "no batch size was given"
+        micro, reasons[MICRO] = 1, "no batch size was given"
     if steps is None:
-        steps, why[STEPS] = 1, "no accumulation was asked for"
-    values = {TOTAL: micro * steps * ranks, MICRO: micro, STEPS: steps, "data_parallel_size": ranks}
-    return values, why
+        steps, reasons[STEPS] = 1, "no accumulation was asked for"
+    values = {TOTAL: micro * steps * dp_size, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}
+    return values, reasons
 
 
-def _from_total(
-    total: int, micro: int | None, steps: int | None, ranks: int, world_size: int, fault: Problem | None
-) -> tuple[dict[str, int], dict[str, str], list[Problem]]:
-    why: dict[str, str] = {}
+def _derive_from_total(
+    total: int, micro: int | None, steps: int | None, dp_size: int, world_size: int, dp_problem: ConfigProblem | None
+) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
+    reasons: dict[str, str] = {}
     if micro is None:
         if steps is None:
-            steps, why[STEPS] = 1, "no accumulation was asked for"
-        micro = max(1, total // (steps * ranks))
-        why[MICRO] = f"{TOTAL} / ({STEPS} x {ranks} data-parallel ranks)"
+            steps, reasons[STEPS] = 1, "no accumulation was asked for"
+        micro = max(1, total // (steps * dp_size))
+        reasons[MICRO] = f"{TOTAL} / ({STEPS} x {dp_size} data-parallel ranks)"
     elif steps is None:
-        steps = max(1, total // (micro * ranks))
-        why[STEPS] = f"{TOTAL} / ({MICRO} x {ranks} data-parallel ranks)"
-    values = {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": ranks}
-    problems = [fault] if fault else []
-    if total != micro * steps * ranks and not fault:
-        problems.append(_mismatch(total, micro, steps, ranks, world_size, why))
-    return values, why, problems
+        steps = max(1, total // (micro * dp_size))
+        reasons[STEPS] = f"{TOTAL} / ({MICRO} x {dp_size} data-parallel ranks)"
+    values = {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}
+    problems = [dp_problem] if dp_problem else []
+    if total != micro * steps * dp_size and not dp_problem:
+        problems.append(_mismatch_problem(total, micro, steps, dp_size, world_size, reasons))
+    return values, reasons, problems
 
 
-def _mismatch(
-    total: int, micro: int, steps: int, ranks: int, world_size: int, why: Mapping[str, str]
-) -> Problem:
-    product = micro * steps * ranks
-    if why:
-        open_term = MICRO if MICRO in why else STEPS
-        known, size = (STEPS, steps) if open_term == MICRO else (MICRO, micro)
-        step = size * ranks
+def _mismatch_problem(
+    total: int, micro: int, steps: int, dp_size: int, world_size: int, reasons: Mapping[str, str]
+) -> ConfigProblem:
+    product = micro * steps * dp_size
+    if reasons:
+        derived_term = MICRO if MICRO in reasons else STEPS
+        known_term, size = (STEPS, steps) if derived_term == MICRO else (MICRO, micro)
+        step = size * dp_size
         expected = (
-            f"a multiple of {known} x data-parallel ranks = {size} x {ranks} = {step}, so that {open_term} "
+            f"a multiple of {known_term} x data-parallel ranks = {size} x {dp_size} = {step}, so that {derived_term} "
             f"is a whole number ({total} / {step} = {total / step:g})"
         )
-        return Problem(TOTAL, total, expected + _launcher_hint(world_size, None))
+        return ConfigProblem(TOTAL, total, expected + _launcher_hint(world_size, None))
     expected = (
-        f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {ranks} = {product} "
+        f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {dp_size} = {product} "
         f"(the two sides: {total} != {product})"
     )
-    fitting = total // (micro * steps)
-    fits = fitting > 0 and fitting * micro * steps == total
-    return Problem(
-        TOTAL, total, expected + _launcher_hint(world_size, fitting * world_size // ranks if fits else None)
+    fitting_dp_size = total // (micro * steps)
+    fits = fitting_dp_size > 0 and fitting_dp_size * micro * steps == total
+    return ConfigProblem(
+        TOTAL, total, expected + _launcher_hint(world_size, fitting_dp_size * world_size // dp_size if fits else None)
     )
 
 
-def _launcher_hint(world_size: int, wanted: int | None) -> str:
+def _launcher_hint(world_size: int, fitting_world_size: int | None) -> str:
     """At world size 1: which launcher variable is missing, and the start that would make the sides equal."""
-    fit = f"; {wanted} ranks make the sides equal" if wanted else ""
+    suffix = f"; {fitting_world_size} ranks make the sides equal" if fitting_world_size else ""
     if world_size != 1:
-        return fit
-    found = [name for name in _LAUNCHERS if os.environ.get(name)]
-    if found:
-        said = ", ".join(f"{name}={os.environ[name]}" for name in found)
-        return f"; the world size is 1 by {said}{fit}"
-    unset = ", ".join(f"{name} ({who})" for name, who in _LAUNCHERS.items())
-    start = f"thalweg run --nproc {wanted or 'N'}"
-    return f"; the world size is 1 because no launcher variable is set: {unset}; start with {start}{fit}"
+        return suffix
+    set_names = [name for name in _LAUNCHER_VARIABLES if os.environ.get(name)]
+    if set_names:
+        assignments = ", ".join(f"{name}={os.environ[name]}" for name in set_names)
+        return f"; the world size is 1 by {assignments}{suffix}"
+    unset = ", ".join(f"{name} ({who})" for name, who in _LAUNCHER_VARIABLES.items())
+    start = f"thalweg run --nproc {fitting_world_size or 'N'}"
+    return f"; the world size is 1 because no launcher variable is set: {unset}; start with {start}{suffix}"
 
 
-def _number(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     return None if value is None or value == AUTO else int(value)

@@ -16,55 +16,55 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Switch:
+class UnsupportedFeature:
     """A feature of later work: ``on`` takes the value at ``path``; ``cure`` says what to do today."""
 
     path: str
-    on: Callable[[Any], bool]
-    cure: str
+    is_enabled: Callable[[Any], bool]
+    hint: str
 
 
-def above_1(value: Any) -> bool:
+def above_one(value: Any) -> bool:
     return value > 1
 
 
-def not_none(value: Any) -> bool:
+def is_not_none_string(value: Any) -> bool:
     return value != "none"
 
 
-def present(value: Any) -> bool:
+def is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def more_than_skip(value: Any) -> bool:
+def is_not_skip(value: Any) -> bool:
     return value not in ("skip", "ignore")
 
 
-_BLOCK = "remove the block or set enabled to false"
-_ONE = "set it to 1; the ranks are then data-parallel"
-NOT_BUILT = (
-    Switch(
+_REMOVE_BLOCK = "remove the block or set enabled to false"
+_SET_TO_ONE = "set it to 1; the ranks are then data-parallel"
+UNSUPPORTED = (
+    UnsupportedFeature(
         "zero_optimization.elastic_checkpoint", bool, "remove it; every checkpoint loads at any world size"
     ),
-    Switch("tensor_parallel.partition_config.layer_specs", bool, "remove it; layers are found by themselves"),
-    Switch(
+    UnsupportedFeature("tensor_parallel.partition_config.layer_specs", bool, "remove it; layers are found by themselves"),
+    UnsupportedFeature(
         "tensor_parallel.sequence_parallel",
         bool,
         "set it to false; sequence_parallel_size and context_parallel_size cut the activations of norms too",
     ),
-    Switch(
+    UnsupportedFeature(
         "expert_parallel.expert_tensor_parallel_size",
-        above_1,
+        above_one,
         "set it to 1; tensor_parallel cuts experts as it cuts the other layers",
     ),
-    Switch("expert_parallel.load_balance_coeff", present, "remove it; the model's own auxiliary loss counts"),
-    Switch("data_efficiency.enabled", bool, _BLOCK),
-    Switch("curriculum_learning.enabled", bool, _BLOCK),
-    Switch("progressive_layer_drop.enabled", bool, _BLOCK),
-    Switch("eigenvalue.enabled", bool, _BLOCK),
-    Switch("quantize_training.enabled", bool, _BLOCK),
+    UnsupportedFeature("expert_parallel.load_balance_coeff", is_given, "remove it; the model's own auxiliary loss counts"),
+    UnsupportedFeature("data_efficiency.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("curriculum_learning.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("progressive_layer_drop.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("eigenvalue.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("quantize_training.enabled", bool, _REMOVE_BLOCK),
     *(
-        Switch(f"compression_training.{name}.shared_parameters.enabled", bool, _BLOCK)
+        UnsupportedFeature(f"compression_training.{name}.shared_parameters.enabled", bool, _REMOVE_BLOCK)
         for name in (
             "weight_quantization",
             "activation_quantization",
@@ -74,28 +74,28 @@ NOT_BUILT = (
             "channel_pruning",
         )
     ),
-    Switch("compression_training.layer_reduction.enabled", bool, _BLOCK),
-    Switch("sparse_attention.mode", lambda mode: mode != "dense", 'remove the block or set mode to "dense"'),
-    Switch("weight_quantization.enabled", bool, _BLOCK),
-    Switch("elasticity.enabled", bool, f"{_BLOCK}; a checkpoint loads at another world size without it"),
-    Switch("autotuning.enabled", bool, _BLOCK),
-    Switch("hybrid_engine.enabled", bool, _BLOCK),
-    Switch(
-        "flops_profiler.enabled", bool, f"{_BLOCK}; wall_clock_breakdown and the progress line show TFLOP/s"
+    UnsupportedFeature("compression_training.layer_reduction.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("sparse_attention.mode", lambda mode: mode != "dense", 'remove the block or set mode to "dense"'),
+    UnsupportedFeature("weight_quantization.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("elasticity.enabled", bool, f"{_REMOVE_BLOCK}; a checkpoint loads at another world size without it"),
+    UnsupportedFeature("autotuning.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature("hybrid_engine.enabled", bool, _REMOVE_BLOCK),
+    UnsupportedFeature(
+        "flops_profiler.enabled", bool, f"{_REMOVE_BLOCK}; wall_clock_breakdown and the progress line show TFLOP/s"
     ),
-    Switch("comet.enabled", bool, f"{_BLOCK}; csv_monitor, jsonl_monitor, tensorboard and wandb are built"),
-    Switch("amp.enabled", bool, f"{_BLOCK}; use bf16, fp16 or torch_autocast"),
-    Switch("nebula.enabled", bool, f"{_BLOCK}; checkpoints are safe against a crash without it"),
-    Switch("datastates_ckpt", present, "remove it"),
-    Switch("graph_harvesting", bool, "set it to false; compile.enabled is built"),
-    Switch(
+    UnsupportedFeature("comet.enabled", bool, f"{_REMOVE_BLOCK}; csv_monitor, jsonl_monitor, tensorboard and wandb are built"),
+    UnsupportedFeature("amp.enabled", bool, f"{_REMOVE_BLOCK}; use bf16, fp16 or torch_autocast"),
+    UnsupportedFeature("nebula.enabled", bool, f"{_REMOVE_BLOCK}; checkpoints are safe against a crash without it"),
+    UnsupportedFeature("datastates_ckpt", is_given, "remove it"),
+    UnsupportedFeature("graph_harvesting", bool, "set it to false; compile.enabled is built"),
+    UnsupportedFeature(
         "optimizer.type",
         lambda name: name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
         "use Adam or Lamb; gradients are then sent uncompressed",
     ),
-    Switch("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
+    UnsupportedFeature("managed_gradient_accumulation", lambda managed: not managed, "set it to true"),
     *(
-        Switch(f"compile.{name}", bool, "set it to false; compile.enabled alone is built")
+        UnsupportedFeature(f"compile.{name}", bool, "set it to false; compile.enabled alone is built")
         for name in (
             "deepcompile",
             "free_activation",
@@ -104,35 +104,35 @@ NOT_BUILT = (
             "offload_parameters",
         )
     ),
-    Switch("checkpoint.asynchronous", bool, "set it to false; saving then waits for the disk"),
-    Switch("checkpoint.use_node_local_storage", bool, "set it to false and save to a shared folder"),
-    Switch("checkpoint.writer.decoupled", bool, "set it to false; saving then waits for the disk"),
-    Switch("health.heartbeat_seconds", present, "remove it"),
-    Switch("health.hang_seconds", present, "remove it; the process group's timeout still ends a hung run"),
-    Switch("health.non_finite", more_than_skip, 'set it to "skip"'),
-    Switch("health.spike", more_than_skip, 'set it to "ignore"'),
+    UnsupportedFeature("checkpoint.asynchronous", bool, "set it to false; saving then waits for the disk"),
+    UnsupportedFeature("checkpoint.use_node_local_storage", bool, "set it to false and save to a shared folder"),
+    UnsupportedFeature("checkpoint.writer.decoupled", bool, "set it to false; saving then waits for the disk"),
+    UnsupportedFeature("health.heartbeat_seconds", is_given, "remove it"),
+    UnsupportedFeature("health.hang_seconds", is_given, "remove it; the process group's timeout still ends a hung run"),
+    UnsupportedFeature("health.non_finite", is_not_skip, 'set it to "skip"'),
+    UnsupportedFeature("health.spike", is_not_skip, 'set it to "ignore"'),
 )
 
-_FSDP_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"
-_ONE_PATH = "there is one gradient path for every stage"
-_OVERLAPS = "reads and writes of the NVMe tier always overlap the update"
-_COMPILER = "belongs to DeepCompile; torch.compile decides by itself"
-NO_EFFECT = {
+_FSDP_SIZES_BUFFERS = "FSDP2 gathers and reduces whole units and sizes its buffers by them"
+_SINGLE_GRADIENT_PATH = "there is one gradient path for every stage"
+_NVME_ALWAYS_OVERLAPS = "reads and writes of the NVMe tier always overlap the update"
+_DEEPCOMPILE_ONLY = "belongs to DeepCompile; torch.compile decides by itself"
+IGNORED = {
     "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped, in every dtype",
     "comms_logger.debug": "the ledger names the module of every collective in any case",
     "comms_logger.prof_all": "the ledger counts every collective",
     "comms_logger.prof_ops": "the ledger counts every collective",
-    "zero_optimization.contiguous_gradients": _FSDP_BUFFERS,
+    "zero_optimization.contiguous_gradients": _FSDP_SIZES_BUFFERS,
     "zero_optimization.reduce_scatter": "sharded stages always reduce-scatter, stage 0 all-reduces",
-    "zero_optimization.reduce_bucket_size": _FSDP_BUFFERS,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _FSDP_BUFFERS,
+    "zero_optimization.reduce_bucket_size": _FSDP_SIZES_BUFFERS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _FSDP_SIZES_BUFFERS,
     "zero_optimization.allgather_partitions": "parameters are gathered by all-gather alone",
-    "zero_optimization.allgather_bucket_size": _FSDP_BUFFERS,
+    "zero_optimization.allgather_bucket_size": _FSDP_SIZES_BUFFERS,
     "zero_optimization.overlap_comm": "communication always overlaps; it cannot change a result",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold the master weights",
     "zero_optimization.sub_group_size": "the optimiser steps over all shards at once",
     "zero_optimization.ignore_unused_parameters": "a parameter without gradient is left alone at every stage",
-    "zero_optimization.round_robin_gradients": _FSDP_BUFFERS,
+    "zero_optimization.round_robin_gradients": _FSDP_SIZES_BUFFERS,
     "zero_optimization.stage3_param_persistence_threshold": "a small parameter travels with its unit",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model writes whole weights",
     "zero_optimization.stage3_prefetch_bucket_size": "prefetch runs unit by unit",
@@ -140,8 +140,8 @@ NO_EFFECT = {
     "zero_optimization.stage3_max_live_parameters": "a unit is freed after use; at most two units are live",
     "zero_optimization.stage3_max_reuse_distance": "a unit is freed after use; at most two units are live",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "parameters are gathered by all-gather alone",
-    "zero_optimization.stage3_allgather_sequential": _FSDP_BUFFERS,
-    "zero_optimization.legacy_stage1": _ONE_PATH,
+    "zero_optimization.stage3_allgather_sequential": _FSDP_SIZES_BUFFERS,
+    "zero_optimization.legacy_stage1": _SINGLE_GRADIENT_PATH,
     "zero_optimization.memory_efficient_linear": "parameters are freed by unit, whatever the layer",
     "zero_optimization.pipeline_loading_checkpoint": "every checkpoint loads into every layout",
     "zero_optimization.override_module_apply": "no method of nn.Module is replaced",
@@ -149,9 +149,9 @@ NO_EFFECT = {
     "zero_optimization.enable_sanity_checks": "shapes are those of the unsharded model at all times",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's state is not streamed",
     "zero_optimization.offload_param.buffer_size": "memory for a unit's parameters is as large as the unit",
-    "zero_optimization.offload_optimizer.pipeline": _OVERLAPS,
-    "zero_optimization.offload_optimizer.pipeline_read": _OVERLAPS,
-    "zero_optimization.offload_optimizer.pipeline_write": _OVERLAPS,
+    "zero_optimization.offload_optimizer.pipeline": _NVME_ALWAYS_OVERLAPS,
+    "zero_optimization.offload_optimizer.pipeline_read": _NVME_ALWAYS_OVERLAPS,
+    "zero_optimization.offload_optimizer.pipeline_write": _NVME_ALWAYS_OVERLAPS,
     "zero_optimization.offload_optimizer.fast_init": "state comes into being on the disk at the first step",
     "zero_optimization.offload_optimizer.super_offload": "updates run within the backward pass if they may",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the update uses torch's threads",
@@ -201,24 +201,24 @@ NO_EFFECT = {
     "vocabulary_size": "was used for a warning about its divisor",
     "timers": "throughput is always measured, without waiting for the device",
     "optimizer.legacy_fusion": "chose between two fused kernels of DeepSpeed",
-    "bf16.immediate_grad_update": _ONE_PATH,
+    "bf16.immediate_grad_update": _SINGLE_GRADIENT_PATH,
     "fp16.auto_cast": "floating-point inputs are always cast to the compute dtype",
     "activation_checkpointing.contiguous_memory_optimization": "torch's allocator places activations",
     "activation_checkpointing.number_checkpoints": "sized a buffer that is not needed",
     "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronisation is needed between units",
     "activation_checkpointing.profile": "wall_clock_breakdown times the phases",
-    "compile.free_activation_threshold": _COMPILER,
-    "compile.offload_activation_pin_memory": _COMPILER,
-    "compile.double_buffer": _COMPILER,
-    "compile.symmetric_memory": _COMPILER,
-    "compile.debug_log": _COMPILER,
-    "compile.sync_before_reduce": _COMPILER,
-    "compile.sync_after_reduce": _COMPILER,
-    "compile.sync_before_allgather": _COMPILER,
-    "compile.sync_after_allgather": _COMPILER,
-    "compile.keep_int_input_tensors": _COMPILER,
-    "compile.keep_all_input_tensors": _COMPILER,
-    "compile.passes": _COMPILER,
+    "compile.free_activation_threshold": _DEEPCOMPILE_ONLY,
+    "compile.offload_activation_pin_memory": _DEEPCOMPILE_ONLY,
+    "compile.double_buffer": _DEEPCOMPILE_ONLY,
+    "compile.symmetric_memory": _DEEPCOMPILE_ONLY,
+    "compile.debug_log": _DEEPCOMPILE_ONLY,
+    "compile.sync_before_reduce": _DEEPCOMPILE_ONLY,
+    "compile.sync_after_reduce": _DEEPCOMPILE_ONLY,
+    "compile.sync_before_allgather": _DEEPCOMPILE_ONLY,
+    "compile.sync_after_allgather": _DEEPCOMPILE_ONLY,
+    "compile.keep_int_input_tensors": _DEEPCOMPILE_ONLY,
+    "compile.keep_all_input_tensors": _DEEPCOMPILE_ONLY,
+    "compile.passes": _DEEPCOMPILE_ONLY,
     "checkpoint.load_universal": "every checkpoint is universal",
     "checkpoint.checkpoint_serialization": "one format: safetensors shards and a manifest",
     "checkpoint.parallel_write": "every rank writes its own shard",
@@ -235,7 +235,7 @@ NO_EFFECT = {
     "pipeline.use_reentrant": "recomputation is never re-entrant; it gives the same values",
 }
 
-LATER = (
+UNSUPPORTED_BLOCKS = (
     "tensor_parallel.partition_config",
     "data_efficiency",
     "curriculum_learning",
@@ -255,15 +255,15 @@ LATER = (
 )
 
 
-def fate_of(path: str) -> str:
+def get_support_status(path: str) -> str:
     """``read``, ``later`` (a switch of ``NOT_BUILT`` or what it rules) or ``no effect``."""
-    if any(path == switch.path for switch in NOT_BUILT if switch.path != "optimizer.type"):
+    if any(path == feature.path for feature in UNSUPPORTED if feature.path != "optimizer.type"):
         return "later"
-    if any(is_below(path, block) for block in LATER):
+    if any(is_under(path, block) for block in UNSUPPORTED_BLOCKS):
         return "later"
-    return "no effect" if any(is_below(path, block) for block in NO_EFFECT) else "read"
+    return "no effect" if any(is_under(path, block) for block in IGNORED) else "read"
 
 
-def is_below(path: str, block: str) -> bool:
+def is_under(path: str, block: str) -> bool:
     """Whether ``path`` is ``block`` or lies in it."""
     return path == block or path.startswith((f"{block}.", f"{block}["))

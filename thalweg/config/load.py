@@ -18,116 +18,116 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from thalweg.config.check import find_conflicts, find_not_built
-from thalweg.config.expected import expected, homes, near, nearest_value
-from thalweg.config.older import Renames, modernise
-from thalweg.config.problems import ConfigError, Problem, UnknownKey, join
-from thalweg.config.resolve import find_batch_problems, resolve_all
-from thalweg.config.schema import Config, ModelFacts, Provenance
-from thalweg.config.schema_base import AUTO, Section, alternatives, plain, section_of
+from thalweg.config.check import find_rule_violations, find_unsupported
+from thalweg.config.expected import describe_type, paths_by_key, closest_match, suggest_value
+from thalweg.config.older import KeyAliases, apply_key_aliases
+from thalweg.config.problems import ConfigError, ConfigProblem, UnknownKey, join_path
+from thalweg.config.resolve import find_batch_problems, try_resolve
+from thalweg.config.schema import Config, ModelSize, Provenance
+from thalweg.config.schema_base import AUTO, Section, union_members, to_jsonable, get_section_type
 from thalweg.config.schema_optim import (
     OPTIMIZERS,
     UNUSABLE_OPTIMIZERS,
-    params_of,
-    proper_name,
+    get_params_schema,
+    canonical_name,
 )
 from thalweg.config.schema_schedules import SCHEDULES, UNUSABLE_SCHEDULES
-from thalweg.config.source import read
+from thalweg.config.source import read_source
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | None
-_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
-_AUTO_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
-_TABLES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+_MAX_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
+_DEFAULT_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
+_PARAM_SCHEMAS = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
 
 @dataclass
-class Draft:
+class PartialConfig:
     """A config as far as it could be read: ``config`` leaves out what ``problems`` name."""
 
     config: Config = field(default_factory=Config)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)
-    renames: Renames = field(default_factory=Renames)
+    aliases: KeyAliases = field(default_factory=KeyAliases)
     label: str = ""
 
     @property
-    def bad_paths(self) -> tuple[str, ...]:
+    def invalid_paths(self) -> tuple[str, ...]:
         """The options whose values are unknown, in today's spelling."""
         paths = (
             problem.path.partition("[")[0] for problem in self.problems if type(problem) is not UnknownKey
         )
-        return tuple(dict.fromkeys(self.renames.today(path) for path in paths))
+        return tuple(dict.fromkeys(self.aliases.to_schema_path(path) for path in paths))
 
-    def finish(self, more: Iterable[Problem]) -> None:
+    def raise_if_any(self, more: Iterable[ConfigProblem]) -> None:
         """Raise every problem, the draft's own and ``more``, if there is any."""
-        own = [self._placed(problem) for problem in self.problems]
-        seen = {problem.path for problem in own}
-        own += [p for p in (self._placed(problem) for problem in more) if p.path not in seen]
-        if own:
-            raise ConfigError(sorted(own, key=lambda p: p.line or 0), self.label)
+        all_problems = [self._locate(problem) for problem in self.problems]
+        known_paths = {problem.path for problem in all_problems}
+        all_problems += [p for p in (self._locate(problem) for problem in more) if p.path not in known_paths]
+        if all_problems:
+            raise ConfigError(sorted(all_problems, key=lambda p: p.line or 0), self.label)
 
-    def _placed(self, problem: Problem) -> Problem:
-        path = self.renames.given(problem.path)
+    def _locate(self, problem: ConfigProblem) -> ConfigProblem:
+        path = self.aliases.to_user_path(problem.path)
         line = problem.line
-        at = path
-        while line is None and at:
-            line = self.lines.get(at)
-            at = at.rpartition(".")[0]
+        ancestor = path
+        while line is None and ancestor:
+            line = self.lines.get(ancestor)
+            ancestor = ancestor.rpartition(".")[0]
         return dataclasses.replace(problem, path=path, line=line)
 
 
-def load(source: Source = None, *, world_size: int | None = None) -> Config:
+def load(source: ConfigSource = None, *, world_size: int | None = None) -> Config:
     """Read and check a config; ``"auto"`` stays in place.
 
     ``source``: a path to JSON (comments allowed), a mapping, JSON text, url-safe base64 of JSON,
     or ``None`` for the defaults.  With ``world_size`` the batch equation is checked as well.
     Raises ``ConfigError``, whose ``problems`` are all faults at once.
     """
-    draft = draft_of(source)
-    more = list(find_conflicts(draft.config, draft.bad_paths))
+    partial = read_partial_config(source)
+    more = list(find_rule_violations(partial.config, partial.invalid_paths))
     if world_size is not None:
-        more += find_batch_problems(draft.config, world_size, draft.bad_paths)
-    if draft.problems or more:
-        more += find_not_built(draft.config, draft.bad_paths)
-    draft.finish(more)
-    return draft.config
+        more += find_batch_problems(partial.config, world_size, partial.invalid_paths)
+    if partial.problems or more:
+        more += find_unsupported(partial.config, partial.invalid_paths)
+    partial.raise_if_any(more)
+    return partial.config
 
 
 def load_config(
-    source: Source = None, *, world_size: int | None = None, model: ModelFacts | None = None
+    source: ConfigSource = None, *, world_size: int | None = None, model: ModelSize | None = None
 ) -> Config:
     """``load`` and ``resolve`` in one, with the problems of both in one ``ConfigError``.
 
     ``world_size`` is the number of ranks in all (1 if not given).
     """
-    draft = draft_of(source)
-    config, more = resolve_all(draft.config, 1 if world_size is None else world_size, model, draft.bad_paths)
-    draft.finish(more)
+    partial = read_partial_config(source)
+    config, more = try_resolve(partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths)
+    partial.raise_if_any(more)
     return config
 
 
-def draft_of(source: Source) -> Draft:
+def read_partial_config(source: ConfigSource) -> PartialConfig:
     """Read as much of a config as can be read, with all faults of reading and of the schema."""
     if isinstance(source, Config):
-        return Draft(config=source)
-    document, label = read(source)
-    draft = Draft(problems=document.problems, lines=document.lines, label=label)
-    if document.tree is None:
-        return draft
-    tree, draft.renames, faults = modernise(document.tree)
-    draft.problems += faults
-    given = frozenset(_leaves(tree))
-    filled = tuple(
-        (f"{block}.type", "asked for without a name") for block in _TABLES if _type_of(tree, block) == AUTO
+        return PartialConfig(config=source)
+    parsed, label = read_source(source)
+    partial = PartialConfig(problems=parsed.problems, lines=parsed.lines, label=label)
+    if parsed.tree is None:
+        return partial
+    tree, partial.aliases, alias_problems = apply_key_aliases(parsed.tree)
+    partial.problems += alias_problems
+    user_set = frozenset(_leaf_paths(tree))
+    derived = tuple(
+        (f"{block}.type", "asked for without a name") for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO
     )
-    draft.problems += _check_params(tree)
-    config = _validated(tree, draft.problems)
-    config._provenance = Provenance(given=given, filled=filled, notes=draft.renames.notes())
-    draft.config = config
-    return draft
+    partial.problems += _validate_params_blocks(tree)
+    config = _validate(tree, partial.problems)
+    config._provenance = Provenance(user_set=user_set, derived=derived, renamed=partial.aliases.describe())
+    partial.config = config
+    return partial
 
 
-def _validated(tree: dict[str, Any], problems: list[Problem]) -> Config:
+def _validate(tree: dict[str, Any], problems: list[ConfigProblem]) -> Config:
     """The config of what is right in ``tree``; what is wrong is cut out of it and reported."""
     for _ in range(4):
         try:
@@ -135,81 +135,81 @@ def _validated(tree: dict[str, Any], problems: list[Problem]) -> Config:
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
         known = {problem.path for problem in problems}
-        found = [_problem(fault, hint=number < _HINTS) for number, fault in enumerate(faults)]
-        problems += {problem.path: problem for problem in found if problem.path not in known}.values()
+        new_problems = [_to_problem(fault, hint=number < _MAX_HINTS) for number, fault in enumerate(faults)]
+        problems += {problem.path: problem for problem in new_problems if problem.path not in known}.values()
         for fault in faults:
-            _cut(tree, fault["loc"])
+            _remove_invalid(tree, fault["loc"])
     raise AssertionError(f"a tree without its faults must validate: {problems}")
 
 
-def _problem(fault: Any, hint: bool) -> Problem:
+def _to_problem(fault: Any, hint: bool) -> ConfigProblem:
     """A fault of pydantic's in our words; ``loc`` may end in names of union members, which are dropped."""
     annotation: Any = Config
     metadata: Any = ()
     path: list[str | int] = []
-    for part in fault["loc"]:
-        section = section_of(annotation)
-        if section and isinstance(part, str):
-            option = section.model_fields.get(part)
+    for key in fault["loc"]:
+        section = get_section_type(annotation)
+        if section and isinstance(key, str):
+            option = section.model_fields.get(key)
             if option is None:
-                return _unknown_key(section, join(*path), part, fault["input"], hint=hint)
+                return _unknown_key_problem(section, join_path(*path), key, fault["input"], hint=hint)
             annotation, metadata = option.annotation, option.metadata
         else:
-            inner = _item_of(annotation, part)
+            inner = _item_type(annotation, key)
             if inner is None:
                 break
             annotation, metadata = inner, ()
-        path.append(part)
+        path.append(key)
     value = fault["input"]
-    return Problem(join(*path), value, expected(annotation, metadata), nearest_value(annotation, value))
+    return ConfigProblem(join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value))
 
 
-def _item_of(annotation: Any, part: str | int) -> Any:
-    for option in alternatives(annotation):
+def _item_type(annotation: Any, key: str | int) -> Any:
+    for option in union_members(annotation):
         origin, arguments = get_origin(option), get_args(option)
-        if isinstance(part, str) and origin is dict:
+        if isinstance(key, str) and origin is dict:
             return arguments[1]
-        if isinstance(part, int) and origin is tuple:
+        if isinstance(key, int) and origin is tuple:
             return arguments[0]
     return None
 
 
-def _unknown_key(
-    section: type[Section], block: str, key: str, value: Any, places: str = "", hint: bool = True
-) -> Problem:
-    path = join(block, key) if block else key
-    close = near(key, section.model_fields) if hint else None
-    elsewhere = [place for place in homes(Config).get(key, ()) if place != path][:3]
-    text = f"one of the keys of {block or 'the top level'}{places}"
-    if elsewhere:
-        text += f" ({key} is known as {', '.join(elsewhere)})"
-    return UnknownKey(path, value, text, close or (elsewhere[0] if len(elsewhere) == 1 else None))
+def _unknown_key_problem(
+    section: type[Section], block: str, key: str, value: Any, context: str = "", hint: bool = True
+) -> ConfigProblem:
+    path = join_path(block, key) if block else key
+    suggestion = closest_match(key, section.model_fields) if hint else None
+    other_paths = [other_path for other_path in paths_by_key(Config).get(key, ()) if other_path != path][:3]
+    text = f"one of the keys of {block or 'the top level'}{context}"
+    if other_paths:
+        text += f" ({key} is known as {', '.join(other_paths)})"
+    return UnknownKey(path, value, text, suggestion or (other_paths[0] if len(other_paths) == 1 else None))
 
 
-def _cut(tree: Any, loc: tuple[str | int, ...]) -> None:
+def _remove_invalid(tree: Any, loc: tuple[str | int, ...]) -> None:
     """Remove the innermost key on the way of ``loc`` that is there."""
-    holder, name = None, None
-    for part in loc:
-        if not isinstance(tree, dict) or part not in tree:
+    parent, name = None, None
+    for key in loc:
+        if not isinstance(tree, dict) or key not in tree:
             break
-        holder, name, tree = tree, part, tree[part]
-    if holder is not None:
-        del holder[name]
+        parent, name, tree = tree, key, tree[key]
+    if parent is not None:
+        del parent[name]
 
 
-def _check_params(tree: dict[str, Any]) -> list[Problem]:
+def _validate_params_blocks(tree: dict[str, Any]) -> list[ConfigProblem]:
     """Check type and parameters of ``optimizer`` and ``scheduler``; ``tree`` gets the checked values."""
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for block in ("optimizer", "scheduler"):
-        kind = _type_of(tree, block)
-        if not isinstance(kind, str):
+        type_name = _get_type(tree, block)
+        if not isinstance(type_name, str):
             continue
         section = tree[block]
-        name = _AUTO_TYPES[block] if kind == AUTO else proper_name(block, kind)
+        name = _DEFAULT_TYPES[block] if type_name == AUTO else canonical_name(block, type_name)
         if name is None:
-            problems.append(_unknown_type(block, kind))
+            problems.append(_unknown_type_problem(block, type_name))
             tree.pop(block)
-            name = near(kind, _TABLES[block])
+            name = closest_match(type_name, _PARAM_SCHEMAS[block])
             if name is None:
                 continue
         section["type"] = name
@@ -217,56 +217,56 @@ def _check_params(tree: dict[str, Any]) -> list[Problem]:
         if params is None:
             section.pop("params", None)
         elif isinstance(params, dict):
-            section["params"] = _checked_params(block, name, params, problems)
+            section["params"] = _validate_params(block, name, params, problems)
     return problems
 
 
-def _type_of(tree: dict[str, Any], block: str) -> Any:
+def _get_type(tree: dict[str, Any], block: str) -> Any:
     section = tree.get(block)
     return section.get("type") if isinstance(section, dict) else None
 
 
-def _checked_params(block: str, name: str, params: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    model = params_of(block, name)
+def _validate_params(block: str, name: str, params: dict[str, Any], problems: list[ConfigProblem]) -> dict[str, Any]:
+    model = get_params_schema(block, name)
     assert model is not None
     try:
         checked = model.model_validate(params)
     except ValidationError as error:
-        known = {problem.path for problem in problems}
+        known_paths = {problem.path for problem in problems}
         for number, fault in enumerate(error.errors(include_url=False, include_context=False)):
             key = str(fault["loc"][0])
             option = model.model_fields.get(key)
             path = f"{block}.params.{key}"
             params.pop(key, None)
             if option is None:
-                problem = _unknown_key(
-                    model, f"{block}.params", key, fault["input"], f" of {name}", number < _HINTS
+                problem = _unknown_key_problem(
+                    model, f"{block}.params", key, fault["input"], f" of {name}", number < _MAX_HINTS
                 )
             else:
                 value = fault["input"]
-                hint = nearest_value(option.annotation, value)
-                problem = Problem(path, value, expected(option.annotation, option.metadata), hint)
-            if path not in known:
+                hint = suggest_value(option.annotation, value)
+                problem = ConfigProblem(path, value, describe_type(option.annotation, option.metadata), hint)
+            if path not in known_paths:
                 problems.append(problem)
-                known.add(path)
+                known_paths.add(path)
         checked = model.model_validate(params)
-    return {key: plain(getattr(checked, key)) for key in params}
+    return {key: to_jsonable(getattr(checked, key)) for key in params}
 
 
-def _unknown_type(block: str, kind: str) -> Problem:
+def _unknown_type_problem(block: str, type_name: str) -> ConfigProblem:
     unusable = UNUSABLE_OPTIMIZERS if block == "optimizer" else UNUSABLE_SCHEDULES
-    reason = next((why for name, why in unusable.items() if name.lower() == kind.lower()), None)
+    reason = next((why for name, why in unusable.items() if name.lower() == type_name.lower()), None)
     if reason:
-        return Problem(f"{block}.type", kind, f"another type: {kind} {reason}")
-    names = ", ".join(_TABLES[block])
+        return ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
+    names = ", ".join(_PARAM_SCHEMAS[block])
     other = "; any other can be built by you and handed to initialize"
-    return Problem(f"{block}.type", kind, f"one of {names}{other}", near(kind, _TABLES[block]))
+    return ConfigProblem(f"{block}.type", type_name, f"one of {names}{other}", closest_match(type_name, _PARAM_SCHEMAS[block]))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+def _leaf_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            yield from _leaves(value, path + ".")
+            yield from _leaf_paths(value, path + ".")
         else:
             yield path

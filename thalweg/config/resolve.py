@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thalweg.config.batch import solve
-from thalweg.config.check import find_conflicts, find_not_built
-from thalweg.config.fates import is_below
-from thalweg.config.problems import ConfigError, Problem
-from thalweg.config.schema import Config, ModelFacts
-from thalweg.config.schema_base import AUTO, open_options, value_at, with_values
-from thalweg.config.schema_optim import params_of
+from thalweg.config.batch import resolve_batch_sizes
+from thalweg.config.check import find_rule_violations, find_unsupported
+from thalweg.config.fates import is_under
+from thalweg.config.problems import ConfigError, ConfigProblem
+from thalweg.config.schema import Config, ModelSize
+from thalweg.config.schema_base import AUTO, iter_auto_options, get_by_path, replace_by_path
+from thalweg.config.schema_optim import get_params_schema
 from thalweg.config.schema_schedules import REQUIRED_PARAMS
 
-_BATCH = (
+_BATCH_PATHS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -33,49 +33,49 @@ _BATCH = (
 
 
 @dataclass(frozen=True)
-class Known:
+class ResolveContext:
     """What a rule may look at: the config with its batch sizes solved, the world size, the model."""
 
     config: Config
     world_size: int
-    model: ModelFacts | None
+    model: ModelSize | None
 
     @property
-    def hidden(self) -> int | None:
+    def hidden_size(self) -> int | None:
         """The model's hidden size, if it tells one."""
         return self.model.hidden_size if self.model and self.model.hidden_size else None
 
 
-Rule = Callable[[Known], tuple[Any, str] | None]
+AutoDefault = Callable[[ResolveContext], tuple[Any, str] | None]
 
 
-def _by_hidden(size: Callable[[int], int], formula: str) -> Rule:
+def _from_hidden_size(size: Callable[[int], int], formula: str) -> AutoDefault:
     return lambda known: (
-        (size(known.hidden), f"{formula}, hidden_size {known.hidden}") if known.hidden else None
+        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}") if known.hidden_size else None
     )
 
 
-def _optimizer_rate(known: Known) -> tuple[Any, str] | None:
-    rate = value_at(known.config, "optimizer.params.lr")
-    return (rate, "optimizer.params.lr") if isinstance(rate, float) else None
+def _optimizer_lr(context: ResolveContext) -> tuple[Any, str] | None:
+    lr = get_by_path(context.config, "optimizer.params.lr")
+    return (lr, "optimizer.params.lr") if isinstance(lr, float) else None
 
 
-def _warmup_steps(known: Known) -> tuple[Any, str] | None:
-    total = value_at(known.config, "scheduler.params.total_num_steps")
+def _warmup_steps(context: ResolveContext) -> tuple[Any, str] | None:
+    total = get_by_path(context.config, "scheduler.params.total_num_steps")
     if isinstance(total, int):
         return max(1, min(1000, total // 10)), "a tenth of total_num_steps, at most 1000"
     return None
 
 
-RULES: dict[str, Rule] = {
+AUTO_DEFAULTS: dict[str, AutoDefault] = {
     "gradient_clipping": lambda known: (
         1.0,
         "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it",
     ),
     "zero_optimization.overlap_comm": lambda known: (True, "communication always overlaps"),
-    "zero_optimization.reduce_bucket_size": _by_hidden(lambda hidden: hidden * hidden, "hidden^2"),
-    "zero_optimization.stage3_prefetch_bucket_size": _by_hidden(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
-    "zero_optimization.stage3_param_persistence_threshold": _by_hidden(
+    "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
+    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
+    "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(
         lambda hidden: 10 * hidden, "10 x hidden"
     ),
     "pipeline.stages": lambda known: (1, "no pipeline was asked for"),
@@ -83,89 +83,89 @@ RULES: dict[str, Rule] = {
         known.config.gradient_accumulation_steps,
         "gradient_accumulation_steps",
     ),
-    "scheduler.params.warmup_max_lr": _optimizer_rate,
-    "scheduler.params.cycle_max_lr": _optimizer_rate,
+    "scheduler.params.warmup_max_lr": _optimizer_lr,
+    "scheduler.params.cycle_max_lr": _optimizer_lr,
     "scheduler.params.warmup_num_steps": _warmup_steps,
 }
 
 
-def resolve(config: Config, *, world_size: int, model: ModelFacts | None = None) -> Config:
+def resolve(config: Config, *, world_size: int, model: ModelSize | None = None) -> Config:
     """The config with nothing left open.
 
     ``world_size``: ranks in all, at least 1.  Raises ``ConfigError`` with all problems: a batch
     equation that does not hold (both sides shown), options that contradict each other, switches
     of what is not built yet, an ``"auto"`` that nobody can know.
     """
-    resolved, problems = resolve_all(config, world_size, model)
+    resolved, problems = try_resolve(config, world_size, model)
     if problems:
         raise ConfigError(problems)
     return resolved
 
 
-def resolve_all(
-    config: Config, world_size: int, model: ModelFacts | None = None, skip: Iterable[str] = ()
-) -> tuple[Config, list[Problem]]:
+def try_resolve(
+    config: Config, world_size: int, model: ModelSize | None = None, skip_paths: Iterable[str] = ()
+) -> tuple[Config, list[ConfigProblem]]:
     """As ``resolve``, but the problems are returned; those at or below a path of ``skip`` are left out."""
-    skipped = tuple(skip)
+    skipped = tuple(skip_paths)
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        return config, [Problem("world_size", world_size, "a whole number of ranks, at least 1")]
-    values, why, problems = solve(config, world_size)
-    problems = [p for p in problems if not any(is_below(bad, p.path) or bad in _BATCH for bad in skipped)]
-    why["data_parallel_size"] = (
+        return config, [ConfigProblem("world_size", world_size, "a whole number of ranks, at least 1")]
+    values, reasons, problems = resolve_batch_sizes(config, world_size)
+    problems = [p for p in problems if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)]
+    reasons["data_parallel_size"] = (
         f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
     )
-    solved = with_values(config, values)
+    solved = replace_by_path(config, values)
     assert isinstance(solved, Config)
-    known = Known(solved, world_size, model)
-    for path, value in _open_paths(solved):
-        found = _find(path, value, known)
-        if isinstance(found, Problem):
-            problems += [] if any(is_below(path, bad) for bad in skipped) else [found]
+    context = ResolveContext(solved, world_size, model)
+    for path, value in _list_auto_paths(solved):
+        resolution = _resolve_auto(path, value, context)
+        if isinstance(resolution, ConfigProblem):
+            problems += [] if any(is_under(path, bad) for bad in skipped) else [resolution]
             continue
-        known = replace(known, config=with_values(known.config, {path: found[0]}))
-        why[path] = found[1]
-    resolved = known.config
-    filled = dict(config.provenance.filled) | why
-    resolved._provenance = replace(config.provenance, filled=tuple(filled.items()))
-    problems += find_conflicts(resolved, skipped)
-    problems += find_not_built(resolved, skipped)
-    return resolved, _once(problems)
+        context = replace(context, config=replace_by_path(context.config, {path: resolution[0]}))
+        reasons[path] = resolution[1]
+    resolved = context.config
+    derived = dict(config.provenance.derived) | reasons
+    resolved._provenance = replace(config.provenance, filled=tuple(derived.items()))
+    problems += find_rule_violations(resolved, skipped)
+    problems += find_unsupported(resolved, skipped)
+    return resolved, _dedupe(problems)
 
 
-def find_batch_problems(config: Config, world_size: int, skip: Iterable[str] = ()) -> list[Problem]:
+def find_batch_problems(config: Config, world_size: int, skip_paths: Iterable[str] = ()) -> list[ConfigProblem]:
     """What contradicts itself in the batch equation, unless one of its terms could not be read."""
-    if any(bad in _BATCH for bad in skip):
+    if any(skipped_path in _BATCH_PATHS for skipped_path in skip_paths):
         return []
-    return solve(config, world_size)[2]
+    return resolve_batch_sizes(config, world_size)[2]
 
 
-def _open_paths(config: Config) -> list[tuple[str, Any]]:
+def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
     """Every ``"auto"`` that stands for a value, those of ``optimizer`` before those of ``scheduler``."""
-    found = list(open_options(config))
+    paths = list(iter_auto_options(config))
     for block in ("optimizer", "scheduler"):
-        params = value_at(config, f"{block}.params") or {}
-        model = params_of(block, value_at(config, f"{block}.type"))
+        params = get_by_path(config, f"{block}.params") or {}
+        model = get_params_schema(block, get_by_path(config, f"{block}.type"))
         fields = model.model_fields if model else {}
         # The total comes first, since other parameters follow from it.
         for name in sorted(params, key=lambda key: key != "total_num_steps"):
             if params[name] == AUTO:
-                found.append(
+                paths.append(
                     (f"{block}.params.{name}", fields[name].get_default() if name in fields else None)
                 )
-    return found
+    return paths
 
 
-def _find(path: str, default: Any, known: Known) -> tuple[Any, str] | Problem:
-    rule = RULES.get(path)
-    found = rule(known) if rule else None
-    if found:
-        return found
+def _resolve_auto(path: str, default: Any, context: ResolveContext) -> tuple[Any, str] | ConfigProblem:
+    auto_default = AUTO_DEFAULTS.get(path)
+    resolution = auto_default(context) if auto_default else None
+    if resolution:
+        return resolution
     block, _, name = path.rpartition(".")
-    kind = value_at(known.config, "scheduler.type")
-    if block == "scheduler.params" and name in REQUIRED_PARAMS.get(kind, ()):
-        return Problem(path, AUTO, f"a value: nobody else can know {name}")
+    scheduler_type = get_by_path(context.config, "scheduler.type")
+    if block == "scheduler.params" and name in REQUIRED_PARAMS.get(scheduler_type, ()):
+        return ConfigProblem(path, AUTO, f"a value: nobody else can know {name}")
     return default, "default"
 
 
-def _once(problems: list[Problem]) -> list[Problem]:
+def _dedupe(problems: list[ConfigProblem]) -> list[ConfigProblem]:
     return list({(problem.path, type(problem)): problem for problem in problems}.values())

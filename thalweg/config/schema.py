@@ -27,15 +27,15 @@ from thalweg.config import schema_train as train
 from thalweg.config import schema_zero as zero
 from thalweg.config.schema_base import (
     AUTO,
-    Above0,
-    Count,
+    PositiveFloat,
+    NonNegativeInt,
     Dtype,
-    Free,
+    AnyDict,
     LowerCase,
-    NonNegative,
-    Positive,
+    NonNegativeFloat,
+    PositiveInt,
     Section,
-    plain,
+    to_jsonable,
 )
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -45,37 +45,37 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 class Provenance:
     """Where values come from: the dotted paths that the user gave, and how the others were found."""
 
-    given: frozenset[str] = frozenset()
-    filled: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    user_set: frozenset[str] = frozenset()
+    derived: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[str, ...] = ()
 
 
 class Config(Section):
     """The whole config.  ``load`` makes it, ``resolve`` completes it, the engine keeps it."""
 
-    train_batch_size: Positive = AUTO
-    train_micro_batch_size_per_gpu: Positive = AUTO
-    gradient_accumulation_steps: Positive = AUTO
-    data_parallel_size: Positive = AUTO
-    sequence_parallel_size: Positive = 1
-    context_parallel_size: Positive = 1
-    gradient_clipping: NonNegative = 0.0
+    train_batch_size: PositiveInt = AUTO
+    train_micro_batch_size_per_gpu: PositiveInt = AUTO
+    gradient_accumulation_steps: PositiveInt = AUTO
+    data_parallel_size: PositiveInt = AUTO
+    sequence_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    gradient_clipping: NonNegativeFloat = 0.0
     prescale_gradients: bool = False
-    gradient_predivide_factor: Above0 = 1.0
+    gradient_predivide_factor: PositiveFloat = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     token_weighted_loss: bool = False
     communication_data_type: Dtype | None = None
     seq_parallel_communication_data_type: Dtype | None = "fp32"
-    seed: Count | None = None
+    seed: NonNegativeInt | None = None
     deterministic: bool = False
     cpu_kernels: Literal["auto", "torch"] = "auto"
     dataloader_drop_last: bool = False
-    steps_per_print: Positive | None = None
+    steps_per_print: PositiveInt | None = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
     log_level: Annotated[LogLevel, LowerCase] | None = None
-    vocabulary_size: Positive | None = None
+    vocabulary_size: PositiveInt | None = None
     managed_gradient_accumulation: bool = True
     zero_allow_untested_optimizer: bool = False
     zero_force_ds_cpu_optimizer: bool = True
@@ -98,13 +98,13 @@ class Config(Section):
     compile: train.Compile = train.Compile()
     checkpoint: train.Checkpoint = train.Checkpoint()
     nebula: train.Nebula = train.Nebula()
-    datastates_ckpt: Literal[False] | Free = False
+    datastates_ckpt: Literal[False] | AnyDict = False
     health: train.Health = train.Health()
     memory: train.Memory = train.Memory()
     timers: train.Timers = train.Timers()
-    tensorboard: train.TextMonitor = train.TextMonitor()
-    csv_monitor: train.TextMonitor = train.TextMonitor()
-    jsonl_monitor: train.TextMonitor = train.TextMonitor()
+    tensorboard: train.FileMonitor = train.FileMonitor()
+    csv_monitor: train.FileMonitor = train.FileMonitor()
+    jsonl_monitor: train.FileMonitor = train.FileMonitor()
     wandb: train.WandB = train.WandB()
     comet: train.Comet = train.Comet()
     comms_logger: train.CommsLogger = train.CommsLogger()
@@ -132,20 +132,20 @@ class Config(Section):
         """Which paths the user gave, which values were filled in and how, what was read by another name."""
         return self._provenance
 
-    def note(self, path: str, text: str) -> None:
+    def add_note(self, path: str, text: str) -> None:
         """Remember what an option comes to in this run, for :meth:`describe`; the values stay as they are."""
-        filled = (*self._provenance.filled, (path, text))
-        self._provenance = replace(self._provenance, filled=filled)
+        derived = (*self._provenance.derived, (path, text))
+        self._provenance = replace(self._provenance, filled=derived)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option as plain JSON values; ``load`` of it gives an equal config."""
-        return plain(self)
+        return to_jsonable(self)
 
     def describe(self) -> str:
         """The config in readable lines, each value with its origin, and what was accepted without effect."""
-        from thalweg.config.describe import describe
+        from thalweg.config.describe import format_config
 
-        return describe(self, self._provenance)
+        return format_config(self, self._provenance)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
@@ -155,7 +155,7 @@ class Config(Section):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSize:
     """What ``resolve`` may know of the model: ``hidden_size`` and ``num_layers`` if the model tells them."""
 
     num_parameters: int

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO: Any = "auto"
-_INT64 = 2**63
+_INT64_LIMIT = 2**63
 
 
 class FrozenDict(dict):
@@ -56,66 +56,66 @@ def freeze(value: Any) -> Any:
     Blocks in them have no path that a rule could name, so their ``"auto"`` becomes the default here.
     """
     if isinstance(value, dict):
-        return FrozenDict({key: _settled(freeze(item)) for key, item in value.items()})
+        return FrozenDict({key: _fill_auto(freeze(item)) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return tuple(_settled(freeze(item)) for item in value)
+        return tuple(_fill_auto(freeze(item)) for item in value)
     return value
 
 
-def _settled(item: Any) -> Any:
+def _fill_auto(item: Any) -> Any:
     if not isinstance(item, Section):
         return item
-    return with_values(item, dict(open_options(item)))
+    return replace_by_path(item, dict(iter_auto_options(item)))
 
 
-def whole(value: Any) -> Any:
+def coerce_int(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= _INT64):
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= _INT64_LIMIT):
         raise PydanticCustomError("whole", "a whole number of 64 bits")
     return value
 
 
-def _listed(value: Any) -> Any:
+def _to_str_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
-def tupled(value: Any) -> Any:
+def to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _lowered(value: Any) -> Any:
+def _to_lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _dtype_name(value: Any) -> Any:
+def _canonical_dtype(value: Any) -> Any:
     return (
-        DTYPE_SPELLINGS.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
+        DTYPE_ALIASES.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
     )
 
 
-DTYPE_SPELLINGS = {
+DTYPE_ALIASES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32",
     "bf16": "bf16", "bfloat16": "bf16",
     "fp16": "fp16", "float16": "fp16", "half": "fp16",
 }  # fmt: skip
 
-Whole = Annotated[int, BeforeValidator(whole)]
-Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(whole), Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(tupled)]
-Pair = Annotated[tuple[Decay, Decay], BeforeValidator(tupled)]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype_name)]
-Items = Annotated[tuple[Any, ...], BeforeValidator(tupled)]
-LowerCase = BeforeValidator(_lowered)
-Free = Annotated[dict[str, Any], Field(strict=True)]
+Int64 = Annotated[int, BeforeValidator(coerce_int)]
+NonNegativeInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=0)]
+PositiveInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+UnitFloat = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+StrTuple = Annotated[tuple[str, ...], BeforeValidator(_to_str_tuple)]
+IntTuple = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(to_tuple)]
+Betas = Annotated[tuple[DecayRate, DecayRate], BeforeValidator(to_tuple)]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_canonical_dtype)]
+AnyTuple = Annotated[tuple[Any, ...], BeforeValidator(to_tuple)]
+LowerCase = BeforeValidator(_to_lower)
+AnyDict = Annotated[dict[str, Any], Field(strict=True)]
 
 
 class Section(BaseModel):
@@ -127,10 +127,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _auto_or_absent(cls, value: Any, handler: Any, info: Any) -> Any:
+    def _handle_auto_and_null(cls, value: Any, handler: Any, info: Any) -> Any:
         field = cls.model_fields[info.field_name]
-        block = section_of(field.annotation) is not None or any(
-            dict in (option, get_origin(option)) for option in alternatives(field.annotation)
+        block = get_section_type(field.annotation) is not None or any(
+            dict in (option, get_origin(option)) for option in union_members(field.annotation)
         )
         if isinstance(value, str) and value == AUTO:
             return field.default if block else value
@@ -139,60 +139,60 @@ class Section(BaseModel):
         return freeze(handler(value))
 
 
-def section_of(annotation: Any) -> type[Section] | None:
+def get_section_type(annotation: Any) -> type[Section] | None:
     """The block class that an annotation such as ``Offload | None`` names, if it names one."""
-    for option in alternatives(annotation):
+    for option in union_members(annotation):
         if isinstance(option, type) and issubclass(option, Section):
             return option
     return None
 
 
-def alternatives(annotation: Any) -> Iterator[Any]:
+def union_members(annotation: Any) -> Iterator[Any]:
     """The members of a union, seen through ``Annotated``; any other type by itself."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from alternatives(get_args(annotation)[0])
+        yield from union_members(get_args(annotation)[0])
     elif origin in (Union, UnionType):
         for option in get_args(annotation):
-            yield from alternatives(option)
+            yield from union_members(option)
     else:
         yield annotation
 
 
 def accepts_none(annotation: Any) -> bool:
     """Whether ``null`` is itself a value of the option."""
-    return NoneType in alternatives(annotation)
+    return NoneType in union_members(annotation)
 
 
-def choices(annotation: Any) -> tuple[Any, ...]:
+def literal_choices(annotation: Any) -> tuple[Any, ...]:
     """The literal values that an annotation allows, in order."""
-    found = (get_args(option) for option in alternatives(annotation) if get_origin(option) is Literal)
-    return tuple(choice for group in found for choice in group)
+    literals = (get_args(option) for option in union_members(annotation) if get_origin(option) is Literal)
+    return tuple(choice for group in literals for choice in group)
 
 
 @cache
-def options(section: type[Section]) -> tuple[tuple[str, FieldInfo], ...]:
+def list_options(section: type[Section]) -> tuple[tuple[str, FieldInfo], ...]:
     """Every option below ``section`` as dotted path and field, depth first, blocks before their members."""
-    found: list[tuple[str, FieldInfo]] = []
+    result: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        found.append((name, field))
-        inner = section_of(field.annotation)
+        result.append((name, field))
+        inner = get_section_type(field.annotation)
         if inner:
-            found += [(f"{name}.{path}", below) for path, below in options(inner)]
-    return tuple(found)
+            result += [(f"{name}.{path}", below) for path, below in list_options(inner)]
+    return tuple(result)
 
 
-def open_options(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_auto_options(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each option below ``section`` whose value is still ``"auto"``, with its default."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from open_options(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and value == AUTO and AUTO not in choices(field.annotation):
+            yield from iter_auto_options(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value == AUTO and AUTO not in literal_choices(field.annotation):
             yield f"{prefix}{name}", field.default
 
 
-def value_at(section: Any, path: str) -> Any:
+def get_by_path(section: Any, path: str) -> Any:
     """The value at a dotted path; ``None`` where a block on the way is absent or still ``"auto"``."""
     for name in path.split("."):
         if isinstance(section, Section):
@@ -204,7 +204,7 @@ def value_at(section: Any, path: str) -> Any:
     return section
 
 
-def with_values(section: Section, values: dict[str, Any]) -> Section:
+def replace_by_path(section: Section, values: dict[str, Any]) -> Section:
     """A copy with the given dotted paths replaced; the values are taken as they are."""
     direct: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -215,20 +215,20 @@ def with_values(section: Section, values: dict[str, Any]) -> Section:
         else:
             direct[head] = value
     for head, inner in nested.items():
-        below = direct.get(head, getattr(section, head))
-        if isinstance(below, Section):
-            direct[head] = with_values(below, inner)
+        current = direct.get(head, getattr(section, head))
+        if isinstance(current, Section):
+            direct[head] = replace_by_path(current, inner)
         else:
-            direct[head] = FrozenDict({**below, **inner})
+            direct[head] = FrozenDict({**current, **inner})
     return section.model_copy(update=direct)
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """The JSON form of a block, mapping, tuple or scalar."""
     if isinstance(value, Section):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        return {name: to_jsonable(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     return value

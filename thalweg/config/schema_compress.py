@@ -6,19 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from thalweg.config.schema_base import Count, Counts, Fraction, FrozenDict, Items, Positive, Section, Texts
+from thalweg.config.schema_base import NonNegativeInt, IntTuple, UnitFloat, FrozenDict, AnyTuple, PositiveInt, Section, StrTuple
 from thalweg.config.schema_later import Eigenvalue
 
 QuantType = Literal["symmetric", "asymmetric"]
 Rounding = Literal["nearest", "stochastic"]
-Bits = Annotated[Positive, Field(le=32)]
+Bits = Annotated[PositiveInt, Field(le=32)]
 
 
 class MixedQuantize(Section):
     """A blend of the exact and the quantised value."""
 
     enabled: bool = False
-    quantize_change_ratio: Fraction = 0.001
+    quantize_change_ratio: UnitFloat = 0.001
 
 
 class QuantizeBits(Section):
@@ -31,8 +31,8 @@ class QuantizeBits(Section):
 class QuantizeSchedule(Section):
     """When bits are taken away."""
 
-    quantize_period: Positive = 100
-    schedule_offset: Count = 100
+    quantize_period: PositiveInt = 100
+    schedule_offset: NonNegativeInt = 100
 
 
 class QuantizeAlgo(Section):
@@ -49,7 +49,7 @@ class QuantizeTraining(Section):
     quantize_verbose: bool = False
     quantizer_kernel: bool = False
     quantize_type: QuantType = "symmetric"
-    quantize_groups: Positive = 1
+    quantize_groups: PositiveInt = 1
     quantize_bits: QuantizeBits = QuantizeBits()
     quantize_schedule: QuantizeSchedule = QuantizeSchedule()
     quantize_algo: QuantizeAlgo = QuantizeAlgo()
@@ -62,33 +62,33 @@ class GroupParams(Section):
 
     start_bits: Bits | None = None
     target_bits: Bits | None = None
-    quantization_period: Count | None = None
+    quantization_period: NonNegativeInt | None = None
     bits: Bits | None = None
-    dense_ratio: Fraction | None = None
-    num_heads: Positive | None = None
+    dense_ratio: UnitFloat | None = None
+    num_heads: PositiveInt | None = None
 
 
-class Group(Section):
+class CompressionGroup(Section):
     """One set of modules and its parameters."""
 
     params: GroupParams = GroupParams()
-    modules: Texts = ("*",)
-    related_modules: Items | None = None
+    modules: StrTuple = ("*",)
+    related_modules: AnyTuple | None = None
 
 
-class Shared(Section):
+class SharedParams(Section):
     """What the techniques have in common."""
 
     enabled: bool = False
-    schedule_offset: Count = 0
-    schedule_offset_end: Count | None = None
+    schedule_offset: NonNegativeInt = 0
+    schedule_offset_end: NonNegativeInt | None = None
 
 
-class WeightShared(Shared):
+class WeightSharedParams(SharedParams):
     """Shared parameters of weight quantisation."""
 
     quantizer_kernel: bool = False
-    quantize_groups: Positive = 1
+    quantize_groups: PositiveInt = 1
     quantize_verbose: bool = False
     quantization_type: QuantType = "symmetric"
     rounding: Rounding = "nearest"
@@ -96,79 +96,79 @@ class WeightShared(Shared):
     fp16_mixed_quantize: MixedQuantize = MixedQuantize()
 
 
-class ActivationShared(Shared):
+class ActivationSharedParams(SharedParams):
     """Shared parameters of activation quantisation."""
 
     quantization_type: QuantType = "symmetric"
     range_calibration: Literal["static", "dynamic"] = "dynamic"
 
 
-class SparseShared(Shared):
+class SparseSharedParams(SharedParams):
     """Shared parameters of sparse pruning."""
 
     method: Literal["l1", "topk", "snip_momentum"] = "l1"
     block_pattern: str = "4x1"
-    schedule_offset_stride: Positive = 1
-    dense_ratio: Fraction = 0.1
-    excluded_modules: Texts = ()
+    schedule_offset_stride: PositiveInt = 1
+    dense_ratio: UnitFloat = 0.1
+    excluded_modules: StrTuple = ()
 
 
-class PruneShared(Shared):
+class PruneSharedParams(SharedParams):
     """Shared parameters of row and channel pruning."""
 
     method: Literal["l1", "topk"] = "l1"
 
 
-class HeadShared(Shared):
+class HeadSharedParams(SharedParams):
     """Shared parameters of head pruning."""
 
     method: Literal["l1", "topk"] = "topk"
-    num_heads: Positive | None = None
+    num_heads: PositiveInt | None = None
 
 
 class WeightTechnique(Section):
     """Weight quantisation."""
 
-    shared_parameters: WeightShared = WeightShared()
-    different_groups: dict[str, Group] = FrozenDict()
+    shared_parameters: WeightSharedParams = WeightSharedParams()
+    different_groups: dict[str, CompressionGroup] = FrozenDict()
 
 
 class ActivationTechnique(Section):
     """Activation quantisation."""
 
-    shared_parameters: ActivationShared = ActivationShared()
-    different_groups: dict[str, Group] = FrozenDict()
+    shared_parameters: ActivationSharedParams = ActivationSharedParams()
+    different_groups: dict[str, CompressionGroup] = FrozenDict()
 
 
 class SparseTechnique(Section):
     """Sparse pruning."""
 
-    shared_parameters: SparseShared = SparseShared()
-    different_groups: dict[str, Group] = FrozenDict()
+    shared_parameters: SparseSharedParams = SparseSharedParams()
+    different_groups: dict[str, CompressionGroup] = FrozenDict()
 
 
 class PruneTechnique(Section):
     """Row or channel pruning."""
 
-    shared_parameters: PruneShared = PruneShared()
-    different_groups: dict[str, Group] = FrozenDict()
+    shared_parameters: PruneSharedParams = PruneSharedParams()
+    different_groups: dict[str, CompressionGroup] = FrozenDict()
 
 
 class HeadTechnique(Section):
     """Head pruning."""
 
-    shared_parameters: HeadShared = HeadShared()
-    different_groups: dict[str, Group] = FrozenDict()
+    shared_parameters: HeadSharedParams = HeadSharedParams()
+    different_groups: dict[str, CompressionGroup] = FrozenDict()
 
 
 class LayerReduction(Section):
     """A student that starts from some layers of its teacher."""
 
     enabled: bool = False
-    keep_number_layer: Positive | None = None
+    keep_number_layer: PositiveInt | None = None
     module_name_prefix: str | None = None
-    teacher_layer: Counts = ()
-    other_module_name: Texts = ()
+    teacher_layer: IntTuple = ()
+    other_module_name: StrTuple = ()
 
 
 class CompressionTraining(Section):

@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from thalweg.config.schema_base import (
-    Count,
-    Decay,
+    NonNegativeInt,
+    DecayRate,
     Dtype,
-    Fraction,
-    Items,
-    NonNegative,
-    Pair,
-    Positive,
+    UnitFloat,
+    AnyTuple,
+    NonNegativeFloat,
+    Betas,
+    PositiveInt,
     Section,
 )
 from thalweg.config.schema_schedules import SCHEDULES
@@ -28,14 +28,14 @@ from thalweg.config.schema_schedules import SCHEDULES
 StateDtype = Literal["fp32", "bf16", "int8"]
 
 
-class Params(Section):
+class OptimizerParams(Section):
     """What every optimiser takes."""
 
-    lr: NonNegative = 1e-3
-    weight_decay: NonNegative = 0.0
+    lr: NonNegativeFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
 
 
-class TorchFlags(Section):
+class TorchOptimizerFlags(Section):
     """How torch's optimisers run."""
 
     foreach: bool | None = None
@@ -44,11 +44,11 @@ class TorchFlags(Section):
     differentiable: bool = False
 
 
-class AdamParams(Params, TorchFlags):
+class AdamParams(OptimizerParams, TorchOptimizerFlags):
     """As in DeepSpeed, Adam decouples its decay unless ``adam_w_mode`` is false; no decay by default."""
 
-    betas: Pair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
     amsgrad: bool = False
     fused: bool | None = None
     bias_correction: bool = True
@@ -58,66 +58,66 @@ class AdamParams(Params, TorchFlags):
     set_grad_none: bool = True
     decoupled_weight_decay: bool = True
     fp32_optimizer_states: bool = True
-    max_grad_norm: NonNegative = 0.0
+    max_grad_norm: NonNegativeFloat = 0.0
     state_dtype: StateDtype = "fp32"
 
 
-class AdagradParams(Params, TorchFlags):
+class AdagradParams(OptimizerParams, TorchOptimizerFlags):
     """Adagrad."""
 
-    lr: NonNegative = 1e-2
-    lr_decay: NonNegative = 0.0
-    initial_accumulator_value: NonNegative = 0.0
-    eps: NonNegative = 1e-10
+    lr: NonNegativeFloat = 1e-2
+    lr_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    eps: NonNegativeFloat = 1e-10
     fused: bool | None = None
     amsgrad: bool = False
     fp32_optimizer_states: bool = True
 
 
-class LambParams(Params):
+class LambParams(OptimizerParams):
     """LAMB (arXiv 1904.00962)."""
 
-    betas: Pair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
     bias_correction: bool = True
     eps_inside_sqrt: bool = False
-    max_grad_norm: NonNegative = 0.0
-    max_coeff: NonNegative = 10.0
-    min_coeff: NonNegative = 0.01
+    max_grad_norm: NonNegativeFloat = 0.0
+    max_coeff: NonNegativeFloat = 10.0
+    min_coeff: NonNegativeFloat = 0.01
     amsgrad: bool = False
     set_grad_none: bool = True
 
 
-class LionParams(Params):
+class LionParams(OptimizerParams):
     """Lion (arXiv 2302.06675)."""
 
-    betas: Pair = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     set_grad_none: bool = True
     fp32_optimizer_states: bool = True
     state_dtype: StateDtype = "fp32"
 
 
-class MuonParams(Params):
+class MuonParams(OptimizerParams):
     """Muon on matrices, AdamW on the rest; ``muon_lr`` and ``adam_lr`` go before ``lr``."""
 
-    lr: NonNegative = 0.02
-    momentum: Decay = 0.95
-    muon_lr: NonNegative | None = None
-    adam_lr: NonNegative | None = None
-    betas: Pair = (0.9, 0.95)
-    eps: NonNegative = 1e-10
+    lr: NonNegativeFloat = 0.02
+    momentum: DecayRate = 0.95
+    muon_lr: NonNegativeFloat | None = None
+    adam_lr: NonNegativeFloat | None = None
+    betas: Betas = (0.9, 0.95)
+    eps: NonNegativeFloat = 1e-10
     nesterov: bool = True
-    ns_steps: Positive = 5
+    ns_steps: PositiveInt = 5
     ns_method: Literal["gram", "standard"] = "gram"
     ns_dtype: Literal["auto"] | Dtype = "auto"
-    ns_coefficients: Items = (3.4445, -4.775, 2.0315)
+    ns_coefficients: AnyTuple = (3.4445, -4.775, 2.0315)
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
 
 
-class SGDParams(Params):
+class SGDParams(OptimizerParams):
     """SGD."""
 
-    momentum: NonNegative = 0.0
+    momentum: NonNegativeFloat = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     maximize: bool = False
@@ -126,73 +126,73 @@ class SGDParams(Params):
     fused: bool | None = None
 
 
-class ASGDParams(Params, TorchFlags):
+class ASGDParams(OptimizerParams, TorchOptimizerFlags):
     """Averaged SGD."""
 
-    lr: NonNegative = 1e-2
-    lambd: NonNegative = 1e-4
-    alpha: NonNegative = 0.75
-    t0: NonNegative = 1e6
+    lr: NonNegativeFloat = 1e-2
+    lambd: NonNegativeFloat = 1e-4
+    alpha: NonNegativeFloat = 0.75
+    t0: NonNegativeFloat = 1e6
 
 
-class AdadeltaParams(Params, TorchFlags):
+class AdadeltaParams(OptimizerParams, TorchOptimizerFlags):
     """Adadelta."""
 
-    lr: NonNegative = 1.0
-    rho: Fraction = 0.9
-    eps: NonNegative = 1e-6
+    lr: NonNegativeFloat = 1.0
+    rho: UnitFloat = 0.9
+    eps: NonNegativeFloat = 1e-6
 
 
-class AdafactorParams(Params):
+class AdafactorParams(OptimizerParams):
     """Adafactor."""
 
-    lr: NonNegative = 1e-2
+    lr: NonNegativeFloat = 1e-2
     beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    eps: Items = (None, 1e-3)
+    eps: AnyTuple = (None, 1e-3)
     d: Annotated[float, Field(ge=1)] = 1.0
     foreach: bool | None = None
     maximize: bool = False
 
 
-class AdamaxParams(Params, TorchFlags):
+class AdamaxParams(OptimizerParams, TorchOptimizerFlags):
     """Adamax."""
 
-    lr: NonNegative = 2e-3
-    betas: Pair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
+    lr: NonNegativeFloat = 2e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
 
 
 class NAdamParams(AdamaxParams):
     """NAdam."""
 
-    momentum_decay: NonNegative = 4e-3
+    momentum_decay: NonNegativeFloat = 4e-3
     decoupled_weight_decay: bool = False
 
 
-class RAdamParams(Params, TorchFlags):
+class RAdamParams(OptimizerParams, TorchOptimizerFlags):
     """RAdam."""
 
-    betas: Pair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
     decoupled_weight_decay: bool = False
 
 
-class RMSpropParams(Params, TorchFlags):
+class RMSpropParams(OptimizerParams, TorchOptimizerFlags):
     """RMSprop."""
 
-    lr: NonNegative = 1e-2
-    alpha: NonNegative = 0.99
-    eps: NonNegative = 1e-8
-    momentum: NonNegative = 0.0
+    lr: NonNegativeFloat = 1e-2
+    alpha: NonNegativeFloat = 0.99
+    eps: NonNegativeFloat = 1e-8
+    momentum: NonNegativeFloat = 0.0
     centered: bool = False
 
 
 class RpropParams(Section):
     """Rprop; it has no weight decay."""
 
-    lr: NonNegative = 1e-2
-    etas: Items = (0.5, 1.2)
-    step_sizes: Items = (1e-6, 50)
+    lr: NonNegativeFloat = 1e-2
+    etas: AnyTuple = (0.5, 1.2)
+    step_sizes: AnyTuple = (1e-6, 50)
     foreach: bool | None = None
     maximize: bool = False
     capturable: bool = False
@@ -202,7 +202,7 @@ class RpropParams(Section):
 class OneBitAdamParams(AdamParams):
     """1-bit Adam (arXiv 2102.02888)."""
 
-    freeze_step: Count = 100_000
+    freeze_step: NonNegativeInt = 100_000
     cuda_aware: bool = False
     comm_backend_name: str = "nccl"
 
@@ -210,10 +210,10 @@ class OneBitAdamParams(AdamParams):
 class ZeroOneAdamParams(AdamParams):
     """0/1 Adam (arXiv 2202.06009)."""
 
-    var_freeze_step: Count = 100_000
-    var_update_scaler: Positive = 16
-    local_step_scaler: Positive = 32_678
-    local_step_clipper: Positive = 16
+    var_freeze_step: NonNegativeInt = 100_000
+    var_update_scaler: PositiveInt = 16
+    local_step_scaler: PositiveInt = 32_678
+    local_step_clipper: PositiveInt = 16
     cuda_aware: bool = False
     comm_backend_name: str = "nccl"
 
@@ -221,13 +221,13 @@ class ZeroOneAdamParams(AdamParams):
 class OneBitLambParams(LambParams):
     """1-bit LAMB (arXiv 2104.06069)."""
 
-    freeze_step: Count = 100_000
+    freeze_step: NonNegativeInt = 100_000
     cuda_aware: bool = False
     comm_backend_name: str = "nccl"
-    coeff_beta: Decay = 0.9
-    factor_max: NonNegative = 4.0
-    factor_min: NonNegative = 0.5
-    factor_threshold: NonNegative = 0.1
+    coeff_beta: DecayRate = 0.9
+    factor_max: NonNegativeFloat = 4.0
+    factor_min: NonNegativeFloat = 0.5
+    factor_threshold: NonNegativeFloat = 0.1
 
 
 OPTIMIZERS: dict[str, type[Section]] = {
@@ -260,15 +260,15 @@ UNUSABLE_OPTIMIZERS = {
 }
 
 
-def params_of(block: str, kind: object) -> type[Section] | None:
+def get_params_schema(block: str, type_name: object) -> type[Section] | None:
     """The parameter table of ``optimizer`` or ``scheduler`` by its type, in any case of letters."""
-    name = proper_name(block, kind)
+    name = canonical_name(block, type_name)
     return (OPTIMIZERS if block == "optimizer" else SCHEDULES).get(name) if name else None
 
 
-def proper_name(block: str, kind: object) -> str | None:
+def canonical_name(block: str, type_name: object) -> str | None:
     """The type's name as the tables spell it, or ``None`` if no table has it."""
-    if not isinstance(kind, str):
+    if not isinstance(type_name, str):
         return None
     names = OPTIMIZERS if block == "optimizer" else SCHEDULES
-    return next((name for name in names if name.lower() == kind.lower()), None)
+    return next((name for name in names if name.lower() == type_name.lower()), None)

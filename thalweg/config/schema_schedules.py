@@ -7,18 +7,18 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from thalweg.config.schema_base import (
-    Count,
-    Counts,
-    Fraction,
-    NonNegative,
-    Positive,
+    NonNegativeInt,
+    IntTuple,
+    UnitFloat,
+    NonNegativeFloat,
+    PositiveInt,
     Section,
-    tupled,
-    whole,
+    to_tuple,
+    coerce_int,
 )
 
-Steps = Count
-Rates = NonNegative | Annotated[tuple[NonNegative, ...], BeforeValidator(tupled)]
+NumSteps = NonNegativeInt
+FloatOrList = NonNegativeFloat | Annotated[tuple[NonNegativeFloat, ...], BeforeValidator(to_tuple)]
 
 
 class ScheduleParams(Section):
@@ -30,146 +30,146 @@ class ScheduleParams(Section):
 class WarmupLRParams(ScheduleParams):
     """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` (else the optimiser's rate), then constant."""
 
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_num_steps: Steps = 1000
+    warmup_min_lr: FloatOrList = 0.0
+    warmup_max_lr: FloatOrList | None = None
+    warmup_num_steps: NumSteps = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
 
 class WarmupDecayLRParams(WarmupLRParams):
     """The same, then a straight fall to 0 at ``total_num_steps``."""
 
-    total_num_steps: Positive | None = None
+    total_num_steps: PositiveInt | None = None
 
 
 class WarmupCosineLRParams(ScheduleParams):
     """A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``."""
 
-    total_num_steps: Positive | None = None
-    warmup_min_ratio: Fraction = 0.0
-    warmup_num_steps: Steps = 1000
-    cos_min_ratio: Fraction = 1e-4
+    total_num_steps: PositiveInt | None = None
+    warmup_min_ratio: UnitFloat = 0.0
+    warmup_num_steps: NumSteps = 1000
+    cos_min_ratio: UnitFloat = 1e-4
     warmup_type: Literal["log", "linear"] = "log"
 
 
 class LRRangeTestParams(ScheduleParams):
     """Smith's range test (arXiv 1506.01186)."""
 
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_min_lr: FloatOrList = 1e-3
+    lr_range_test_step_size: PositiveInt = 2000
+    lr_range_test_step_rate: NonNegativeFloat = 1.0
     lr_range_test_staircase: bool = False
 
 
 class OneCycleParams(ScheduleParams):
     """Smith's 1-cycle (arXiv 1803.09820)."""
 
-    cycle_min_lr: Rates | None = None
-    cycle_max_lr: Rates | None = None
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Positive | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
+    cycle_min_lr: FloatOrList | None = None
+    cycle_max_lr: FloatOrList | None = None
+    decay_lr_rate: NonNegativeFloat = 0.0
+    cycle_first_step_size: PositiveInt = 2000
+    cycle_second_step_size: PositiveInt | None = None
+    cycle_first_stair_count: NonNegativeInt = 0
+    cycle_second_stair_count: NonNegativeInt | None = None
+    decay_step_size: NonNegativeInt = 0
     cycle_momentum: bool = True
-    cycle_min_mom: Fraction = 0.8
-    cycle_max_mom: Fraction = 0.9
-    decay_mom_rate: NonNegative = 0.0
+    cycle_min_mom: UnitFloat = 0.8
+    cycle_max_mom: UnitFloat = 0.9
+    decay_mom_rate: NonNegativeFloat = 0.0
 
 
-class TorchSchedule(Section):
+class TorchScheduleParams(Section):
     """``last_epoch`` as torch has it: -1 starts afresh."""
 
-    last_epoch: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
+    last_epoch: Annotated[int, BeforeValidator(coerce_int), Field(ge=-1)] = -1
 
 
-class StepLRParams(TorchSchedule):
+class StepLRParams(TorchScheduleParams):
     """A factor ``gamma`` every ``step_size`` updates."""
 
-    step_size: Positive | None = None
-    gamma: NonNegative = 0.1
+    step_size: PositiveInt | None = None
+    gamma: NonNegativeFloat = 0.1
 
 
-class MultiStepLRParams(TorchSchedule):
+class MultiStepLRParams(TorchScheduleParams):
     """A factor ``gamma`` at each of the ``milestones``."""
 
-    milestones: Counts | None = None
-    gamma: NonNegative = 0.1
+    milestones: IntTuple | None = None
+    gamma: NonNegativeFloat = 0.1
 
 
-class ConstantLRParams(TorchSchedule):
+class ConstantLRParams(TorchScheduleParams):
     """A factor for the first ``total_iters`` updates."""
 
-    factor: Fraction = 1 / 3
-    total_iters: Count = 5
+    factor: UnitFloat = 1 / 3
+    total_iters: NonNegativeInt = 5
 
 
-class LinearLRParams(TorchSchedule):
+class LinearLRParams(TorchScheduleParams):
     """A factor that moves in a line."""
 
-    start_factor: Fraction = 1 / 3
-    end_factor: Fraction = 1.0
-    total_iters: Count = 5
+    start_factor: UnitFloat = 1 / 3
+    end_factor: UnitFloat = 1.0
+    total_iters: NonNegativeInt = 5
 
 
-class ExponentialLRParams(TorchSchedule):
+class ExponentialLRParams(TorchScheduleParams):
     """A factor ``gamma`` every update."""
 
-    gamma: NonNegative | None = None
+    gamma: NonNegativeFloat | None = None
 
 
-class PolynomialLRParams(TorchSchedule):
+class PolynomialLRParams(TorchScheduleParams):
     """A fall to 0 by a polynomial."""
 
-    total_iters: Count = 5
-    power: NonNegative = 1.0
+    total_iters: NonNegativeInt = 5
+    power: NonNegativeFloat = 1.0
 
 
-class CosineAnnealingLRParams(TorchSchedule):
+class CosineAnnealingLRParams(TorchScheduleParams):
     """Half a cosine over ``T_max`` updates."""
 
-    T_max: Positive | None = None
-    eta_min: NonNegative = 0.0
+    T_max: PositiveInt | None = None
+    eta_min: NonNegativeFloat = 0.0
 
 
-class CosineAnnealingWarmRestartsParams(TorchSchedule):
+class CosineAnnealingWarmRestartsParams(TorchScheduleParams):
     """A cosine that starts again (arXiv 1608.03983)."""
 
-    T_0: Positive | None = None
-    T_mult: Positive = 1
-    eta_min: NonNegative = 0.0
+    T_0: PositiveInt | None = None
+    T_mult: PositiveInt = 1
+    eta_min: NonNegativeFloat = 0.0
 
 
-class CyclicLRParams(TorchSchedule):
+class CyclicLRParams(TorchScheduleParams):
     """A triangle between two rates (arXiv 1506.01186)."""
 
-    base_lr: Rates | None = None
-    max_lr: Rates | None = None
-    step_size_up: Positive = 2000
-    step_size_down: Positive | None = None
+    base_lr: FloatOrList | None = None
+    max_lr: FloatOrList | None = None
+    step_size_up: PositiveInt = 2000
+    step_size_down: PositiveInt | None = None
     mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
-    gamma: NonNegative = 1.0
+    gamma: NonNegativeFloat = 1.0
     scale_mode: Literal["cycle", "iterations"] = "cycle"
     cycle_momentum: bool = True
-    base_momentum: Rates = 0.8
-    max_momentum: Rates = 0.9
+    base_momentum: FloatOrList = 0.8
+    max_momentum: FloatOrList = 0.9
 
 
-class OneCycleLRParams(TorchSchedule):
+class OneCycleLRParams(TorchScheduleParams):
     """torch's 1-cycle (arXiv 1708.07120)."""
 
-    max_lr: Rates | None = None
-    total_steps: Positive | None = None
-    epochs: Positive | None = None
-    steps_per_epoch: Positive | None = None
-    pct_start: Fraction = 0.3
+    max_lr: FloatOrList | None = None
+    total_steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None
+    steps_per_epoch: PositiveInt | None = None
+    pct_start: UnitFloat = 0.3
     anneal_strategy: Literal["cos", "linear"] = "cos"
     cycle_momentum: bool = True
-    base_momentum: Rates = 0.85
-    max_momentum: Rates = 0.95
-    div_factor: NonNegative = 25.0
-    final_div_factor: NonNegative = 1e4
+    base_momentum: FloatOrList = 0.85
+    max_momentum: FloatOrList = 0.95
+    div_factor: NonNegativeFloat = 25.0
+    final_div_factor: NonNegativeFloat = 1e4
     three_phase: bool = False
 
 

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from thalweg.config.schema_base import (
-    Count,
+    NonNegativeInt,
     Dtype,
-    Fraction,
-    Free,
+    UnitFloat,
+    AnyDict,
     FrozenDict,
-    NonNegative,
-    Positive,
+    NonNegativeFloat,
+    PositiveInt,
     Section,
-    Texts,
-    Whole,
+    StrTuple,
+    Int64,
 )
 
 
@@ -25,12 +25,12 @@ class FP16(Section):
 
     enabled: bool = False
     auto_cast: bool = False
-    loss_scale: NonNegative = 0.0
-    initial_scale_power: Annotated[Count, Field(le=127)] = 16
-    loss_scale_window: Count = 1000
-    hysteresis: Count = 2
+    loss_scale: NonNegativeFloat = 0.0
+    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16
+    loss_scale_window: NonNegativeInt = 1000
+    hysteresis: NonNegativeInt = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: NonNegative = 1.0
+    min_loss_scale: NonNegativeFloat = 1.0
     fp16_master_weights_and_grads: bool = False
 
 
@@ -49,7 +49,7 @@ class TorchAutocast(Section):
 
     enabled: bool = False
     dtype: Dtype = "bf16"
-    lower_precision_safe_modules: Texts | None = None
+    lower_precision_safe_modules: StrTuple | None = None
 
 
 class DataTypes(Section):
@@ -58,7 +58,7 @@ class DataTypes(Section):
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
-    keep_in_fp32_modules: Literal["auto"] | Texts = "auto"
+    keep_in_fp32_modules: Literal["auto"] | StrTuple = "auto"
 
 
 class Amp(Section):
@@ -70,16 +70,16 @@ class Amp(Section):
     patch_torch_functions: bool | None = None
     keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
-    loss_scale: Literal["dynamic"] | NonNegative | None = None
-    min_loss_scale: NonNegative | None = None
-    max_loss_scale: NonNegative | None = None
+    loss_scale: Literal["dynamic"] | NonNegativeFloat | None = None
+    min_loss_scale: NonNegativeFloat | None = None
+    max_loss_scale: NonNegativeFloat | None = None
 
 
 class Optimizer(Section):
     """``params`` hold what the user gave, checked by the table in ``schema_optim``."""
 
     type: str
-    params: Free = FrozenDict()
+    params: AnyDict = FrozenDict()
     legacy_fusion: bool = False
 
 
@@ -87,19 +87,19 @@ class Scheduler(Section):
     """A learning-rate schedule, stepped once per update."""
 
     type: str
-    params: Free = FrozenDict()
+    params: AnyDict = FrozenDict()
 
 
 class ActivationCheckpointing(Section):
     """Which units recompute their activations in the backward pass."""
 
     policy: Literal["none", "full", "selective"] = "none"
-    every: Positive = 1
+    every: PositiveInt = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
     cpu_checkpointing: bool = False
-    number_checkpoints: Count | None = None
+    number_checkpoints: NonNegativeInt | None = None
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
 
@@ -113,10 +113,10 @@ class Tiling(Section):
     """
 
     loss: bool = False
-    loss_tokens: Positive | None = None
+    loss_tokens: PositiveInt | None = None
     head: str | None = None
-    mlp: Positive = 1
-    mlp_modules: Texts | None = None
+    mlp: PositiveInt = 1
+    mlp_modules: StrTuple | None = None
 
 
 class Compile(Section):
@@ -127,10 +127,10 @@ class Compile(Section):
     mode: str | None = None
     dynamic: bool | None = None
     fullgraph: bool = False
-    kwargs: Free = FrozenDict()
+    kwargs: AnyDict = FrozenDict()
     deepcompile: bool = False
     free_activation: bool = False
-    free_activation_threshold: Count = 10 * 1024 * 1024
+    free_activation_threshold: NonNegativeInt = 10 * 1024 * 1024
     offload_activation: bool = False
     offload_activation_pin_memory: bool = True
     offload_opt_states: bool = False
@@ -144,10 +144,10 @@ class Compile(Section):
     sync_after_allgather: bool = False
     keep_int_input_tensors: bool = True
     keep_all_input_tensors: bool = False
-    passes: Texts | None = None
+    passes: StrTuple | None = None
 
 
-def _capitalised(value: object) -> object:
+def _capitalize(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
 
 
@@ -155,9 +155,9 @@ class CheckpointWriter(Section):
     """DeepSpeed's choice of writer; Thalweg has one."""
 
     type: str = "fast"
-    io_buffer_size: Count = 64 * 1024**2
+    io_buffer_size: NonNegativeInt = 64 * 1024**2
     io_buffer_double: bool = True
-    io_multiplier: Positive = 1
+    io_multiplier: PositiveInt = 1
     show_statistics: bool = False
     data_parallel: str | None = None
     decoupled: bool = False
@@ -172,8 +172,8 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """How checkpoints are kept and taken up again."""
 
-    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalised)] = "Warn"
-    keep: Literal["all"] | Positive = "all"
+    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalize)] = "Warn"
+    keep: Literal["all"] | PositiveInt = "all"
     resume: Literal["auto", "must", "never"] = "auto"
     asynchronous: bool = False
     load_universal: bool = False
@@ -186,8 +186,8 @@ class Checkpoint(Section):
 class Health(Section):
     """What a run does about silence, non-finite values and spikes."""
 
-    heartbeat_seconds: NonNegative | None = None
-    hang_seconds: NonNegative | None = None
+    heartbeat_seconds: NonNegativeFloat | None = None
+    hang_seconds: NonNegativeFloat | None = None
     non_finite: Literal["skip", "rewind", "stop"] = "skip"
     spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
 
@@ -195,8 +195,8 @@ class Health(Section):
 class Memory(Section):
     """The limits by which the plan refuses a job that cannot fit; a size is bytes or a text such as 80GiB."""
 
-    device_limit: Count | str | None = None
-    host_limit: Count | str | None = None
+    device_limit: NonNegativeInt | str | None = None
+    host_limit: NonNegativeInt | str | None = None
     nvme_path: str | None = None
     preflight: Literal["refuse", "warn", "off"] = "refuse"
 
@@ -222,19 +222,19 @@ class Nebula(Section):
     load_path: str | None = None
     nebula_load_path: str | None = None
     persistent_storage_path: str | None = None
-    persistent_time_interval: Count = 100
-    num_of_version_in_retention: Count = 2
+    persistent_time_interval: NonNegativeInt = 100
+    num_of_version_in_retention: NonNegativeInt = 2
 
 
 class ProgressiveLayerDrop(Section):
     """Progressive layer dropping (Zhang and He 2020)."""
 
     enabled: bool = False
-    theta: Fraction = 1.0
-    gamma: NonNegative = 0.001
+    theta: UnitFloat = 1.0
+    gamma: NonNegativeFloat = 0.001
 
 
-class TextMonitor(Section):
+class FileMonitor(Section):
     """A writer of records below ``output_path/job_name``."""
 
     enabled: bool = False
@@ -255,7 +255,7 @@ class Comet(Section):
     """The Comet writer."""
 
     enabled: bool = False
-    samples_log_interval: Positive = 100
+    samples_log_interval: PositiveInt = 100
     project: str | None = None
     workspace: str | None = None
     api_key: str | None = None
@@ -272,16 +272,16 @@ class CommsLogger(Section):
     verbose: bool = False
     prof_all: bool = True
     debug: bool = False
-    prof_ops: Texts = ()
+    prof_ops: StrTuple = ()
 
 
 class FlopsProfiler(Section):
     """The table of operations per module."""
 
     enabled: bool = False
-    recompute_fwd_factor: NonNegative = 0.0
-    profile_step: Positive = 1
-    module_depth: Whole = -1
-    top_modules: Positive = 1
+    recompute_fwd_factor: NonNegativeFloat = 0.0
+    profile_step: PositiveInt = 1
+    module_depth: Int64 = -1
+    top_modules: PositiveInt = 1
     detailed: bool = True
     output_file: str | None = None

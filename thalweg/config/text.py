@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from thalweg.config.problems import Problem, join
+from thalweg.config.problems import ConfigProblem, join_path
 
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
@@ -23,155 +23,155 @@ _BLANK = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _KEY = re.compile(r"[^\s,:{}\[\]\"'#]+")
 _BARE = re.compile(r"[^\n,:{}\[\]\"'#]+")
-_ENDS_VALUE = re.compile(r"[ \t\r]*(?:[\n,}\]#]|//|/\*|\Z)")
-_WORDS = {"true": True, "false": False, "null": None, "NaN": float("nan")}
-_WORDS |= {"Infinity": float("inf"), "-Infinity": float("-inf")}
+_VALUE_END = re.compile(r"[ \t\r]*(?:[\n,}\]#]|//|/\*|\Z)")
+_CONSTANTS = {"true": True, "false": False, "null": None, "NaN": float("nan")}
+_CONSTANTS |= {"Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
 @dataclass
-class Document:
+class ParsedText:
     """The parsed tree, the line of each dotted path, and the faults of the text itself."""
 
     tree: Any = None
     lines: dict[str, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
 
 
-class _SyntaxFault(Exception):
+class _HjsonSyntaxError(Exception):
     pass
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> ParsedText:
     """Parse ``text``; a syntax fault ends the reading and is the last of ``problems``."""
-    reader = _Reader(text)
+    parser = _Parser(text)
     try:
-        reader.document.tree = reader.root()
-    except _SyntaxFault:
-        reader.document.tree = None
-    reader.document.problems[:0] = reader.duplicates()
-    return reader.document
+        parser.parsed.tree = parser.parse_root()
+    except _HjsonSyntaxError:
+        parser.parsed.tree = None
+    parser.parsed.problems[:0] = parser.duplicate_problems()
+    return parser.parsed
 
 
-class _Reader:
+class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.pos = 0
         self._num_values = 0
-        self.document = Document()
-        self._seen: dict[tuple[str | int, ...], list[int]] = {}
-        self._last: dict[tuple[str | int, ...], Any] = {}
-        self._counted = (0, 1)  # a position and its line: positions only grow, so lines are counted once
+        self.parsed = ParsedText()
+        self._lines_by_path: dict[tuple[str | int, ...], list[int]] = {}
+        self._last_value: dict[tuple[str | int, ...], Any] = {}
+        self._line_cache = (0, 1)  # a position and its line: positions only grow, so lines are counted once
 
-    def root(self) -> Any:
-        self._skip()
-        if self.at == len(self.text):
-            self._fault("a config; the text is empty")
-        braces = self.text[self.at] == "{"
-        tree = self._value((), 0) if braces or self.text[self.at] == "[" else self._members((), 0, end="")
-        self._skip()
-        if self.at < len(self.text):
-            self._fault("nothing after the end of the config")
+    def parse_root(self) -> Any:
+        self._skip_blanks()
+        if self.pos == len(self.text):
+            self._fail("a config; the text is empty")
+        braces = self.text[self.pos] == "{"
+        tree = self._parse_value((), 0) if braces or self.text[self.pos] == "[" else self._parse_members((), 0, end="")
+        self._skip_blanks()
+        if self.pos < len(self.text):
+            self._fail("nothing after the end of the config")
         return tree
 
-    def _value(self, path: tuple[str | int, ...], depth: int) -> Any:
+    def _parse_value(self, path: tuple[str | int, ...], depth: int) -> Any:
         self._num_values += 1
         if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
-            self._fault(f"at most {MAX_DEPTH} levels and {MAX_VALUES} values", path[:4])
-        head = self.text[self.at : self.at + 1]
+            self._fail(f"at most {MAX_DEPTH} levels and {MAX_VALUES} values", path[:4])
+        head = self.text[self.pos : self.pos + 1]
         if head == "{":
-            self.at += 1
-            return self._members(path, depth, end="}")
+            self.pos += 1
+            return self._parse_members(path, depth, end="}")
         if head == "[":
-            self.at += 1
-            return self._items(path, depth)
+            self.pos += 1
+            return self._parse_items(path, depth)
         if head and head in "\"'":
-            return self._string(path)
-        return self._word(path)
+            return self._parse_string(path)
+        return self._parse_word(path)
 
-    def _members(self, path: tuple[str | int, ...], depth: int, end: str) -> dict[str, Any]:
+    def _parse_members(self, path: tuple[str | int, ...], depth: int, end: str) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        self._skip()
-        while not self._closed(end, path):
-            line = self._line()
-            key = self._key(path)
-            here = (*path, key)
-            self._skip()
-            if self.text[self.at : self.at + 1] != ":":
-                self._fault(f'":" after the key "{key}"', here)
-            self.at += 1
-            self._skip()
-            value = self._value(here, depth + 1)
-            self._note(here, line, value)
+        self._skip_blanks()
+        while not self._consume_end(end, path):
+            line = self._current_line()
+            key = self._parse_key(path)
+            key_path = (*path, key)
+            self._skip_blanks()
+            if self.text[self.pos : self.pos + 1] != ":":
+                self._fail(f'":" after the key "{key}"', key_path)
+            self.pos += 1
+            self._skip_blanks()
+            value = self._parse_value(key_path, depth + 1)
+            self._record_key(key_path, line, value)
             tree[key] = value
-            self._separator(end, path)
+            self._parse_separator(end, path)
         return tree
 
-    def _items(self, path: tuple[str | int, ...], depth: int) -> list[Any]:
+    def _parse_items(self, path: tuple[str | int, ...], depth: int) -> list[Any]:
         items: list[Any] = []
-        self._skip()
-        while not self._closed("]", path):
-            self.document.lines[join(*path, len(items))] = self._line()
-            items.append(self._value((*path, len(items)), depth + 1))
-            self._separator("]", path)
+        self._skip_blanks()
+        while not self._consume_end("]", path):
+            self.parsed.lines[join_path(*path, len(items))] = self._current_line()
+            items.append(self._parse_value((*path, len(items)), depth + 1))
+            self._parse_separator("]", path)
         return items
 
-    def _closed(self, end: str, path: tuple[str | int, ...]) -> bool:
-        if self.at == len(self.text):
+    def _consume_end(self, end: str, path: tuple[str | int, ...]) -> bool:
+        if self.pos == len(self.text):
             if end:
-                self._fault(f'"{end}" to close what was opened', path)
+                self._fail(f'"{end}" to close what was opened', path)
             return True
-        if end and self.text[self.at] == end:
-            self.at += 1
+        if end and self.text[self.pos] == end:
+            self.pos += 1
             return True
         return False
 
-    def _separator(self, end: str, path: tuple[str | int, ...]) -> None:
+    def _parse_separator(self, end: str, path: tuple[str | int, ...]) -> None:
         """One comma, or a line end in its place; a comma before the closing brace is allowed."""
-        new_lines = self._skip()
-        if self.text[self.at : self.at + 1] == ",":
-            self.at += 1
-            self._skip()
-        elif not new_lines and self.at < len(self.text) and self.text[self.at] != end:
-            self._fault("a comma or the end of the line", path)
+        new_lines = self._skip_blanks()
+        if self.text[self.pos : self.pos + 1] == ",":
+            self.pos += 1
+            self._skip_blanks()
+        elif not new_lines and self.pos < len(self.text) and self.text[self.pos] != end:
+            self._fail("a comma or the end of the line", path)
 
-    def _key(self, path: tuple[str | int, ...]) -> str:
-        if self.text[self.at] in "\"'":
-            return self._string(path)
-        found = _KEY.match(self.text, self.at)
-        if not found:
-            self._fault("a key", path)
-        self.at = found.end()
-        return found.group()
+    def _parse_key(self, path: tuple[str | int, ...]) -> str:
+        if self.text[self.pos] in "\"'":
+            return self._parse_string(path)
+        match = _KEY.match(self.text, self.pos)
+        if not match:
+            self._fail("a key", path)
+        self.pos = match.end()
+        return match.group()
 
-    def _string(self, path: tuple[str | int, ...]) -> str:
-        quote = self.text[self.at]
+    def _parse_string(self, path: tuple[str | int, ...]) -> str:
+        quote = self.text[self.pos]
         if quote == '"':
             try:
-                value, self.at = _JSON.raw_decode(self.text, self.at)
+                value, self.pos = _JSON.raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
-                self._fault(f"a text closed on the same line ({error.msg})", path)
+                self._fail(f"a text closed on the same line ({error.msg})", path)
             return value
-        for mark in ("'''", "'"):
-            if self.text.startswith(mark, self.at):
-                start = self.at + len(mark)
-                stop = self.text.find(mark, start)
-                if stop < 0 or (mark == "'" and "\n" in self.text[start:stop]):
-                    self._fault(f"a text closed by {mark}", path)
-                self.at = stop + len(mark)
+        for delimiter in ("'''", "'"):
+            if self.text.startswith(delimiter, self.pos):
+                start = self.pos + len(delimiter)
+                stop = self.text.find(delimiter, start)
+                if stop < 0 or (delimiter == "'" and "\n" in self.text[start:stop]):
+                    self._fail(f"a text closed by {delimiter}", path)
+                self.pos = stop + len(delimiter)
                 return self.text[start:stop]
         raise AssertionError("called without a quote")
 
-    def _word(self, path: tuple[str | int, ...]) -> Any:
-        found = _BARE.match(self.text, self.at)
-        raw = found.group() if found else ""
+    def _parse_word(self, path: tuple[str | int, ...]) -> Any:
+        match = _BARE.match(self.text, self.pos)
+        raw = match.group() if match else ""
         word = re.split(r"\s//|/\*", raw, maxsplit=1)[0].rstrip()
         if not word:
-            self._fault("a value", path)
-        self.at += len(word)
-        if not _ENDS_VALUE.match(self.text, self.at):
-            self._fault("the end of the value; put a text with punctuation in double quotes", path)
-        if word in _WORDS:
-            return _WORDS[word]
+            self._fail("a value", path)
+        self.pos += len(word)
+        if not _VALUE_END.match(self.text, self.pos):
+            self._fail("the end of the value; put a text with punctuation in double quotes", path)
+        if word in _CONSTANTS:
+            return _CONSTANTS[word]
         number = _NUMBER.fullmatch(word)
         if not number:
             return word
@@ -179,41 +179,41 @@ class _Reader:
             return float(word)
         return int(word) if len(word) < 400 else float("inf")
 
-    def _note(self, path: tuple[str | int, ...], line: int, value: Any) -> None:
-        name = join(*path)
-        self._seen.setdefault(path, []).append(line)
-        self._last[path] = value
-        self.document.lines[name] = line
+    def _record_key(self, path: tuple[str | int, ...], line: int, value: Any) -> None:
+        name = join_path(*path)
+        self._lines_by_path.setdefault(path, []).append(line)
+        self._last_value[path] = value
+        self.parsed.lines[name] = line
 
-    def duplicates(self) -> list[Problem]:
+    def duplicate_problems(self) -> list[ConfigProblem]:
         """One problem for each key given more than once, with all its lines."""
-        found = []
-        for path, lines in self._seen.items():
+        problems = []
+        for path, lines in self._lines_by_path.items():
             if len(lines) > 1:
-                said = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
-                expected = f"the key once; it is on lines {said}"
-                found.append(Problem(join(*path), self._last[path], expected, None, lines[-1]))
-        return sorted(found, key=lambda problem: problem.line or 0)
+                line_numbers = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
+                expected = f"the key once; it is on lines {line_numbers}"
+                problems.append(ConfigProblem(join_path(*path), self._last_value[path], expected, None, lines[-1]))
+        return sorted(problems, key=lambda problem: problem.line or 0)
 
-    def _skip(self) -> int:
+    def _skip_blanks(self) -> int:
         """Pass blanks and comments; the number of line ends passed."""
-        found = _BLANK.match(self.text, self.at)
-        start, self.at = self.at, found.end() if found else self.at
-        if self.text.startswith("/*", self.at):
-            self._fault("the end of a comment: */")
-        return self.text.count("\n", start, self.at)
+        match = _BLANK.match(self.text, self.pos)
+        start, self.pos = self.pos, match.end() if match else self.pos
+        if self.text.startswith("/*", self.pos):
+            self._fail("the end of a comment: */")
+        return self.text.count("\n", start, self.pos)
 
-    def _line(self) -> int:
-        position, line = self._counted
-        if self.at >= position:
-            line += self.text.count("\n", position, self.at)
+    def _current_line(self) -> int:
+        position, line = self._line_cache
+        if self.pos >= position:
+            line += self.text.count("\n", position, self.pos)
         else:
-            line = self.text.count("\n", 0, self.at) + 1
-        self._counted = (self.at, line)
+            line = self.text.count("\n", 0, self.pos) + 1
+        self._line_cache = (self.pos, line)
         return line
 
-    def _fault(self, expected: str, path: tuple[str | int, ...] = ()) -> NoReturn:
-        found = self.text[self.at : self.at + 24].split("\n")[0]
-        problem = Problem(join(*path), found or "the end of the text", expected, None, self._line())
-        self.document.problems.append(problem)
-        raise _SyntaxFault
+    def _fail(self, expected: str, path: tuple[str | int, ...] = ()) -> NoReturn:
+        snippet = self.text[self.pos : self.pos + 24].split("\n")[0]
+        problem = ConfigProblem(join_path(*path), snippet or "the end of the text", expected, None, self._current_line())
+        self.parsed.problems.append(problem)
+        raise _HjsonSyntaxError

@@ -1,23 +1,23 @@
 """Text to documents, documents to tokens, tokens to blocks, blocks to each rank's batches."""
 
-from thalweg.data.adopt import CountingLoader, adopt_loader
-from thalweg.data.batches import forever
+from thalweg.data.adopt import PassthroughLoader, wrap_dataloader
+from thalweg.data.batches import cycle
 from thalweg.data.loader import StatefulLoader, build_loader
-from thalweg.data.pack import PackedBlocks, open_tokens, pack, save_tokens
-from thalweg.data.sampler import EpochPlan, permutation
+from thalweg.data.pack import PackedDataset, open_tokens, pack, save_tokens
+from thalweg.data.sampler import EpochSampler, permutation
 from thalweg.data.source import Document, read_files, read_folder, split_held_out, stdlib_documents
 from thalweg.data.tokenizer import BytePairTokenizer, train_tokenizer
 
 __all__ = [
     "BytePairTokenizer",
-    "CountingLoader",
+    "PassthroughLoader",
     "Document",
-    "EpochPlan",
-    "PackedBlocks",
+    "EpochSampler",
+    "PackedDataset",
     "StatefulLoader",
-    "adopt_loader",
+    "wrap_dataloader",
     "build_loader",
-    "forever",
+    "cycle",
     "open_tokens",
     "pack",
     "permutation",

@@ -14,10 +14,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from thalweg.data.loader import StatefulLoader, build_loader, is_stream
-from thalweg.data.sampler import EpochPlan
+from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
+from thalweg.data.sampler import EpochSampler
 
-_CARRIED = (
+_COPIED_OPTIONS = (
     "num_workers",
     "pin_memory",
     "timeout",
@@ -28,7 +28,7 @@ _CARRIED = (
 )
 
 
-class CountingLoader:
+class PassthroughLoader:
     """A user's loader left exactly as it is, with its position counted in batches.
 
     Resuming starts the pass and discards as many batches as had been handed over, so it
@@ -40,34 +40,34 @@ class CountingLoader:
         self.loader = loader
         self._epoch = 0
         self._batches = 0
-        self._begun = False
+        self._started = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the user's sampler or dataset which epoch comes next, where it wants to know."""
-        if epoch != self._epoch or self._begun:
+        if epoch != self._epoch or self._started:
             self._epoch, self._batches = epoch, 0
-        self._begun = False
+        self._started = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begun:
+        if self._started:
             self._epoch, self._batches = self._epoch + 1, 0
-        self._begun = False
-        for part in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self._epoch)  # pyright: ignore[reportOptionalMemberAccess]
+        self._started = False
+        for component in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+            if hasattr(component, "set_epoch"):
+                component.set_epoch(self._epoch)  # pyright: ignore[reportOptionalMemberAccess]
         skip = self._batches
-        for number, batch in enumerate(self.loader):
-            if number >= skip:
-                self._batches, self._begun = number + 1, True
+        for index, batch in enumerate(self.loader):
+            if index >= skip:
+                self._batches, self._started = index + 1, True
                 yield batch
 
     @property
     def at_epoch_end(self) -> bool:
         """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
-        return self._begun and self._batches >= _length(self.loader)
+        return self._started and self._batches >= _length_or_inf(self.loader)
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
@@ -85,12 +85,12 @@ class CountingLoader:
                 "the checkpoint's loader position counts samples, and this loader only batches: "
                 "use the loader that the checkpoint was saved with, or do not restore its state"
             )
-        self._epoch, self._batches, self._begun = int(state["epoch"]), int(state["batches"]), False
+        self._epoch, self._batches, self._started = int(state["epoch"]), int(state["batches"]), False
 
 
-def adopt_loader(
+def wrap_dataloader(
     loader: DataLoader, *, rank: int = 0, world_size: int = 1, seed: int = 0, distribute: bool | None = None
-) -> StatefulLoader | CountingLoader:
+) -> StatefulLoader | PassthroughLoader:
     """Return a loader with ``state_dict`` in place of the user's ``DataLoader``.
 
     With ``distribute`` its sampler is replaced by one that deals the samples out to the
@@ -104,56 +104,56 @@ def adopt_loader(
     Raises ``ValueError`` for a custom ``batch_sampler``, which cannot be divided without
     knowing its rule, and for the sizes that :func:`build_loader` refuses.
     """
-    already = isinstance(loader.sampler, DistributedSampler)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
     if distribute is None:
-        distribute = world_size > 1 and not already
+        distribute = world_size > 1 and not is_distributed
     if not distribute:
-        return CountingLoader(loader)
-    iterable = is_stream(loader.dataset)
-    if loader.batch_size is None or not (iterable or type(loader.batch_sampler) is BatchSampler):
+        return PassthroughLoader(loader)
+    is_iterable = is_iterable_dataset(loader.dataset)
+    if loader.batch_size is None or not (is_iterable or type(loader.batch_sampler) is BatchSampler):
         raise ValueError(
             "a DataLoader with its own batch_sampler (or batch_size=None) cannot be divided over "
             f"{world_size} ranks from outside: give the batch sampler its rank, or pass the dataset instead"
         )
     sampler = loader.sampler
-    options = {name: getattr(loader, name) for name in _CARRIED}
+    options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
     if loader.num_workers == 0:
         options = {
             key: v for key, v in options.items() if key not in ("prefetch_factor", "persistent_workers")
         }
-    plain = iterable or already or type(sampler) in (SequentialSampler, RandomSampler)
-    random = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+    has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
+    is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if type(sampler) is RandomSampler and (
-        sampler.replacement or len(sampler) != len(_sized(loader.dataset))
+        sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))
     ):
-        plain = False
-    built = build_loader(
+        has_standard_order = False
+    wrapped = build_loader(
         loader.dataset,
         batch_size=loader.batch_size,
         rank=rank,
         world_size=world_size,
         seed=seed,
-        shuffle=False if iterable else random,
+        shuffle=False if is_iterable else is_shuffled,
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
         **options,
     )
-    if plain:
-        return built
-    plan = EpochPlan(
-        num_samples=len(_sized(sampler)),
+    if has_standard_order:
+        return wrapped
+    epoch_sampler = EpochSampler(
+        num_samples=len(_as_sized(sampler)),
         batch_size=loader.batch_size,
         rank=rank,
         world_size=world_size,
         seed=seed,
         shuffle=True,
         drop_last=loader.drop_last,
-        order=_DrawnOrder(sampler, seed),
+        order=_SampledOrder(sampler, seed),
     )
-    return StatefulLoader(loader.dataset, plan, collate_fn=loader.collate_fn, **options)
+    return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
 
 
-class _DrawnOrder:
+class _SampledOrder:
     """The order that a user's sampler gives, drawn under a seed that every rank shares."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -169,11 +169,11 @@ class _DrawnOrder:
             return [int(index) for index in self._sampler]
 
 
-def _sized(thing: Any) -> Sized:
-    return thing
+def _as_sized(value: Any) -> Sized:
+    return value
 
 
-def _length(loader: Any) -> float:
+def _length_or_inf(loader: Any) -> float:
     try:
         return len(loader)
     except TypeError:

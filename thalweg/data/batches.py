@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 
-def forever(loader: Iterable[Any]) -> Iterator[Any]:
+def cycle(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the loader's batches epoch after epoch; ends only if two epochs in a row are empty.
 
     One may be: a stream that was saved at its end resumes there.
     """
-    empty = 0
-    while empty < 2:
-        empty += 1
+    num_empty_epochs = 0
+    while num_empty_epochs < 2:
+        num_empty_epochs += 1
         for batch in loader:
-            empty = 0
+            num_empty_epochs = 0
             yield batch
 
 

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from thalweg.data.batches import forever, to_device
-from thalweg.data.for_engine import EpochEnd
+from thalweg.data.batches import cycle, to_device
+from thalweg.data.for_engine import EpochEndDetector
 
 
-class Feed:
+class BatchFeed:
     """Hands out micro-batches; ``epoch_ends()`` tells whether the one just used was an epoch's last."""
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._batches: Iterator[Any] | None = None
-        self.epoch_ends = EpochEnd(loader)
+        self.is_epoch_end = EpochEndDetector(loader)
 
     def rewind(self) -> None:
         """Begin again where the loader now stands."""
         self._batches = None
 
-    def take(self, data_iter: Iterator[Any] | None, count: int) -> Iterator[Any]:
+    def next_batches(self, data_iter: Iterator[Any] | None, num_batches: int) -> Iterator[Any]:
         """Up to ``count`` micro-batches on the device, of ``data_iter`` or of the loader.
 
         Raises:
@@ -35,20 +35,20 @@ class Feed:
                     "train_batch() needs data: pass data_iter=, or training_data= to initialize()"
                 )
             if self._batches is None:
-                self._batches = forever(self._loader)
+                self._batches = cycle(self._loader)
             data_iter = self._batches
-        for _ in range(count):
+        for _ in range(num_batches):
             try:
                 batch = next(data_iter)
             except StopIteration:
                 return
             yield to_device(batch, self._device)
 
-    def window(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
+    def next_window(self, data_iter: Iterator[Any] | None, num_batches: int) -> list[Any]:
         """As :meth:`take`, in one; fewer where the loader's epoch ends."""
         batches = []
-        for batch in self.take(data_iter, count):
+        for batch in self.next_batches(data_iter, num_batches):
             batches.append(batch)
-            if self.epoch_ends():
+            if self.is_epoch_end():
                 break
         return batches

@@ -8,33 +8,33 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from thalweg.config import Config
-from thalweg.data.adopt import adopt_loader
+from thalweg.data.adopt import wrap_dataloader
 from thalweg.data.loader import StatefulLoader, build_loader
-from thalweg.parallel.parts import Splitter
+from thalweg.parallel.parts import BatchSplitter
 
 
-class PartCollate:
+class SequenceSplitCollate:
     """Collates a batch and keeps this rank's part of each sequence in it, where the batch has names.
 
     Labels are shifted before the cut and positions are those of the whole; everything that is by
     token is then as long as the part, so that devices and memory see no more than that.
     """
 
-    def __init__(self, collate_fn: Callable[..., Any], splitter: Splitter) -> None:
+    def __init__(self, collate_fn: Callable[..., Any], splitter: BatchSplitter) -> None:
         self.collate_fn, self.splitter = collate_fn, splitter
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate_fn(samples)
-        return self.splitter.prepared(batch) if isinstance(batch, Mapping) else batch
+        return self.splitter.split_batch(batch) if isinstance(batch, Mapping) else batch
 
 
-def make_loader(
+def build_engine_loader(
     data: Any,
     config: Config,
     rank: int,
     world_size: int,
     collate_fn: Callable[..., Any] | None = None,
-    splitter: Splitter | None = None,
+    splitter: BatchSplitter | None = None,
 ) -> Any:
     """A stateful loader of this rank's micro-batches; a DataLoader is adopted, None stays None.
 
@@ -46,17 +46,17 @@ def make_loader(
     """
     if data is None:
         return None
-    loader = _whole_loader(data, config, rank, world_size, collate_fn)
+    loader = _build_unsplit_loader(data, config, rank, world_size, collate_fn)
     if splitter is not None and isinstance(loader, StatefulLoader):
-        loader.collate_fn = PartCollate(loader.collate_fn, splitter)
+        loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)
     return loader
 
 
-def _whole_loader(
+def _build_unsplit_loader(
     data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None
 ) -> Any:
     if isinstance(data, DataLoader):
-        return adopt_loader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
+        return wrap_dataloader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
     return build_loader(
         data,
         batch_size=int(config.train_micro_batch_size_per_gpu),
@@ -68,7 +68,7 @@ def _whole_loader(
     )
 
 
-class EpochEnd:
+class EpochEndDetector:
     """Tells whether the micro-batch just trained on was the last of the loader's epoch.
 
     Only a loader that is read in step with training can tell: one batch between two calls.
@@ -77,9 +77,9 @@ class EpochEnd:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._before = self._given()
+        self._last_position = self._read_position()
 
-    def _given(self) -> tuple[int, int]:
+    def _read_position(self) -> tuple[int, int]:
         """Epoch and batches of it handed over."""
         if not hasattr(self._loader, "at_epoch_end"):
             return 0, 0
@@ -90,7 +90,7 @@ class EpochEnd:
 
     def __call__(self) -> bool:
         """Whether the window ends with this micro-batch because the epoch does."""
-        (old_epoch, old), (epoch, new) = self._before, self._given()
-        self._before = epoch, new
-        one = new - old == 1 if epoch == old_epoch else new == 1
-        return one and bool(getattr(self._loader, "at_epoch_end", False))
+        (old_epoch, old), (epoch, new) = self._last_position, self._read_position()
+        self._last_position = epoch, new
+        advanced_by_one = new - old == 1 if epoch == old_epoch else new == 1
+        return advanced_by_one and bool(getattr(self._loader, "at_epoch_end", False))

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from thalweg.data.sampler import EpochPlan, Share
-from thalweg.data.stream import StreamShares
+from thalweg.data.sampler import EpochSampler, BatchSlice
+from thalweg.data.stream import ShardedIterableDataset
 
 _STATE_VERSION = 1
-_END = object()
+_END_OF_EPOCH = object()
 
 
 class StatefulLoader:
@@ -43,34 +43,34 @@ class StatefulLoader:
     """
 
     def __init__(
-        self, dataset: Any, plan: EpochPlan, *, collate_fn: Callable | None = None, **loader: Any
+        self, dataset: Any, epoch_sampler: EpochSampler, *, collate_fn: Callable | None = None, **dataloader_options: Any
     ) -> None:
         self.dataset = dataset
-        self.plan = plan
+        self.epoch_sampler = epoch_sampler
         self.collate_fn = default_collate if collate_fn is None else collate_fn
         self.last_sample_ids: list[int] = []
-        self.last_repeated = 0
+        self.last_num_duplicates = 0
         self._epoch = 0
         self._position = 0
-        self._begun = False
+        self._started = False
         self.at_epoch_end = False
-        self._stream = is_stream(dataset)
-        self._pending: deque[Share] = deque()
-        self._pass = 0
+        self._is_iterable = is_iterable_dataset(dataset)
+        self._pending_slices: deque[BatchSlice] = deque()
+        self._pass_number = 0
         # A generator of its own: without it, starting a pass would draw from torch's global one.
         self._generator = torch.Generator()
-        self._options = loader
-        self._inner: DataLoader | None = None
+        self._dataloader_options = dataloader_options
+        self._dataloader: DataLoader | None = None
 
     @property
     def batch_size(self) -> int:
         """Samples per batch and rank; the last batches of an epoch may hold fewer."""
-        return self.plan.batch_size
+        return self.epoch_sampler.batch_size
 
     @property
     def drop_last(self) -> bool:
         """Whether samples that do not fill a step are left out."""
-        return self.plan.drop_last
+        return self.epoch_sampler.drop_last
 
     @property
     def epoch(self) -> int:
@@ -84,9 +84,9 @@ class StatefulLoader:
 
     def __len__(self) -> int:
         """Batches per rank in a whole epoch; raises ``TypeError`` for an iterable dataset, as torch does."""
-        if self._stream:
+        if self._is_iterable:
             raise TypeError("an IterableDataset has no length: count the batches as they come")
-        return len(self.plan)
+        return len(self.epoch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of ``epoch``, from its start.
@@ -94,20 +94,20 @@ class StatefulLoader:
         Naming the epoch that ``load_state_dict`` has just restored keeps its position, so
         the usual ``for epoch in range(start, n): loader.set_epoch(epoch)`` resumes in place.
         """
-        if epoch != self._epoch or self._begun:
+        if epoch != self._epoch or self._started:
             self._epoch, self._position = epoch, 0
-        self._begun = False
+        self._started = False
 
     def state_dict(self) -> dict[str, int | bool | None]:
         """Return where the loader is, as a few JSON scalars that are the same on every rank."""
-        finished = self._begun and self.at_epoch_end
+        finished = self._started and self.at_epoch_end
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch + finished,
             "position": 0 if finished else self._position,
             "num_samples": self._num_samples,
-            "seed": self.plan.seed,
-            "shuffle": self.plan.shuffle,
+            "seed": self.epoch_sampler.seed,
+            "shuffle": self.epoch_sampler.shuffle,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,86 +118,86 @@ class StatefulLoader:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the loader's state has version {state.get('version')!r}, not {_STATE_VERSION}")
-        mine = {"num_samples": self._num_samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle}
-        for name, value in mine.items():
+        expected = {"num_samples": self._num_samples, "seed": self.epoch_sampler.seed, "shuffle": self.epoch_sampler.shuffle}
+        for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(
                     f"cannot resume the data: {name} was {state.get(name)} when the checkpoint was saved "
                     f"and is {value} now. Give the same dataset, seed and shuffle, or start the data anew "
                     "by not restoring the loader's state"
                 )
-        self._pass += 1
-        self._epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self._pass_number += 1
+        self._epoch, self._position, self._started = int(state["epoch"]), int(state["position"]), False
         self.at_epoch_end = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begun:
+        if self._started:
             self._epoch, self._position = self._epoch + 1, 0
-        self._begun = False
-        self._pass += 1
+        self._started = False
+        self._pass_number += 1
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
-        return self._batches(self._pass)
+        return self._iter_batches(self._pass_number)
 
-    def _batches(self, number: int) -> Iterator[Any]:
-        self._pending.clear()
+    def _iter_batches(self, pass_number: int) -> Iterator[Any]:
+        self._pending_slices.clear()
         # Worker processes seed their own libraries from this; nothing else reads it.
-        self._generator.manual_seed(hash((self.plan.seed, self._epoch, self.plan.rank)) % (1 << 63))
-        source = iter(self._loader())
+        self._generator.manual_seed(hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63))
+        source = iter(self._build_dataloader())
         while True:
-            if number != self._pass:
+            if pass_number != self._pass_number:
                 raise RuntimeError(
                     "this iterator is stale: the loader was started again or its state was loaded. "
                     "One pass at a time: take the batches from the newest iterator"
                 )
-            item: Any = next(source, _END)
-            if item is _END:
-                self._epoch, self._position, self._begun = self._epoch + 1, 0, False
+            item: Any = next(source, _END_OF_EPOCH)
+            if item is _END_OF_EPOCH:
+                self._epoch, self._position, self._started = self._epoch + 1, 0, False
                 return
-            share, batch = item if self._stream else (self._pending.popleft(), item)
-            self._position, self._begun = share.stop, True
-            self.last_sample_ids, self.last_repeated = share.ids, share.repeated
-            self.at_epoch_end = share.last
+            batch_slice, batch = item if self._is_iterable else (self._pending_slices.popleft(), item)
+            self._position, self._started = batch_slice.stop, True
+            self.last_sample_ids, self.last_num_duplicates = batch_slice.ids, batch_slice.num_duplicates
+            self.at_epoch_end = batch_slice.is_last
             yield batch
 
-    def _loader(self) -> DataLoader:
-        if self._stream:
-            shares = StreamShares(self.dataset, self.plan, self._position, self.collate_fn)
+    def _build_dataloader(self) -> DataLoader:
+        if self._is_iterable:
+            sharded_dataset = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
             return DataLoader(
-                shares, batch_size=None, collate_fn=_identity, generator=self._generator, **self._options
+                sharded_dataset, batch_size=None, collate_fn=_identity, generator=self._generator, **self._dataloader_options
             )
-        if self._inner is None:
-            self._inner = DataLoader(
+        if self._dataloader is None:
+            self._dataloader = DataLoader(
                 self.dataset,
-                batch_sampler=_Shares(self),  # pyright: ignore[reportArgumentType]
+                batch_sampler=_RankBatchSampler(self),  # pyright: ignore[reportArgumentType]
                 collate_fn=self.collate_fn,
                 generator=self._generator,
-                **self._options,
+                **self._dataloader_options,
             )
-        return self._inner
+        return self._dataloader
 
     @property
     def _num_samples(self) -> int | None:
-        return None if self._stream else self.plan.num_samples
+        return None if self._is_iterable else self.epoch_sampler.num_samples
 
 
-class _Shares:
+class _RankBatchSampler:
     """The batch sampler of torch's loader: remembers each share until its batch comes out."""
 
-    def __init__(self, owner: StatefulLoader) -> None:
-        self._owner = owner
+    def __init__(self, loader: StatefulLoader) -> None:
+        self._loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
-        owner = self._owner
-        for share in owner.plan.shares(owner.epoch, owner.position):
-            owner._pending.append(share)
-            yield share.ids
+        loader = self._loader
+        for batch_slice in loader.epoch_sampler.iter_slices(loader.epoch, loader.position):
+            loader._pending_slices.append(batch_slice)
+            yield batch_slice.ids
 
     def __len__(self) -> int:
-        return len(self._owner.plan)
+        return len(self._loader.epoch_sampler)
 
 
-def is_stream(dataset: Any) -> bool:
+def is_iterable_dataset(dataset: Any) -> bool:
     """Whether ``dataset`` can only be read from start to end."""
     if isinstance(dataset, IterableDataset):
         return True
@@ -219,7 +219,7 @@ def build_loader(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
-    **loader: Any,
+    **dataloader_options: Any,
 ) -> StatefulLoader:
     """Return a loader of ``dataset`` for one rank.
 
@@ -232,8 +232,8 @@ def build_loader(
 
     Raises ``ValueError`` when the dataset cannot give every rank a batch, naming the sizes.
     """
-    options = {"num_workers": num_workers, **loader}
-    if is_stream(dataset):
+    options = {"num_workers": num_workers, **dataloader_options}
+    if is_iterable_dataset(dataset):
         if shuffle:
             raise ValueError(
                 "the loader cannot shuffle an IterableDataset: shuffle inside it, or pass shuffle=False"
@@ -251,7 +251,7 @@ def build_loader(
                 "or to be a torch.utils.data.IterableDataset"
             )
         size = len(dataset)
-    plan = EpochPlan(
+    epoch_sampler = EpochSampler(
         num_samples=size,
         batch_size=batch_size,
         rank=rank,
@@ -260,4 +260,4 @@ def build_loader(
         shuffle=shuffle is not False,
         drop_last=drop_last,
     )
-    return StatefulLoader(dataset, plan, collate_fn=collate_fn, **options)
+    return StatefulLoader(dataset, epoch_sampler, collate_fn=collate_fn, **options)

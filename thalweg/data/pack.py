@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
-class PackedBlocks(Dataset[dict[str, Tensor]]):
+class PackedDataset(Dataset[dict[str, Tensor]]):
     """A map-style dataset of blocks over one stream of tokens.
 
     ``self[i]`` is a dictionary of int64 tensors of shape (T,): ``input_ids`` and
@@ -76,25 +76,25 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         start = index % self._num_blocks * T
         window = np.asarray(self.tokens[start : start + T + 1], dtype=np.int64)
         inputs = np.full(T, self.pad_id, dtype=np.int64)
-        labels = np.full(T, IGNORED, dtype=np.int64)
+        labels = np.full(T, IGNORE_INDEX, dtype=np.int64)
         size = min(T, len(window))
         inputs[:size] = window[:size]
         labels[: len(window) - 1] = window[1:]
         block = {"input_ids": inputs, "labels": labels}
         if self.separate:
-            block |= self._documents(start, size, labels)
+            block |= self._document_fields(start, size, labels)
         return {name: torch.from_numpy(values) for name, values in block.items()}
 
-    def _documents(self, start: int, size: int, labels: np.ndarray) -> dict[str, np.ndarray]:
+    def _document_fields(self, start: int, size: int, labels: np.ndarray) -> dict[str, np.ndarray]:
         assert self.document_starts is not None
-        at = np.arange(start, start + size + 1)
-        document = np.searchsorted(self.document_starts, at, side="right") - 1
-        labels[:size][document[1:] != document[:-1]] = IGNORED
+        token_positions = np.arange(start, start + size + 1)
+        document = np.searchsorted(self.document_starts, token_positions, side="right") - 1
+        labels[:size][document[1:] != document[:-1]] = IGNORE_INDEX
         ids = np.full(self.block_size, -1, dtype=np.int64)
         positions = np.zeros(self.block_size, dtype=np.int64)
         ids[:size] = document[:size]
         first = np.maximum(self.document_starts[document[:size]], start)
-        positions[:size] = at[:size] - first
+        positions[:size] = token_positions[:size] - first
         return {"document_ids": ids, "position_ids": positions}
 
 
@@ -106,34 +106,34 @@ def pack(
     pad_id: int = 0,
     separate: bool = False,
     tail: Literal["pad", "drop"] = "pad",
-) -> PackedBlocks:
+) -> PackedDataset:
     """Pack ``sequences`` into blocks of ``block_size`` tokens; ``end_id`` is put after each sequence.
 
     The last block is filled up with ``pad_id`` (its labels -100), or left out with
     ``tail="drop"``.  Raises ``ValueError`` for a negative token and when there are too
     few tokens for one block.
     """
-    tokens, starts = concatenate(sequences, end_id=end_id)
-    return PackedBlocks(
+    tokens, starts = concatenate_sequences(sequences, end_id=end_id)
+    return PackedDataset(
         tokens, block_size, document_starts=starts, pad_id=pad_id, separate=separate, tail=tail
     )
 
 
-def concatenate(
+def concatenate_sequences(
     sequences: Iterable[Sequence[int] | np.ndarray], *, end_id: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the stream (the narrowest of uint16, uint32, int64) and each document's start in it (int64)."""
-    parts: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     lengths: list[int] = []
     end = np.array([] if end_id is None else [end_id], dtype=np.int64)
-    for number, sequence in enumerate(sequences):
-        part = np.asarray(sequence)
-        part = part.astype(np.int64) if part.dtype.kind in "iu" or not part.size else _refuse(part, number)
-        if part.size and part.min() < 0:
-            raise ValueError(f"sequence {number} holds the negative token {part.min()}")
-        parts += [part, end]
-        lengths.append(len(part) + len(end))
-    stream = np.concatenate(parts) if parts else end[:0]
+    for index, sequence in enumerate(sequences):
+        array = np.asarray(sequence)
+        array = array.astype(np.int64) if array.dtype.kind in "iu" or not array.size else _raise_not_integer(array, index)
+        if array.size and array.min() < 0:
+            raise ValueError(f"sequence {index} holds the negative token {array.min()}")
+        arrays += [array, end]
+        lengths.append(len(array) + len(end))
+    stream = np.concatenate(arrays) if arrays else end[:0]
     largest = int(stream.max()) if stream.size else 0
     for dtype in (np.uint16, np.uint32):
         if largest <= np.iinfo(dtype).max:
@@ -159,7 +159,7 @@ def open_tokens(path: str | Path) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _refuse(part: np.ndarray, number: int) -> np.ndarray:
+def _raise_not_integer(array: np.ndarray, index: int) -> np.ndarray:
     raise ValueError(
-        f"sequence {number} holds {part.dtype}, not whole numbers: encode text to token ids first"
+        f"sequence {index} holds {array.dtype}, not whole numbers: encode text to token ids first"
     )

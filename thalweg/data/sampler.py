@@ -33,7 +33,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
     """One rank's part of a step: the epoch's samples ``[start, stop)`` go to all ranks, ``ids`` to this.
 
     ``last``: the epoch has no step after this one.
@@ -42,12 +42,12 @@ class Share:
     start: int
     stop: int
     ids: list[int]
-    repeated: int = 0
-    last: bool = False
+    num_duplicates: int = 0
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class EpochSampler:
     """Deals out the sample ids of each epoch; a pure function of its fields.
 
     ``order`` overrides the seeded permutation: it maps the epoch to the ids in order, and
@@ -97,21 +97,21 @@ class EpochPlan:
             return np.arange(self.num_samples)
         return permutation(self.num_samples, self.seed, epoch)
 
-    def shares(self, epoch: int, position: int = 0) -> Iterator[Share]:
+    def iter_slices(self, epoch: int, position: int = 0) -> Iterator[BatchSlice]:
         """Yield this rank's shares of ``epoch`` from ``position`` on."""
         ids: np.ndarray | None = None
-        while total := self.take(self.num_samples - position):
+        while step_size := self.next_step_size(self.num_samples - position):
             ids = self.ids(epoch) if ids is None else ids
-            low, high = share_bounds(total, self.rank, self.world_size)
-            own = ids[position + low : position + high]
-            repeated = int(self.rank >= total)
-            if repeated:
-                own = ids[self.rank - total : self.rank - total + 1]
-            start, position = position, position + total
-            last = self.take(self.num_samples - position) == 0
-            yield Share(start, position, own.tolist(), repeated, last)
+            low, high = rank_slice_bounds(step_size, self.rank, self.world_size)
+            rank_ids = ids[position + low : position + high]
+            num_duplicates = int(self.rank >= step_size)
+            if num_duplicates:
+                rank_ids = ids[self.rank - step_size : self.rank - step_size + 1]
+            start, position = position, position + step_size
+            is_last = self.next_step_size(self.num_samples - position) == 0
+            yield BatchSlice(start, position, rank_ids.tolist(), num_duplicates, is_last)
 
-    def take(self, remaining: int) -> int:
+    def next_step_size(self, remaining: int) -> int:
         """Return how many of the ``remaining`` samples the next step of all ranks takes; 0 ends the epoch."""
         step = self.world_size * self.batch_size
         if remaining < step:
@@ -122,7 +122,7 @@ class EpochPlan:
         return step
 
 
-def share_bounds(total: int, rank: int, world_size: int) -> tuple[int, int]:
+def rank_slice_bounds(total: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return ``[low, high)``, the rank's contiguous share of ``total``; shares differ by one at most."""
     size, extra = divmod(total, world_size)
     low = rank * size + min(rank, extra)

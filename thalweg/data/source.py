@@ -35,8 +35,8 @@ def read_folder(
     root = Path(root)
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder with text in it: give the path of one that exists")
-    for name in sorted(_names(root, suffixes)):
-        text = _decode(root / name)
+    for name in sorted(_iter_text_files(root, suffixes)):
+        text = _read_text(root / name)
         if text and text.strip():
             yield Document(name, text)
 
@@ -55,13 +55,13 @@ def stdlib_documents(*, tests: bool = True) -> Iterator[Document]:
 def read_files(paths: Iterable[str | Path]) -> Iterator[Document]:
     """Yield the named files in the order given; raises ``ValueError`` for one that is not readable text."""
     for path in map(Path, paths):
-        text = _decode(path)
+        text = _read_text(path)
         if text is None:
             raise ValueError(f"{path} cannot be read as UTF-8 text: convert it, or leave it out")
         yield Document(path.as_posix(), text)
 
 
-def split_held_out(documents: Iterable[Document], every: int) -> tuple[list[Document], list[Document]]:
+def split_held_out(documents: Iterable[Document], one_in: int) -> tuple[list[Document], list[Document]]:
     """Return ``(training, held out)``: about one document in ``every``, chosen by a hash of its name.
 
     Adding or removing a file moves no other file across the line.
@@ -70,11 +70,11 @@ def split_held_out(documents: Iterable[Document], every: int) -> tuple[list[Docu
     held_out: list[Document] = []
     for document in documents:
         digest = hashlib.blake2b(document.name.encode(), digest_size=8).digest()
-        (held_out if int.from_bytes(digest, "big") % every == 0 else training).append(document)
+        (held_out if int.from_bytes(digest, "big") % one_in == 0 else training).append(document)
     return training, held_out
 
 
-def _names(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+def _iter_text_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     for folder, children, files in os.walk(root):
         children[:] = [child for child in children if child not in _SKIPPED_FOLDERS]
         for file in files:
@@ -82,7 +82,7 @@ def _names(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
                 yield (Path(folder) / file).relative_to(root).as_posix()
 
 
-def _decode(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         raw = path.read_bytes()
     except OSError:

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from thalweg.data.sampler import EpochPlan, Share, share_bounds
+from thalweg.data.sampler import EpochSampler, BatchSlice, rank_slice_bounds
 
 
-class StreamShares(IterableDataset):
+class ShardedIterableDataset(IterableDataset):
     """Yields ``(share, collated batch)`` for one rank, from sample ``start`` of the stream on.
 
     A dataset with ``set_epoch`` is told nothing here: a stream that differs between epochs
@@ -25,29 +25,29 @@ class StreamShares(IterableDataset):
     """
 
     def __init__(
-        self, dataset: Any, plan: EpochPlan, start: int, collate_fn: Callable[[list[Any]], Any]
+        self, dataset: Any, epoch_sampler: EpochSampler, start: int, collate_fn: Callable[[list[Any]], Any]
     ) -> None:
         self._dataset = dataset
-        self._plan = plan
+        self._epoch_sampler = epoch_sampler
         self._start = start
         self._collate = collate_fn
 
-    def __iter__(self) -> Iterator[tuple[Share, Any]]:
-        plan = self._plan
-        ahead = plan.world_size * plan.batch_size + plan.world_size
+    def __iter__(self) -> Iterator[tuple[BatchSlice, Any]]:
+        epoch_sampler = self._epoch_sampler
+        lookahead = epoch_sampler.world_size * epoch_sampler.batch_size + epoch_sampler.world_size
         stream = islice(iter(self._dataset), self._start, None)
-        window: list[Any] = list(islice(stream, ahead))
+        lookahead_buffer: list[Any] = list(islice(stream, lookahead))
         position = self._start
-        while total := plan.take(len(window)):
-            low, high = share_bounds(total, plan.rank, plan.world_size)
+        while step_size := epoch_sampler.next_step_size(len(lookahead_buffer)):
+            low, high = rank_slice_bounds(step_size, epoch_sampler.rank, epoch_sampler.world_size)
             ids = list(range(position + low, position + high))
-            samples = window[low:high]
-            repeated = int(not samples)
-            if repeated:  # fewer samples left than ranks: see the rule in sampler.py
-                again = (plan.rank - total) % total
-                ids, samples = [position + again], [window[again]]
-            del window[:total]
-            window += islice(stream, ahead - len(window))
-            start, position = position, position + total
-            last = plan.take(len(window)) == 0
-            yield Share(start, position, ids, repeated, last), self._collate(samples)
+            samples = lookahead_buffer[low:high]
+            num_duplicates = int(not samples)
+            if num_duplicates:  # fewer samples left than ranks: see the rule in sampler.py
+                duplicate_index = (epoch_sampler.rank - step_size) % step_size
+                ids, samples = [position + duplicate_index], [lookahead_buffer[duplicate_index]]
+            del lookahead_buffer[:step_size]
+            lookahead_buffer += islice(stream, lookahead - len(lookahead_buffer))
+            start, position = position, position + step_size
+            is_last = epoch_sampler.next_step_size(len(lookahead_buffer)) == 0
+            yield BatchSlice(start, position, ids, num_duplicates, is_last), self._collate(samples)

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-END = "<|end|>"
-_SMALLEST = 257  # every byte, and the end of a document
+END_TOKEN = "<|end|>"
+_MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 
 
 class BytePairTokenizer:
@@ -26,13 +26,13 @@ class BytePairTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.vocab_size: int = tokenizer.get_vocab_size()
-        self.end_id: int = tokenizer.token_to_id(END)
+        self.end_id: int = tokenizer.token_to_id(END_TOKEN)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of one text, (length,), uint32."""
-        return self.encode_all([text])[0]
+        return self.encode_batch([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text; the texts are spread over the processor's cores."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, dtype=np.uint32) for item in encoded]
@@ -52,22 +52,22 @@ class BytePairTokenizer:
     @staticmethod
     def load(path: str | Path) -> BytePairTokenizer:
         """Read what :meth:`save` wrote; raises ``ValueError`` naming the file when it is damaged."""
-        tokenizers = _package()
+        tokenizers = _import_tokenizers()
         try:
             tokenizer = tokenizers.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"there is no tokenizer at {path}") from None
         except Exception as error:  # the package raises a bare Exception for bad JSON
             raise ValueError(f"{path} is not a tokenizer ({error}): delete it to train a new one") from None
-        if tokenizer.token_to_id(END) is None:
+        if tokenizer.token_to_id(END_TOKEN) is None:
             raise ValueError(
-                f"{path} has no {END} token: it was not made by Thalweg; delete it to train a new one"
+                f"{path} has no {END_TOKEN} token: it was not made by Thalweg; delete it to train a new one"
             )
         return BytePairTokenizer(tokenizer)
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, *, cache: str | Path | None = None
+    texts: Iterable[str], vocab_size: int, *, cache_dir: str | Path | None = None
 ) -> BytePairTokenizer:
     """Return a tokenizer of ``vocab_size`` tokens trained on ``texts``.
 
@@ -76,27 +76,27 @@ def train_tokenizer(
     than asked for (nothing is left to merge).  Raises ``ValueError`` for a vocabulary
     that cannot hold the 256 bytes and the end marker.
     """
-    if vocab_size < _SMALLEST:
-        raise ValueError(f"a byte-level vocabulary needs at least {_SMALLEST} tokens, not {vocab_size}")
+    if vocab_size < _MIN_VOCAB_SIZE:
+        raise ValueError(f"a byte-level vocabulary needs at least {_MIN_VOCAB_SIZE} tokens, not {vocab_size}")
     texts = list(texts)
-    kept = None if cache is None else Path(cache) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
-    if kept is not None and kept.exists():
-        return BytePairTokenizer.load(kept)
-    tokenizers = _package()
+    cached_path = None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
+    if cached_path is not None and cached_path.exists():
+        return BytePairTokenizer.load(cached_path)
+    tokenizers = _import_tokenizers()
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END_TOKEN],
         initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     result = BytePairTokenizer(tokenizer)
-    if kept is not None:
-        result.save(kept)
+    if cached_path is not None:
+        result.save(cached_path)
     return result
 
 
@@ -109,7 +109,7 @@ def _digest(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _package() -> Any:
+def _import_tokenizers() -> Any:
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError("the tokenizer needs the package 'tokenizers': run `pip install 'thalweg[hf]'`")
     import tokenizers

@@ -52,11 +52,11 @@ class NativeEncoder:
         self.width, self.max_length, self.max_tokens = encoder.width, max_length, max_tokens
         self._own = weights is None
         self._weights = weights or Resident(encoder, form)
-        self._blocks = np.zeros((most, -(-max_length // native.BLOCK)), dtype=np.int32)
+        self._blocks = np.zeros((most, -(-max_length // native.BLOCK_SIZE)), dtype=np.int32)
         self._tables = tables
         laid = _Layout(
             self._weights, encoder, form, cache=cache, tokens=max_tokens, reach=max_length,
-            num_blocks=max_tokens // native.BLOCK + most, tables=self._blocks, told=told, to=tables,
+            num_blocks=max_tokens // native.BLOCK_SIZE + most, tables=self._blocks, told=told, to=tables,
             adapters=adapters,
         )  # fmt: skip
         self._x, self._final, self.weight_bytes = laid.embedded, laid.final, laid.weight_bytes
@@ -83,7 +83,7 @@ class NativeEncoder:
             assert length <= self.max_length and at + length <= self.max_tokens, (
                 "the caller keeps to the room"
             )
-            blocks = -(-length // native.BLOCK)
+            blocks = -(-length // native.BLOCK_SIZE)
             self._blocks[number, :blocks] = np.arange(block, block + blocks)
             tokens[part], positions[part], lasts[part] = source.tokens, np.arange(length), length - 1
             table_of[part] = number * self._blocks.strides[0]
@@ -148,7 +148,7 @@ class _Layout(Layout):
             self.layer(layer, *room[a.kv_heads, a.dim])
         self.final = self.x
         if e.norm is not None:
-            self.final = self.hold(native.row_buffer(tokens, e.width))
+            self.final = self.hold(native.allocate_rows(tokens, e.width))
             self.norm_into(e.norm, self.x, self.final)
         if to is not None:
             rows = self.prepare(None, self.final, form, "told")
@@ -162,7 +162,7 @@ class _Layout(Layout):
         return self.ends
 
     def _tell(
-        self, cross: Cross, rows: native.Rows, a: Attention, pool: tuple[Tensor, Tensor, int], to: int
+        self, cross: Cross, rows: native.ActivationBuffer, a: Attention, pool: tuple[Tensor, Tensor, int], to: int
     ) -> None:
         """Compute keys and values of the source for a layer of a decoder, and store them."""
         kv = self.buffer("kv", cross.kv.outputs)

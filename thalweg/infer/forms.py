@@ -24,7 +24,7 @@ def form_of(options: EngineOptions) -> str:
         return options.dtype
     if options.device != "cpu":
         return "bf16"
-    return "fp32" if native.missing("bf16") else "bf16"
+    return "fp32" if native.unsupported_reason("bf16") else "bf16"
 
 
 def dtype_of(form: str, options: EngineOptions) -> str:

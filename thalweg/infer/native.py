@@ -28,15 +28,15 @@ from thalweg.infer.laid import Layout, plain_heads
 from thalweg.infer.team import Team
 from thalweg.infer.weights import Resident, Weights, head_form
 from thalweg.ops import native
-from thalweg.store.paged import Ahead
+from thalweg.store.paged import PagePrefaulter
 
 
 def check(decoder: Decoder | Encoder, form: str, cache: str = "fp32") -> None:
     """Raise Unsupported unless this processor and this model suit the kernels."""
     for name in {form, "int8"} if cache == "int8" else {form}:
-        if why := native.missing(name):
+        if why := native.unsupported_reason(name):
             raise Unsupported(why)
-    if cache not in native.CACHES:
+    if cache not in native.KV_DTYPE_BYTES:
         raise Unsupported(f"a cache in {cache}")
     encoder = decoder.encoder if isinstance(decoder, Decoder) else None
     sizes = [decoder.width] if encoder is None else [decoder.width, encoder.width]
@@ -65,7 +65,7 @@ class NativeRunner:
     ``threads``: 0 for as many as torch has.
     """
 
-    block_size = native.BLOCK
+    block_size = native.BLOCK_SIZE
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class NativeRunner:
                 positions[at : at + length] = np.arange(start, start + length)
                 table_of[at : at + length] = slot * stride
             at += length
-            if length > 1 or start % native.BLOCK == 0:
-                block = int(self.tables[slot, (start + length - 1) // native.BLOCK])
-                self._ahead.reach(block // native.STRIPE)
+            if length > 1 or start % native.BLOCK_SIZE == 0:
+                block = int(self.tables[slot, (start + length - 1) // native.BLOCK_SIZE])
+                self._ahead.prefault_to(block // native.BLOCKS_PER_STRIPE)
         if self._adapted:
             self._adapters[:count] = self.adapter_of[table_of[:count] // stride]
         if self._encoder is not None:
@@ -243,7 +243,7 @@ class _Decoder(Layout):
         # Each token's source: its table as an offset in bytes, and its last position.
         self._source_of, self._source_ends = self.source_inputs
         memory, self.pools = self.pool(owner.num_blocks, [x.attention for x in d.layers])
-        self.ahead = Ahead(memory, piece=self.pools[0][2])
+        self.ahead = PagePrefaulter(memory, chunk_bytes=self.pools[0][2])
         if d.embed_norm is not None:
             self.norm_into(d.embed_norm, self.x, self.x)
         speaks = owner.team is None or owner.team.last
@@ -252,7 +252,7 @@ class _Decoder(Layout):
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.tape, self.products = self.head, self.head[0], 0
         if owner.team is None:
-            self.logits = self.hold(torch.empty(tokens, native.padded(d.vocab, 32)))
+            self.logits = self.hold(torch.empty(tokens, native.round_up(d.vocab, 32)))
         else:
             self.logits = owner.team.logits
         if not speaks:
@@ -263,7 +263,7 @@ class _Decoder(Layout):
         first = 0 if self.team is None else self.team.first_token
         self.product(rows, d.head, self.logits[:, first:], head_form(form))
         if self.team is not None:
-            self.call(self.kernels.meet(), *self.team.meeting())
+            self.call(self.kernels.barrier(), *self.team.meeting())
         self.final, self.best = rows.y, self._find_best(d.vocab)
 
     @property
@@ -287,7 +287,7 @@ class _Decoder(Layout):
 
         Returns their queries; everything else of the layout is theirs from now on.
         """
-        queries = self.hold(torch.zeros(self.tokens, native.padded(width, 16)))
+        queries = self.hold(torch.zeros(self.tokens, native.round_up(width, 16)))
         x = self.hold(torch.zeros_like(self.x))
         self.count += 8
         self._copy(qkv, queries, 4 * width)
@@ -308,12 +308,12 @@ class _Decoder(Layout):
     def _copy(self, rows: Tensor, to: Tensor, nbytes: int) -> None:
         """Copy ``nbytes`` of each wanted row."""
         strides = [t.stride(0) * t.element_size() for t in (rows, to)]
-        self.call(self.kernels.pick(), rows, strides[0], to, strides[1], self.count, self.wanted, nbytes)
+        self.call(self.kernels.gather_rows(), rows, strides[0], to, strides[1], self.count, self.wanted, nbytes)
 
     def _find_best(self, vocab: int) -> tuple[Tensor, Tensor]:
         places, values = torch.zeros(self.tokens, dtype=torch.int32), torch.zeros(self.tokens)
         if self.team is None or self.team.rank == 0:
             self.call(
-                self.kernels.best(), self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places
+                self.kernels.argmax(), self.logits, self.logits.stride(0) * 4, self.count, vocab, values, places
             )
         return self.hold(places), self.hold(values)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from thalweg.store.disk import Disk
-from thalweg.store.io import IoThreads, Meter, Ticket
+from thalweg.store.io import IoThreadPool, IoThroughput, IoFuture
 from thalweg.store.regions import PAGE, round_up
 from thalweg.utils.log import get_logger
 
@@ -62,8 +62,8 @@ class PackedFile:
     ) -> None:
         assert all(size % PAGE == 0 for size in sizes), sizes
         self.folder, self.sizes, self._disk = Path(folder), list(sizes), disk or Disk()
-        self.reads = Meter()
-        self._threads = IoThreads(_THREADS, "thalweg-weights")
+        self.reads = IoThroughput()
+        self._threads = IoThreadPool(_THREADS, "thalweg-weights")
         self._about = json.dumps({"format": _FORMAT, "key": key, "sizes": self.sizes}, sort_keys=True)
         digest = hashlib.sha256(self._about.encode()).hexdigest()[:20]
         self.path = None if key is None else self.folder / f"thalweg-weights-{digest}.safetensors"
@@ -123,7 +123,7 @@ class PackedFile:
             else:
                 self._part = self.path.with_suffix(f".{secrets.token_hex(6)}.part")
                 handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._disk.allocate(handle, total)
+            self._disk.fallocate(handle, total)
         except OSError as error:
             raise ValueError(
                 f"the weights cannot be written to {self.folder}: {error.strerror}. Name a folder that this"
@@ -205,7 +205,7 @@ class PackedFile:
     def forget_cached(self) -> None:
         """Write the file out and leave the page cache to others."""
         os.fsync(self._handle)
-        self._disk.forget_cached(self._handle, 0, self._starts[-1])
+        self._disk.drop_page_cache(self._handle, 0, self._starts[-1])
 
     # Reading
 
@@ -223,11 +223,11 @@ class PackedFile:
             self.verify(segment, view[start : start + self.sizes[segment]])
         return [base + start for start in self._starts[:-1]]
 
-    def read(self, segment: int, into: Tensor) -> Ticket:
+    def read(self, segment: int, into: Tensor) -> IoFuture:
         """Begin to read a segment into page-aligned bytes, past the page cache where that is possible."""
         view = bytes_of(into)
         start, size = self._starts[segment], self.sizes[segment]
-        return Ticket(
+        return IoFuture(
             self._threads.submit(self._read, view[at : min(at + _BLOCK, size)], start + at)
             for at in range(0, size, _BLOCK)
         )
@@ -268,7 +268,7 @@ class PackedFile:
         self._maps.clear()
 
 
-def _give_back(disk: Disk, threads: IoThreads, handles: Sequence[int], part: Path | None) -> None:
+def _give_back(disk: Disk, threads: IoThreadPool, handles: Sequence[int], part: Path | None) -> None:
     threads.close()
     for handle in handles:
         disk.close(handle)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thalweg.ops.table import cache_directory
-from thalweg.plan.cluster import host_memory_available
-from thalweg.store.io import Ticket
+from thalweg.ops.table import get_cache_dir
+from thalweg.plan.cluster import available_host_memory
+from thalweg.store.io import IoFuture
 from thalweg.store.nvme import SwapFile
 from thalweg.store.regions import PAGE, round_up
 
@@ -72,7 +72,7 @@ class _Coming:
     """A part's bytes on their way."""
 
     flat: Tensor
-    ticket: Ticket | None = None
+    ticket: IoFuture | None = None
     event: Any = None
 
     def wait(self, device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class Passing:
         memory: int | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.memory = memory or int(_SHARE * (host_memory_available() or 2**32))
+        self.memory = memory or int(_SHARE * (available_host_memory() or 2**32))
         self.parts = [part for root in roots for part in _cut(root, self.memory // _FRACTION)]
         self.held = self.most_held = 0
         self._hooks: list[Any] = []
@@ -135,7 +135,7 @@ class Passing:
         if self._file is None:
             part.host = flat.pin_memory()
             return self._empty(part)
-        part.offset = self._file.region(part.nbytes)
+        part.offset = self._file.allocate(part.nbytes)
         self._file.write(part.offset, flat).wait()
         if not self._mapped:
             return self._empty(part)
@@ -213,7 +213,7 @@ def _folder(given: str | Path | None) -> str | Path:
     """Return a folder on a disk, which that for temporary files often is not."""
     if given is not None:
         return given
-    base = cache_directory()
+    base = get_cache_dir()
     if base is None:
         raise ValueError("there is no cache directory for streamed weights: set stream_folder")
     made = base / "weights"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from thalweg.infer.api import EngineOptions
 from thalweg.infer.prequantised import check_complete, load_quantised, method_of, readable
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.utils.folder import check_model
+from thalweg.utils.folder import check_model_path
 
 Kind = Literal["causal", "seq2seq", "encoder"]
 
@@ -68,7 +68,7 @@ def load_model(model: str | Path, options: EngineOptions) -> Any:
     """Load a model that generates, or an encoder, in the dtype and onto the device of the options."""
     import transformers
 
-    check_model(model)
+    check_model_path(model)
     remote = options.trust_remote_code
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=remote)

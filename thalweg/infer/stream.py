@@ -39,10 +39,10 @@ from thalweg.infer.describe import MLP, Decoder, Linear
 from thalweg.infer.packfile import PackedFile, bytes_of
 from thalweg.infer.weights import Packed, head_form, line_up, linears, packed_bytes
 from thalweg.ops import native
-from thalweg.ops.table import cache_directory
-from thalweg.plan.cluster import host_memory_available, this_machine
-from thalweg.store.io import Ticket
-from thalweg.store.paged import PagedMemory
+from thalweg.ops.table import get_cache_dir
+from thalweg.plan.cluster import available_host_memory, local_cluster
+from thalweg.store.io import IoFuture
+from thalweg.store.paged import EvictableMemory
 from thalweg.store.regions import round_up
 
 _SLOTS = (4, 3, 2)
@@ -173,13 +173,13 @@ class _InFile:
 
     def _put(self, part: Linear, form: str, start: int, stop: int, fresh: bool) -> Packed:
         places, nbytes = {}, 0
-        for name, size in native.packed_sizes(part.outputs, part.inputs, form).items():
+        for name, size in native.packed_nbytes(part.outputs, part.inputs, form).items():
             places[name] = self._at
             self._at += line_up(size)
             nbytes += size
         if not self.file.complete:
             at = dict(places)
-            for block in native.pack_blocks((part.outputs, part.inputs), part.copy_rows, form):
+            for block in native.iter_packed_blocks((part.outputs, part.inputs), part.copy_rows, form):
                 for name, piece in block.items():
                     self.file.write(self._segment, at[name], piece)
                     at[name] += piece.numel()
@@ -206,7 +206,7 @@ class Mapped(_InFile):
         """All weights were put."""
         self.file.seal()
 
-    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+    def run(self, tapes: Sequence[native.Program], first: int) -> None:
         """Run the tapes."""
         for tape in tapes:
             tape.run()
@@ -223,15 +223,15 @@ class Streamed(_InFile):
     def __init__(self, decoder: Decoder, form: str, folder: Path, key: Any, memory: int | None) -> None:
         super().__init__(decoder, form, folder, key)
         if memory is None:
-            memory = int(_SHARE * (host_memory_available() or 2**32))
+            memory = int(_SHARE * (available_host_memory() or 2**32))
             memory = max(memory, len(_SLOTS) * max(self.file.sizes))
         try:
             self.circuit = circuit(self.file.sizes, memory)
         except ValueError:
             self.file.close()
             raise
-        self._memory = PagedMemory(self.circuit.memory)
-        self._tickets: dict[int, Ticket] = {}
+        self._memory = EvictableMemory(self.circuit.memory)
+        self._tickets: dict[int, IoFuture] = {}
         self._seen: set[int] = set()
 
     def _base(self, segment: int) -> int:
@@ -265,7 +265,7 @@ class Streamed(_InFile):
             del self._tickets[segment]
             self._fetch(self.circuit.after(segment))
 
-    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+    def run(self, tapes: Sequence[native.Program], first: int) -> None:
         """Run each tape when its segment has arrived, then let another take its place."""
         for segment, tape in enumerate(tapes, first):
             self._arrive(segment)
@@ -281,7 +281,7 @@ class Streamed(_InFile):
     def close(self) -> None:
         """Wait for what is under way; close the file."""
         for ticket in self._tickets.values():
-            ticket.settle()
+            ticket.wait_ignoring_errors()
         self._tickets.clear()
         super().close()
 
@@ -299,7 +299,7 @@ def streamed_weights(decoder: Decoder, form: str, options: EngineOptions, key: A
 
 
 def _default_folder() -> Path:
-    base = cache_directory()
+    base = get_cache_dir()
     if base is None:
         raise ValueError("there is no cache directory for streamed weights: set stream_folder")
     return base / "weights"
@@ -320,12 +320,12 @@ def best_batch(
 
 def planned_batch(decoder: Decoder, form: str, options: EngineOptions, length: int) -> int:
     """Return the batch for the most tokens a second on this machine: see :func:`best_batch`."""
-    machine = this_machine()
+    machine = local_cluster()
     every = [x for layer in decoder.layers if isinstance(layer.mlp, MLP) for x in linears(layer)]
     every.append(decoder.head)
     per_token = sum(2 * x.attention.kv_heads * x.attention.dim for x in decoder.layers)
-    speed = machine.flops_of(torch.float32 if form == "fp32" else torch.bfloat16)
-    free = host_memory_available() or 2**32
+    speed = machine.peak_flops(torch.float32 if form == "fp32" else torch.bfloat16)
+    free = available_host_memory() or 2**32
     rate = machine.host_memory_bandwidth if options.stream == "cpu" else machine.disk_read_bandwidth
     return best_batch(
         read_bytes=sum(packed_bytes(x.outputs, x.inputs, form) for x in every),

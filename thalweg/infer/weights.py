@@ -17,7 +17,7 @@ import torch
 
 from thalweg.infer.describe import MLP, Decoder, Encoder, Layer, Linear
 from thalweg.ops import native
-from thalweg.store.paged import PagedMemory
+from thalweg.store.paged import EvictableMemory
 
 LINE = 64  # bytes: every part of a packed weight begins on a cache line
 
@@ -43,7 +43,7 @@ class Weights(Protocol):
         """Take the next layer's weights; yield its ranges of outputs in order."""
         ...
 
-    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+    def run(self, tapes: Sequence[native.Program], first: int) -> None:
         """Run the tapes of segments ``first`` and on, each when its weights are there."""
         ...
 
@@ -97,7 +97,7 @@ def line_up(nbytes: int) -> int:
 
 def packed_bytes(outputs: int, inputs: int, form: str) -> int:
     """Return the bytes that a packed layer takes, its parts on lines of their own."""
-    return sum(line_up(size) for size in native.packed_sizes(outputs, inputs, form).values())
+    return sum(line_up(size) for size in native.packed_nbytes(outputs, inputs, form).values())
 
 
 class Resident:
@@ -105,18 +105,18 @@ class Resident:
 
     def __init__(self, stack: Decoder | Encoder, form: str) -> None:
         total = sum(packed_bytes(x.outputs, x.inputs, kind) for x, kind in every(stack, form))
-        self._memory = PagedMemory(total)
+        self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._at = 0
 
     def put(self, layer: Linear, form: str) -> Iterator[Packed]:
         """Pack into the memory, in one range."""
         start = {}
-        for part, size in native.packed_sizes(layer.outputs, layer.inputs, form).items():
+        for part, size in native.packed_nbytes(layer.outputs, layer.inputs, form).items():
             start[part] = self._at
             self._at += line_up(size)
         place = dict(start)
-        for block in native.pack_blocks((layer.outputs, layer.inputs), layer.copy_rows, form):
+        for block in native.iter_packed_blocks((layer.outputs, layer.inputs), layer.copy_rows, form):
             for part, piece in block.items():
                 self._bytes[place[part] : place[part] + piece.numel()] = piece
                 place[part] += piece.numel()
@@ -125,7 +125,7 @@ class Resident:
         nbytes = sum(place[part] - start[part] for part in start)
         yield Packed(0, layer.outputs, base + start["weight"], scale, nbytes)
 
-    def run(self, tapes: Sequence[native.Tape], first: int) -> None:
+    def run(self, tapes: Sequence[native.Program], first: int) -> None:
         """Run the tapes."""
         for tape in tapes:
             tape.run()

@@ -15,26 +15,26 @@ import sys
 def main() -> int:
     """Take the job and run it; returns this host's exit code."""
     inbox, outbox = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    text = bytearray()
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    message = bytearray()
     while (byte := os.read(inbox, 1)) and byte != b"\n":  # one by one: what follows is not ours
-        text += byte
-    if not text:
+        message += byte
+    if not message:
         return 1
-    order = json.loads(text)
+    job_message = json.loads(message)
     try:
-        os.environ.update(order["environ"])
-        os.chdir(order["cwd"])
+        os.environ.update(job_message["environ"])
+        os.chdir(job_message["cwd"])
         if not sys.flags.safe_path:  # the interpreter put this file's folder there
             del sys.path[0]
-        sys.path.insert(0, order["root"])
-        from thalweg.launch.remote import serve
+        sys.path.insert(0, job_message["root"])
+        from thalweg.launch.remote import run_node
     except (OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return serve(order, outbox, inbox)
+    return run_node(job_message, outbox, inbox)
 
 
 if __name__ == "__main__":

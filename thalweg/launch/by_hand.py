@@ -13,34 +13,34 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from thalweg.launch.hosts import is_this_host
-from thalweg.launch.request import Request
+from thalweg.launch.request import LaunchSpec
 
 if TYPE_CHECKING:
-    from thalweg.launch.peers import Place
+    from thalweg.launch.peers import NodeSpec
 
 DEFAULT_PORT = 29500
 
 
-def place_of(
-    request: Request,
+def resolve_node(
+    spec: LaunchSpec,
     num_nodes: str | None,
     node_rank: str | None,
     master_addr: str | None,
     environ: Mapping[str, str] = os.environ,
-) -> tuple[Request, Place | None]:
+) -> tuple[LaunchSpec, NodeSpec | None]:
     """Where this host stands; None where it is the only one.  The request gets ``PET_NPROC_PER_NODE``.
 
     Raises:
         ValueError: a number is none, or there are several hosts and nobody says where to meet.
     """
-    nodes, nodes_name = _given("--num-nodes", num_nodes, "PET_NNODES", environ)
-    rank, rank_name = _given("--node-rank", node_rank, "PET_NODE_RANK", environ)
-    addr, _ = _given("--master-addr", master_addr, "PET_MASTER_ADDR", environ)
+    num_nodes_text, nodes_name = _option_or_env("--num-nodes", num_nodes, "PET_NNODES", environ)
+    node_rank_text, rank_name = _option_or_env("--node-rank", node_rank, "PET_NODE_RANK", environ)
+    addr, _ = _option_or_env("--master-addr", master_addr, "PET_MASTER_ADDR", environ)
     endpoint = environ.get("PET_RDZV_ENDPOINT", "")
-    if request.nproc is None and (per_node := environ.get("PET_NPROC_PER_NODE")):
-        request = replace(request, nproc=per_node)
-    num_hosts = _hosts(nodes_name, nodes)
-    index = 0 if rank is None else _number(rank_name, rank)
+    if spec.nproc is None and (per_node := environ.get("PET_NPROC_PER_NODE")):
+        spec = replace(spec, nproc=per_node)
+    num_hosts = _parse_num_nodes(nodes_name, num_nodes_text)
+    index = 0 if node_rank_text is None else _parse_int(rank_name, node_rank_text)
     if num_hosts == 1:
         if index:
             raise ValueError(
@@ -48,12 +48,12 @@ def place_of(
             )
         if addr is not None and not is_this_host(addr):
             raise ValueError(f"--master-addr {addr} is another host: add --num-nodes N and --node-rank I")
-        return request, None
+        return spec, None
     if index >= num_hosts:
         raise ValueError(
             f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}"
         )
-    if rank is None:
+    if node_rank_text is None:
         raise ValueError(
             f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank "
             "0 to "
@@ -66,19 +66,19 @@ def place_of(
         raise ValueError(
             f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host"
         )
-    port = request.master_port or _number("the port to meet at,", port_text)
-    return request, _place(addr, port, index, num_hosts)
+    port = spec.master_port or _parse_int("the port to meet at,", port_text)
+    return spec, _make_node(addr, port, index, num_hosts)
 
 
-def _place(addr: str, port: int, index: int, num_hosts: int) -> Place:
-    from thalweg.launch.meeting import Meeting, bind
-    from thalweg.launch.peers import Place
+def _make_node(addr: str, port: int, node_rank: int, num_nodes: int) -> NodeSpec:
+    from thalweg.launch.meeting import StaticRendezvous, bind_listener
+    from thalweg.launch.peers import NodeSpec
 
-    listener = bind(addr, port, several=True) if index == 0 else None
-    return Place(index, num_hosts, Meeting(addr, port, index, num_hosts, listener))
+    listener = bind_listener(addr, port, multi_node=True) if node_rank == 0 else None
+    return NodeSpec(node_rank, num_nodes, StaticRendezvous(addr, port, node_rank, num_nodes, listener))
 
 
-def _given(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
+def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """An option or the variable in its place, and which of the two to name in an error."""
     return (
         (value, flag)
@@ -87,19 +87,19 @@ def _given(flag: str, value: str | None, name: str, environ: Mapping[str, str]) 
     )
 
 
-def _hosts(name: str, text: str | None) -> int:
+def _parse_num_nodes(name: str, text: str | None) -> int:
     if text is None:
         return 1
-    least, colon, most = text.partition(":")
-    if colon and least != most:
+    low, colon, high = text.partition(":")
+    if colon and low != high:
         raise ValueError(f"{name} {text}: a number of hosts that changes is not built yet; give one number")
-    number = _number(name, least)
+    number = _parse_int(name, low)
     if number < 1:
         raise ValueError(f"{name} {text} must be at least 1")
     return number
 
 
-def _number(name: str, text: str) -> int:
+def _parse_int(name: str, text: str) -> int:
     if re.fullmatch(r"[0-9]{1,9}", text) is None:
         raise ValueError(f"{name} {text!r} is not a whole number")
     return int(text)

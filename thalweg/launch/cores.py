@@ -18,12 +18,12 @@ _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
-class CorePlan:
+class CpuBinding:
     """``cpus[r]`` are the logical processors of local rank ``r`` (empty: not bound); ``threads`` is per
     rank."""
 
     cpus: tuple[tuple[int, ...], ...]
-    threads: int
+    num_threads: int
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -42,10 +42,10 @@ def cpu_quota(path: Path = _CGROUP) -> float | None:
         return None
 
 
-def physical_cores(cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tuple[int, ...]]:
+def physical_cores(logical_cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tuple[int, ...]]:
     """Group logical processors by physical core, ordered by NUMA node and first processor."""
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for cpu in cpus:
+    for cpu in logical_cpus:
         folder = sysfs / f"cpu{cpu}"
         try:
             siblings = parse_cpu_list((folder / "topology/thread_siblings_list").read_text())
@@ -61,26 +61,26 @@ def physical_cores(cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tuple[int,
 def parse_cpu_list(text: str) -> tuple[int, ...]:
     """Read the kernel's ``0-3,8`` as ``(0, 1, 2, 3, 8)``; ``ValueError`` says what was expected."""
     cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, dash, last = part.strip().partition("-")
+    for item in text.strip().split(","):
+        first, dash, last = item.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{text.strip()!r} is not a list of cores: write it as 0-3,8")
         cpus.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cpus))
 
 
-def plan_cores(
+def assign_cores(
     nproc: int, cores: Sequence[tuple[int, ...]], *, quota: float | None = None, bind: bool = True
-) -> CorePlan:
+) -> CpuBinding:
     """Deal physical ``cores`` to ``nproc`` ranks: disjoint runs when there are enough, else nobody is bound.
 
     ``threads`` is the number of physical cores each rank has for itself, at least 1, a cgroup's quota
     respected.
     """
-    room = len(cores) if quota is None else min(float(len(cores)), quota)
-    threads = max(1, int(room / nproc))
+    num_available = len(cores) if quota is None else min(float(len(cores)), quota)
+    num_threads = max(1, int(num_available / nproc))
     if not bind or len(cores) < nproc:
-        return CorePlan((), threads)
+        return CpuBinding((), num_threads)
     edges = [rank * len(cores) // nproc for rank in range(nproc + 1)]
-    shares = (cores[start:end] for start, end in pairwise(edges))
-    return CorePlan(tuple(tuple(sorted(cpu for core in share for cpu in core)) for share in shares), threads)
+    slices = (cores[start:end] for start, end in pairwise(edges))
+    return CpuBinding(tuple(tuple(sorted(cpu for core in core_slice for cpu in core)) for core_slice in slices), num_threads)

@@ -31,7 +31,7 @@ class Failure:
     """How one rank failed; ``record`` is what rank.py wrote about an uncaught exception, if it did."""
 
     rank: int
-    code: int
+    returncode: int
     time_ns: int
     record: Mapping[str, str | int | bool] | None
 
@@ -49,22 +49,22 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """The code a shell would see: the rank's own, or 128 + n for signal n."""
-        return self.code if self.code > 0 else 128 - self.code
+        return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     @property
     def summary(self) -> str:
         """One line: the exception's, or how the process ended."""
         if self.record is not None:
             return str(self.record["summary"]).splitlines()[0][:300]
-        if self.code < 0:
-            number = -self.code
+        if self.returncode < 0:
+            number = -self.returncode
             name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
             hint = _HINTS.get(signal.Signals(number)) if name != "unknown" else None
             return f"killed by signal {number} ({name})" + (f", {hint}" if hint else "")
         return "no traceback: it called sys.exit or os._exit"
 
 
-def collect(folder: Path, codes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
+def collect_failures(folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
     """The failures of a job, the first one first.
 
     ``codes`` are the agent's, by rank, minus n for signal n, in the order in which it saw them.
@@ -74,32 +74,32 @@ def collect(folder: Path, codes: Mapping[int, int], exits: Mapping[int, RankExit
         record = json.loads(path.read_text())
         records[int(record["rank"])] = record
     failures = []
-    for position, (rank, code) in enumerate(codes.items()):
-        noted, record = exits.get(rank), records.get(rank)
+    for position, (rank, returncode) in enumerate(returncodes.items()):
+        rank_exit, record = exits.get(rank), records.get(rank)
         if record:
             time_ns = int(record["time_ns"])
-        elif noted is not None and noted.code is not None:
-            time_ns, code = noted.time_ns, noted.code
+        elif rank_exit is not None and rank_exit.returncode is not None:
+            time_ns, returncode = rank_exit.time_ns, rank_exit.returncode
         else:  # the agent was faster; the first it names died before it ended any other
             time_ns = 0 if position == 0 else 2**63
-        if record and code <= 0:  # it had raised, and was ended while it was still leaving
-            code = 1
-        failures.append(Failure(rank, code or 1, time_ns, record))
+        if record and returncode <= 0:  # it had raised, and was ended while it was still leaving
+            returncode = 1
+        failures.append(Failure(rank, returncode or 1, time_ns, record))
     failures.sort(key=lambda failure: (failure.is_peer_loss, failure.time_ns))
-    stopped = {-signal.SIGTERM, -signal.SIGKILL}
-    return failures[:1] + [f for f in failures[1:] if f.record is not None or f.code not in stopped]
+    stop_codes = {-signal.SIGTERM, -signal.SIGKILL}
+    return failures[:1] + [f for f in failures[1:] if f.record is not None or f.code not in stop_codes]
 
 
-def report(failures: list[Failure], nproc: int, where: str = "") -> str:
+def format_report(failures: list[Failure], nproc: int, where: str = "") -> str:
     """The paragraph and the traceback that the user reads; ``where`` names the host, if there are several."""
     first, *others = failures
-    place = f"rank {first.rank} of {nproc}{where}" + (" failed first" if nproc > 1 else " failed")
-    head = f"{place}, exit code {first.exit_code}: {first.summary}"
+    label = f"rank {first.rank} of {nproc}{where}" + (" failed first" if nproc > 1 else " failed")
+    head = f"{label}, exit code {first.exit_code}: {first.summary}"
     if nproc > 1:
         head += "; the other ranks were stopped"
-    also = [f"rank {f.rank}: {f.summary}" for f in others if not f.is_peer_loss][:3]
-    if also:
-        head += f" (also {'; '.join(also)})"
+    other_failures = [f"rank {f.rank}: {f.summary}" for f in others if not f.is_peer_loss][:3]
+    if other_failures:
+        head += f" (also {'; '.join(other_failures)})"
     if first.record is None or first.record["shown"]:
         return f"thalweg run: {head}\n"
     text = f"thalweg run: traceback of rank {first.rank}{where}\n{first.record['traceback']}"

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slots=\d+)?$")
-_NAME = re.compile(
+_HOST_LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slots=\d+)?$")
+_HOSTNAME = re.compile(
     r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$"
 )
-_MOST_SLOTS = 65536  # of one host
-_SLOTS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_MAX_SLOTS = 65536  # of one host
+_SLOT_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Host:
     chosen: tuple[int, ...] | None = None
 
     @property
-    def count(self) -> int | None:
+    def num_slots(self) -> int | None:
         """Slots to use, where that is known."""
         return self.slots if self.chosen is None else len(self.chosen)
 
@@ -62,27 +62,27 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = _LINE.match(text)
+        match = _HOST_LINE.match(text)
         if match is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not `host slots=N`")
-        name = check_name(match["host"], f"{path}, line {number}")
+        name = check_hostname(match["host"], f"{path}, line {number}")
         if any(Host(name).address == host.address for host in hosts.values()):
             raise ValueError(f"{path}, line {number}: {name} is there twice; give each host one line")
         hosts[name] = Host(name, int(match["slots"]) if match["slots"] else None)
-    left = {name: host for name, host in hosts.items() if host.slots != 0}
-    if not left:
+    usable = {name: host for name, host in hosts.items() if host.slots != 0}
+    if not usable:
         raise ValueError(f"{path} names no host: add `localhost slots=N`, or leave out --hostfile")
-    return tuple(left.values())
+    return tuple(usable.values())
 
 
-def check_name(name: str, where: str) -> str:
+def check_hostname(name: str, where: str) -> str:
     """``name`` if it can be a host's; a name such as ``-oProxyCommand=x`` or ``a;b`` is refused."""
-    if _NAME.fullmatch(name) is None:  # `match` would let a line feed at the end pass
+    if _HOSTNAME.fullmatch(name) is None:  # `match` would let a line feed at the end pass
         raise ValueError(f"{where}: {name!r} is not a host's name: letters, digits, dots and dashes")
     return name
 
 
-def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
     """Apply ``--include`` or ``--exclude``; ``hosts`` empty means this host alone, with unknown slots.
 
     Raises ``ValueError`` for both at once, unknown hosts, slots that are not there, or nothing left.
@@ -92,17 +92,17 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     if include is None and exclude is None:
         return tuple(hosts)
     flag, text = ("--include", include) if include is not None else ("--exclude", exclude or "")
-    filters = _parse(flag, text)
-    known = {host.name: host for host in hosts} or _without_file(flag, filters)
+    filters = _parse_filter(flag, text)
+    known = {host.name: host for host in hosts} or _hosts_from_filters(flag, filters)
     for name, slots in filters.items():
-        if _find(known, name) is None:
+        if _find_host(known, name) is None:
             raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {', '.join(known)}")
-        host = known[_find(known, name) or name]
-        if slots is not None and host.slots is not None and (beyond := [s for s in slots if s >= host.slots]):
+        host = known[_find_host(known, name) or name]
+        if slots is not None and host.slots is not None and (out_of_range := [s for s in slots if s >= host.slots]):
             raise ValueError(
-                f"{flag} {text} names slot {beyond[0]}, but {name} has slots 0 to {host.slots - 1}"
+                f"{flag} {text} names slot {out_of_range[0]}, but {name} has slots 0 to {host.slots - 1}"
             )
-    named = {_find(known, name) or name: slots for name, slots in filters.items()}
+    named = {_find_host(known, name) or name: slots for name, slots in filters.items()}
     if flag == "--include":
         chosen = [
             host if named[name] is None else replace(host, chosen=named[name])
@@ -111,14 +111,14 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         ]
     else:
         chosen = [
-            left for name, host in known.items() if (left := _without(host, name in named, named.get(name)))
+            left for name, host in known.items() if (left := _exclude_slots(host, name in named, named.get(name)))
         ]
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")
     return tuple(chosen)
 
 
-def _find(known: Mapping[str, Host], name: str) -> str | None:
+def _find_host(known: Mapping[str, Host], name: str) -> str | None:
     """The key of ``name``: itself, the same host with a user, or another name of this host."""
     for key, host in known.items():
         if name in (key, host.address) or (is_this_host(name) and is_this_host(host.address)):
@@ -126,13 +126,13 @@ def _find(known: Mapping[str, Host], name: str) -> str | None:
     return None
 
 
-def _without_file(flag: str, filters: Mapping[str, tuple[int, ...] | None]) -> dict[str, Host]:
+def _hosts_from_filters(flag: str, filters: Mapping[str, tuple[int, ...] | None]) -> dict[str, Host]:
     if flag == "--exclude":
         raise ValueError("--exclude needs to know what there is: add --hostfile, or use --include")
     return {name: Host(name) for name in filters}
 
 
-def _without(host: Host, named: bool, slots: tuple[int, ...] | None) -> Host | None:
+def _exclude_slots(host: Host, named: bool, slots: tuple[int, ...] | None) -> Host | None:
     """What is left of a host after ``--exclude``."""
     if not named:
         return host
@@ -140,30 +140,30 @@ def _without(host: Host, named: bool, slots: tuple[int, ...] | None) -> Host | N
         return None
     if host.slots is None:
         raise ValueError(f"--exclude {host.name}:...: the hostfile does not say how many slots it has")
-    left = tuple(slot for slot in range(host.slots) if slot not in slots)
-    return replace(host, chosen=left) if left else None
+    remaining = tuple(slot for slot in range(host.slots) if slot not in slots)
+    return replace(host, chosen=remaining) if remaining else None
 
 
-def _parse(flag: str, text: str) -> dict[str, tuple[int, ...] | None]:
+def _parse_filter(flag: str, text: str) -> dict[str, tuple[int, ...] | None]:
     """``a:0,2@b`` as {"a": (0, 2), "b": None}; ``user@host`` cannot be written here, ``host`` finds it."""
     filters: dict[str, tuple[int, ...] | None] = {}
-    for part in text.split("@"):
-        name, colon, slots = part.strip().partition(":")
-        check_name(name, f"{flag} {text}")
+    for item in text.split("@"):
+        name, colon, slots = item.strip().partition(":")
+        check_hostname(name, f"{flag} {text}")
         if name in filters:
             raise ValueError(f"{flag} {text} names {name} twice")
-        if colon and _SLOTS.fullmatch(slots) is None:
-            raise ValueError(f"{flag} {text}: {part} is not `{name}:0,1`")
-        filters[name] = _slots(slots, f"{flag} {text}") if colon else None
+        if colon and _SLOT_LIST.fullmatch(slots) is None:
+            raise ValueError(f"{flag} {text}: {item} is not `{name}:0,1`")
+        filters[name] = _parse_slots(slots, f"{flag} {text}") if colon else None
     return filters
 
 
-def _slots(text: str, where: str) -> tuple[int, ...]:
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
+def _parse_slots(text: str, where: str) -> tuple[int, ...]:
+    slot_ids: set[int] = set()
+    for item in text.split(","):
+        first, _, last = item.partition("-")
         start, stop = int(first), int(last or first)
-        if not start <= stop < _MOST_SLOTS:
-            raise ValueError(f"{where}: {part} is no range of slots: write the lower one first, as in 0-3")
-        found.update(range(start, stop + 1))
-    return tuple(sorted(found))
+        if not start <= stop < _MAX_SLOTS:
+            raise ValueError(f"{where}: {item} is no range of slots: write the lower one first, as in 0-3")
+        slot_ids.update(range(start, stop + 1))
+    return tuple(sorted(slot_ids))

@@ -13,26 +13,26 @@ import struct
 import threading
 from typing import Any
 
-MARK = b"\x00thalweg-agent-1\n"
-HEAD = struct.Struct(">cI")
-MAX_FRAME = 1 << 20
+MAGIC = b"\x00thalweg-agent-1\n"
+HEADER = struct.Struct(">cI")
+MAX_FRAME_BYTES = 1 << 20
 
 
-class Channel:
+class LauncherChannel:
     """The line up to the launcher; threads may share it."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()
-        self._write(MARK)
+        self._write(MAGIC)
 
-    def say(self, **message: Any) -> None:
+    def send_json(self, **message: Any) -> None:
         """Send one object."""
-        self.send(b"j", json.dumps(message).encode())
+        self.send_frame(b"j", json.dumps(message).encode())
 
-    def send(self, kind: bytes, payload: bytes) -> None:
+    def send_frame(self, kind: bytes, payload: bytes) -> None:
         """Send one frame."""
         with self._lock:
-            self._write(HEAD.pack(kind, len(payload)) + payload)
+            self._write(HEADER.pack(kind, len(payload)) + payload)
 
     def _write(self, payload: bytes) -> None:
         view = memoryview(payload)

@@ -15,11 +15,11 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-BACKEND = "thalweg"
-_TIMEOUT = timedelta(seconds=600)
+BACKEND_NAME = "thalweg"
+_STORE_TIMEOUT = timedelta(seconds=600)
 
 
-def bind(addr: str, port: int = 0, several: bool = False) -> socket.socket:
+def bind_listener(addr: str, port: int = 0, multi_node: bool = False) -> socket.socket:
     """A socket bound to ``addr`` and ``port`` (0: a free one).
 
     An address that is not this host's own, such as a cluster's name for it, is listened for on all; so is one
@@ -29,17 +29,17 @@ def bind(addr: str, port: int = 0, several: bool = False) -> socket.socket:
         ValueError: the port is taken, or the name is unknown; the message has the cure.
     """
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(
+        family, kind, proto, _, bind_address = socket.getaddrinfo(
             addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise ValueError(f"{addr} cannot be resolved ({error}): give --master-addr an address") from error
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if several and str(where[0]).startswith(("127.", "::1")):
-        where = ("", port)
+    if multi_node and str(bind_address[0]).startswith(("127.", "::1")):
+        bind_address = ("", port)
     try:
-        listener.bind(where)
+        listener.bind(bind_address)
     except OSError as error:
         if error.errno != 99:  # EADDRNOTAVAIL: a service's address, which leads here from outside
             listener.close()
@@ -50,37 +50,37 @@ def bind(addr: str, port: int = 0, several: bool = False) -> socket.socket:
     return listener
 
 
-class Meeting(RendezvousHandler):
+class StaticRendezvous(RendezvousHandler):
     """The rendezvous of a fixed number of hosts; ``listener`` is host 0's socket (:func:`bind`)."""
 
     def __init__(
-        self, addr: str, port: int, index: int, num_hosts: int, listener: socket.socket | None
+        self, addr: str, port: int, node_rank: int, num_nodes: int, listener: socket.socket | None
     ) -> None:
         self.addr, self.port = addr, port
-        self._index, self._num_hosts = index, num_hosts
-        self._server: Store | None = None
+        self._node_rank, self._num_nodes = node_rank, num_nodes
+        self._server_store: Store | None = None
         if listener is not None:
             self.port = listener.getsockname()[1]
-            self._server = TCPStore(
+            self._server_store = TCPStore(
                 listener.getsockname()[0]
                 if listener.getsockname()[0] not in ("0.0.0.0", "::")
                 else "localhost",
                 self.port,
                 is_master=True,
-                timeout=_TIMEOUT,
+                timeout=_STORE_TIMEOUT,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
 
-    def client(self, timeout: float) -> Store:
+    def connect(self, timeout: float) -> Store:
         """A connection of its own to the store; ``timeout`` in seconds, of connecting and of each call.
 
         Raises:
             ValueError: host 0 does not answer.
         """
         try:
-            limit = timedelta(seconds=timeout)
-            return TCPStore(self.addr, self.port, is_master=False, timeout=limit, wait_for_workers=False)
+            store_timeout = timedelta(seconds=timeout)
+            return TCPStore(self.addr, self.port, is_master=False, timeout=store_timeout, wait_for_workers=False)
         except (DistNetworkError, RuntimeError) as error:
             raise ValueError(
                 f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host "
@@ -88,7 +88,7 @@ class Meeting(RendezvousHandler):
                 "job listens: check --master-addr and --master-port, and that a firewall lets it through"
             ) from error
 
-    def answers(self, timeout: float) -> bool:
+    def is_reachable(self, timeout: float) -> bool:
         """Whether somebody listens where host 0 should; the store's own client would try for longer."""
         try:
             socket.create_connection((self.addr, self.port), timeout).close()
@@ -105,12 +105,12 @@ class Meeting(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Our name in torch's registry."""
-        return BACKEND
+        return BACKEND_NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
         """All hosts are known: no waiting."""
-        store = PrefixStore("agents", self._server or self.client(_TIMEOUT.total_seconds()))
-        return RendezvousInfo(store, self._index, self._num_hosts, RendezvousStoreInfo(self.addr, self.port))
+        store = PrefixStore("agents", self._server_store or self.connect(_STORE_TIMEOUT.total_seconds()))
+        return RendezvousInfo(store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self.addr, self.port))
 
     def is_closed(self) -> bool:
         """Never: a job has one round."""
@@ -125,17 +125,17 @@ class Meeting(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """One store serves one job."""
-        return BACKEND
+        return BACKEND_NAME
 
     def shutdown(self) -> bool:
         """The store goes with the process."""
         return True
 
 
-def register() -> None:
+def register_rendezvous() -> None:
     """Let torch's agent find a :class:`Meeting` in ``rdzv_configs["meeting"]``."""
-    rendezvous_handler_registry.register(BACKEND, _given)
+    rendezvous_handler_registry.register(BACKEND_NAME, _get_rendezvous)
 
 
-def _given(parameters: Any) -> RendezvousHandler:
+def _get_rendezvous(parameters: Any) -> RendezvousHandler:
     return parameters.config["meeting"]

@@ -9,33 +9,33 @@ import sys
 _SIOCGIFADDR = 0x8915
 
 
-def address_towards(addr: str, port: int = 1) -> str | None:
+def local_address_for(addr: str, port: int = 1) -> str | None:
     """The address this host would use to talk to ``addr``; None where there is no way."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
+            probe.connect(target)
             return probe.getsockname()[0]
     except OSError:
         return None
 
 
-def interface_towards(addr: str) -> str | None:
+def interface_for(addr: str) -> str | None:
     """The interface whose IPv4 address :func:`address_towards` gives, None where it cannot be told.
 
     An address of this very host is reached over ``lo`` but known to others by its own interface, which is
     the one that counts; only 127.0.0.0/8 means ``lo``.
     """
-    own = address_towards(addr)
-    if own is None or not sys.platform.startswith("linux"):
+    local_address = local_address_for(addr)
+    if local_address is None or not sys.platform.startswith("linux"):
         return None
     for _, name in socket.if_nameindex():
-        if _address_of(name) == own:
+        if _interface_address(name) == local_address:
             return name
     return None
 
 
-def _address_of(interface: str) -> str | None:
+def _interface_address(interface: str) -> str | None:
     import fcntl
 
     request = struct.pack("256s", interface.encode()[:15])

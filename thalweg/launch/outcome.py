@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """The exit code of the job and what to tell the user on standard error (empty on success)."""
 
-    code: int
+    exit_code: int
     report: str

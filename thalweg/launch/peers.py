@@ -28,14 +28,14 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from thalweg.launch.meeting import Meeting
-from thalweg.launch.outcome import Outcome
+from thalweg.launch.meeting import StaticRendezvous
+from thalweg.launch.outcome import JobResult
 
-_BEAT = 1.0
-_ANSWER = 2.0  # seconds in which the store on host 0 must answer
-_TELLING = 10.0  # seconds that host 0 waits for others to read what is wrong
-_EARLY = 30.0  # seconds from the start in which a launcher too many ends the job
-_ALIKE = {  # what every host must say alike, and what sets it
+_HEARTBEAT_INTERVAL = 1.0
+_STORE_TIMEOUT = 2.0  # seconds in which the store on host 0 must answer
+_READ_TIMEOUT = 10.0  # seconds that host 0 waits for others to read what is wrong
+_STARTUP_SECONDS = 30.0  # seconds from the start in which a launcher too many ends the job
+_MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_hosts": "--num-nodes",
     "target": "the script",
     "thalweg": "thalweg's version",
@@ -44,120 +44,120 @@ _ALIKE = {  # what every host must say alike, and what sets it
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeSpec:
     """Which host of a job this is; host 0 listens at ``meeting``'s address."""
 
-    index: int
-    num_hosts: int
-    meeting: Meeting
-    patience: float = 600.0  # seconds to wait for hosts that are started by hand
-    silence: float = 5.0  # seconds without a beat after which a host is gone
+    node_rank: int
+    num_nodes: int
+    rendezvous: StaticRendezvous
+    join_timeout: float = 600.0  # seconds to wait for hosts that are started by hand
+    heartbeat_timeout: float = 5.0  # seconds without a beat after which a host is gone
 
 
-class Peers(threading.Thread):
+class NodeMonitor(threading.Thread):
     """One host's side of it; ``lost`` is set by whoever notices that a rank of this host failed."""
 
-    def __init__(self, place: Place, lost: threading.Event, ended: Callable[[], bool]) -> None:
+    def __init__(self, node: NodeSpec, failed: threading.Event, succeeded: Callable[[], bool]) -> None:
         super().__init__(name="thalweg-peers", daemon=True)
-        self._place, self._lost, self._ended = place, lost, ended
-        self._store = place.meeting.client(place.patience)
-        self._store.set_timeout(timedelta(seconds=_ANSWER))
+        self._node, self._failed, self._succeeded = node, failed, succeeded
+        self._store = node.rendezvous.connect(node.join_timeout)
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
         self._done = threading.Event()
-        self._cards: list[dict[str, Any]] = []
-        self.verdict: Outcome | None = None
+        self._node_infos: list[dict[str, Any]] = []
+        self.result: JobResult | None = None
         self.stopping = False
-        self._began = 0.0
-        self._silent: set[int] = set()
+        self._start_time = 0.0
+        self._lost_nodes: set[int] = set()
 
-    def arrive(self, card: Mapping[str, Any], note: Callable[[str], object]) -> list[dict[str, Any]]:
+    def join_job(self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]) -> list[dict[str, Any]]:
         """Lay down this host's ``card`` and wait for everyone's.
 
         Raises:
             ValueError: two hosts claim one place, contradict each other, or one never comes.
         """
         try:
-            return self._arrive(card, note)
+            return self._join_job(node_info, on_wait)
         except DistError as error:
-            where = f"{self._place.meeting.addr}, port {self._place.meeting.port}"
+            where = f"{self._node.rendezvous.addr}, port {self._node.rendezvous.port}"
             raise ValueError(
-                f"{card['host']} lost its line to the first host of the job, at {where}, before all hosts "
+                f"{node_info['host']} lost its line to the first host of the job, at {where}, before all hosts "
                 "had come: see what that host says"
             ) from error
 
-    def _arrive(self, card: Mapping[str, Any], note: Callable[[str], object]) -> list[dict[str, Any]]:
-        place, store = self._place, self._store
+    def _join_job(self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]) -> list[dict[str, Any]]:
+        node, store = self._node, self._store
         number = store.add("arrived", 1) - 1
-        mine = {**card, "index": place.index, "num_hosts": place.num_hosts, "number": number}
-        store.set(f"card/{number}", json.dumps(mine))
-        began, told = time.monotonic(), False
-        while (ruling := self._ruling()) is None:
-            waited = time.monotonic() - began
-            missing = sorted(set(range(place.num_hosts)) - {one["index"] for one in self._read_cards()})
-            if waited > place.patience:
+        message = {**node_info, "index": node.node_rank, "num_hosts": node.num_nodes, "number": number}
+        store.set(f"card/{number}", json.dumps(message))
+        start, notified = time.monotonic(), False
+        while (admission := self._get_admission()) is None:
+            waited = time.monotonic() - start
+            missing = sorted(set(range(node.num_nodes)) - {info["index"] for info in self._read_node_infos()})
+            if waited > node.join_timeout:
                 raise ValueError(
-                    f"--node-rank {', '.join(map(str, missing))} did not come within {place.patience:.0f} "
+                    f"--node-rank {', '.join(map(str, missing))} did not come within {node.join_timeout:.0f} "
                     "s: start "
-                    f"`thalweg run` there too, with --master-addr {place.meeting.addr} "
-                    f"--master-port {place.meeting.port}"
+                    f"`thalweg run` there too, with --master-addr {node.rendezvous.addr} "
+                    f"--master-port {node.rendezvous.port}"
                 )
-            if waited > 10 and not told:
-                note(f"waiting for --node-rank {', '.join(map(str, missing))}")
-                told = True
+            if waited > 10 and not notified:
+                on_wait(f"waiting for --node-rank {', '.join(map(str, missing))}")
+                notified = True
             time.sleep(0.1)
-        cards, problem = ruling["cards"], ruling["problem"]
-        if not problem and number not in [one["number"] for one in cards]:
-            problem = contradiction([*cards, mine])
+        node_infos, problem = admission["cards"], admission["problem"]
+        if not problem and number not in [one["number"] for one in node_infos]:
+            problem = find_mismatch([*node_infos, message])
         if problem:
             store.add("told", 1)
-            if place.index == 0:
-                self._wait_until_told(max(one["num_hosts"] for one in cards))
+            if node.node_rank == 0:
+                self._wait_until_problem_read(max(one["num_hosts"] for one in node_infos))
             raise ValueError(problem)
-        self._cards = cards
+        self._node_infos = node_infos
         first = 0
-        for one in cards:
+        for one in node_infos:
             one["first_rank"], first = first, first + one["nproc"]
-        self._began = time.monotonic()
-        return cards
+        self._start_time = time.monotonic()
+        return node_infos
 
-    def _ruling(self) -> dict[str, Any] | None:
+    def _get_admission(self) -> dict[str, Any] | None:
         """What host 0 has made of the cards, once: what is wrong with them, or all of them in order."""
-        if self._place.index == 0:
-            cards = self._read_cards()
-            problem = contradiction(cards)
-            if problem or len(cards) == self._place.num_hosts:
-                cards.sort(key=lambda one: one["index"])
-                self._store.compare_set("ruling", "", json.dumps({"problem": problem, "cards": cards}))
+        if self._node.node_rank == 0:
+            node_infos = self._read_node_infos()
+            problem = find_mismatch(node_infos)
+            if problem or len(node_infos) == self._node.num_nodes:
+                node_infos.sort(key=lambda one: one["index"])
+                self._store.compare_set("ruling", "", json.dumps({"problem": problem, "cards": node_infos}))
         return json.loads(self._store.get("ruling")) if self._store.check(["ruling"]) else None
 
-    def _wait_until_told(self, num_hosts: int) -> None:
+    def _wait_until_problem_read(self, num_nodes: int) -> None:
         """The others read the ruling from this host's store, some of them a little later."""
-        deadline = time.monotonic() + _TELLING
+        deadline = time.monotonic() + _READ_TIMEOUT
         while time.monotonic() < deadline:
-            if self._store.add("told", 0) >= max(num_hosts, self._store.add("arrived", 0)):
+            if self._store.add("told", 0) >= max(num_nodes, self._store.add("arrived", 0)):
                 return
             time.sleep(0.05)
 
-    def _read_cards(self) -> list[dict[str, Any]]:
+    def _read_node_infos(self) -> list[dict[str, Any]]:
         """Cards that can be read; a host has its number a moment before its card is there."""
-        count, cards = self._store.add("arrived", 0), []
-        while len(cards) < count and self._store.check([f"card/{len(cards)}"]):
-            cards.append(json.loads(self._store.get(f"card/{len(cards)}")))
-        return cards
+        count, node_infos = self._store.add("arrived", 0), []
+        while len(node_infos) < count and self._store.check([f"card/{len(node_infos)}"]):
+            node_infos.append(json.loads(self._store.get(f"card/{len(node_infos)}")))
+        return node_infos
 
     def run(self) -> None:
-        place = self._place
-        heard = {index: (0, time.monotonic()) for index in range(place.num_hosts) if index != place.index}
-        answered = time.monotonic()
-        while not self._done.wait(_BEAT if not self._lost.is_set() else 0.1):
+        node = self._node
+        last_beats = {index: (0, time.monotonic()) for index in range(node.num_nodes) if index != node.node_rank}
+        last_answer = time.monotonic()
+        while not self._done.wait(_HEARTBEAT_INTERVAL if not self._failed.is_set() else 0.1):
             try:
-                self._beat(heard)
-                answered = time.monotonic()
+                self._heartbeat(last_beats)
+                last_answer = time.monotonic()
             except Exception:
                 # Host 0 leaves first at the end of a good job; at any other time it is gone.
-                if self._ended() or self.stopping or self._done.is_set():
+                if self._succeeded() or self.stopping or self._done.is_set():
                     return
-                if not self._reconnect(answered + place.silence):
-                    self.verdict = self._gone(0)
+                if not self._reconnect(last_answer + node.heartbeat_timeout):
+                    self.result = self._lost_result(0)
                     self._stop_ranks()
                     return
 
@@ -165,91 +165,91 @@ class Peers(threading.Thread):
         """A line that broke, or an answer that was late, is no proof yet."""
         while time.monotonic() < deadline:
             with contextlib.suppress(ValueError):
-                if not self._place.meeting.answers(1.0):
+                if not self._node.rendezvous.is_reachable(1.0):
                     self._done.wait(0.2)  # refused at once where host 0's process is gone
                     continue
-                self._store = self._place.meeting.client(1.0)
-                self._store.set_timeout(timedelta(seconds=_ANSWER))
+                self._store = self._node.rendezvous.connect(1.0)
+                self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
                 return True
         return False
 
-    def _beat(self, heard: dict[int, tuple[int, float]]) -> None:
-        self._store.add(f"beat/{self._place.index}", 1)
+    def _heartbeat(self, last_beats: dict[int, tuple[int, float]]) -> None:
+        self._store.add(f"beat/{self._node.node_rank}", 1)
         if self.stopping:
             return
-        if self._lost.is_set():
+        if self._failed.is_set():
             self.stopping = True
             self._store.set("stop", "1")
         elif self._store.check(["stop"]):
             self._stop_ranks()
-        elif self._place.index == 0:
-            self._listen(heard)
+        elif self._node.node_rank == 0:
+            self._check_heartbeats(last_beats)
 
-    def _listen(self, heard: dict[int, tuple[int, float]]) -> None:
+    def _check_heartbeats(self, last_beats: dict[int, tuple[int, float]]) -> None:
         now = time.monotonic()
-        young = now - self._began < _EARLY
-        too_many = young and self._store.add("arrived", 0) > self._place.num_hosts
-        if too_many and (problem := contradiction(self._read_cards())):
-            self._publish(Outcome(2, f"thalweg run: {problem}\n"))
+        is_starting = now - self._start_time < _STARTUP_SECONDS
+        too_many = is_starting and self._store.add("arrived", 0) > self._node.num_nodes
+        if too_many and (problem := find_mismatch(self._read_node_infos())):
+            self._publish_result(JobResult(2, f"thalweg run: {problem}\n"))
             self._store.set("stop", "1")
             self._stop_ranks()
             return
-        for index, (beat, when) in heard.items():
+        for index, (beat, last_time) in last_beats.items():
             count = self._store.add(f"beat/{index}", 0)
             if count != beat:
-                heard[index] = (count, now)
-            elif now - when > self._place.silence:
-                self._silent.add(index)
-                self._publish(self._gone(index))
+                last_beats[index] = (count, now)
+            elif now - last_time > self._node.heartbeat_timeout:
+                self._lost_nodes.add(index)
+                self._publish_result(self._lost_result(index))
                 self._store.set("stop", "1")
                 self._stop_ranks()
                 return
 
-    def _gone(self, index: int) -> Outcome:
-        card = self._cards[index]
-        first, last = card["first_rank"], card["first_rank"] + card["nproc"] - 1
+    def _lost_result(self, node_rank: int) -> JobResult:
+        node_info = self._node_infos[node_rank]
+        first, last = node_info["first_rank"], node_info["first_rank"] + node_info["nproc"] - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        return Outcome(
+        return JobResult(
             1,
-            f"thalweg run: host {card['host']} ({ranks}) is gone: no sign of life for "
-            f"{self._place.silence:.0f} s; the ranks of the other hosts were stopped\n",
+            f"thalweg run: host {node_info['host']} ({ranks}) is gone: no sign of life for "
+            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n",
         )
 
     def _stop_ranks(self) -> None:
         self.stopping = True
         os.kill(os.getpid(), signal.SIGTERM)  # the agent in the main thread ends its ranks and returns
 
-    def _publish(self, verdict: Outcome) -> Outcome:
+    def _publish_result(self, result: JobResult) -> JobResult:
         """Make this the job's verdict unless there is one; returns the one there is."""
-        text = self._store.compare_set("verdict", "", json.dumps([verdict.code, verdict.report]))
-        return Outcome(*json.loads(text))
+        text = self._store.compare_set("verdict", "", json.dumps([result.exit_code, result.report]))
+        return JobResult(*json.loads(text))
 
-    def settle(self, own: Outcome | None, is_peer_loss: bool, patience: float) -> Outcome | None:
+    def agree_result(self, local_result: JobResult | None, is_peer_loss: bool, timeout: float) -> JobResult | None:
         """The job's verdict.  ``own`` is None where this host's ranks were only stopped."""
         self._done.set()
-        if self.verdict is not None:
-            return self.verdict
+        if self.result is not None:
+            return self.result
         try:
-            deadline = time.monotonic() + (patience if own is None or is_peer_loss else 0.0)
+            deadline = time.monotonic() + (timeout if local_result is None or is_peer_loss else 0.0)
             while time.monotonic() < deadline and not self._store.check(["verdict"]):
                 time.sleep(0.05)
-            if own is not None:
-                found = self._publish(own)
+            if local_result is not None:
+                agreed = self._publish_result(local_result)
             elif self._store.check(["verdict"]):
-                found = Outcome(*json.loads(self._store.get("verdict")))
+                agreed = JobResult(*json.loads(self._store.get("verdict")))
             else:
                 return None
             self._store.add("read", 1)
-            self._linger()
-            return found
+            self._wait_for_readers()
+            return agreed
         except Exception:  # host 0 and its store are gone
-            return own or self._gone(0)
+            return local_result or self._lost_result(0)
 
-    def _linger(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Host 0 keeps the store until the others have read the verdict, for a while."""
         deadline = time.monotonic() + 2.0
-        while self._place.index == 0 and time.monotonic() < deadline:
-            if self._store.add("read", 0) >= self._place.num_hosts - len(self._silent):
+        while self._node.node_rank == 0 and time.monotonic() < deadline:
+            if self._store.add("read", 0) >= self._node.num_nodes - len(self._lost_nodes):
                 return
             time.sleep(0.05)
 
@@ -260,30 +260,30 @@ class Peers(threading.Thread):
             self.join()
 
 
-def contradiction(cards: list[dict[str, Any]]) -> str | None:
+def find_mismatch(node_infos: list[dict[str, Any]]) -> str | None:
     """What is wrong between hosts, in one sentence with the option and both hosts; None if nothing is."""
-    by_index: dict[int, dict[str, Any]] = {}
-    for card in cards:
-        other = by_index.setdefault(card["index"], card)
-        if other is not card:
+    by_node_rank: dict[int, dict[str, Any]] = {}
+    for info in node_infos:
+        other = by_node_rank.setdefault(info["index"], info)
+        if other is not info:
             return (
-                f"--node-rank {card['index']} is given on {other['host']} and on {card['host']}: number "
+                f"--node-rank {info['index']} is given on {other['host']} and on {info['host']}: number "
                 "the hosts "
-                f"from 0 to {card['num_hosts'] - 1}, each once"
+                f"from 0 to {info['num_hosts'] - 1}, each once"
             )
-    first = cards[0] if cards else {}
-    for card in cards[1:]:
-        for key, option in _ALIKE.items():
-            if card.get(key) != first.get(key):
+    first = node_infos[0] if node_infos else {}
+    for info in node_infos[1:]:
+        for key, option in _MUST_MATCH.items():
+            if info.get(key) != first.get(key):
                 return (
-                    f"{option} is {first.get(key)} on {first['host']} and {card.get(key)} on {card['host']}: "
+                    f"{option} is {first.get(key)} on {first['host']} and {info.get(key)} on {info['host']}: "
                     "make them equal"
                 )
-    for card in cards:
-        if not 0 <= card["index"] < card["num_hosts"]:
+    for info in node_infos:
+        if not 0 <= info["index"] < info["num_hosts"]:
             return (
-                f"--node-rank {card['index']} on {card['host']} must be from 0 to "
-                f"{card['num_hosts'] - 1}, as "
-                f"--num-nodes is {card['num_hosts']}"
+                f"--node-rank {info['index']} on {info['host']} must be from 0 to "
+                f"{info['num_hosts'] - 1}, as "
+                f"--num-nodes is {info['num_hosts']}"
             )
     return None

@@ -14,9 +14,9 @@ def main() -> int:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
-    right = total.item() == sum(range(1, dist.get_world_size() + 1))
+    correct = total.item() == sum(range(1, dist.get_world_size() + 1))
     dist.destroy_process_group()
-    return 0 if right else 3
+    return 0 if correct else 3
 
 
 if __name__ == "__main__":

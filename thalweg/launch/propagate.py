@@ -12,41 +12,41 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-PREFIXES = (
+FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "MV2_", "TORCH_", "TORCHINDUCTOR_", "PYTHON", "OMP_", "MKL_", "KMP_", "CUBLAS_",
     "CUDA_DEVICE_MAX", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "THALWEG_", "WANDB_", "LD_LIBRARY_PATH",
 )  # fmt: skip
-FILES = (".deepspeed_env", ".thalweg_env")
+ENV_FILES = (".deepspeed_env", ".thalweg_env")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def environment_for_hosts(
-    environ: Mapping[str, str], named: Iterable[str], folders: Iterable[Path] = ()
+def collect_forwarded_env(
+    environ: Mapping[str, str], assignments: Iterable[str], folders: Iterable[Path] = ()
 ) -> dict[str, str]:
     """The variables to set on every host.
 
     Raises:
         ValueError: a line or an option that is not ``NAME=VALUE``, or a NAME that is not set here.
     """
-    found = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
-    chosen = environ.get("DS_ENV_FILE")
-    files = [Path(chosen)] if chosen else [folder / name for folder in folders for name in FILES]
+    variables = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    env_file = environ.get("DS_ENV_FILE")
+    files = [Path(env_file)] if env_file else [folder / name for folder in folders for name in ENV_FILES]
     for path in files:
         if path.is_file():
-            found.update(read_file(path))
-    for text in named:
+            variables.update(read_env_file(path))
+    for text in assignments:
         name, equals, value = text.partition("=")
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"--env {text} is not NAME or NAME=VALUE")
         if not equals and name not in environ:
             raise ValueError(f"--env {name}: it is not set here; write --env {name}=VALUE")
-        found[name] = value if equals else environ[name]
-    return found
+        variables[name] = value if equals else environ[name]
+    return variables
 
 
-def read_file(path: Path) -> dict[str, str]:
+def read_env_file(path: Path) -> dict[str, str]:
     """The variables of one file; blank lines, comments and a leading ``export`` are allowed."""
-    found = {}
+    variables = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
@@ -55,5 +55,5 @@ def read_file(path: Path) -> dict[str, str]:
         if not equals or _NAME.fullmatch(name) is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not NAME=VALUE")
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-        found[name] = value[1:-1] if quoted else value
-    return found
+        variables[name] = value[1:-1] if quoted else value
+    return variables

@@ -22,80 +22,80 @@ import types
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_OURS = {__file__, "<frozen runpy>", runpy.__file__}
+_LAUNCHER_FILES = {__file__, "<frozen runpy>", runpy.__file__}
 
 
 def main(argv: list[str]) -> int:
     """Become the rank's program; returns its exit code, or lets its ``SystemExit`` through."""
-    folder, launcher, cpus, kind, target, *arguments = argv
-    _die_with(int(launcher))
+    folder, launcher_pid, cpus, kind, target, *arguments = argv
+    _set_pdeathsig(int(launcher_pid))
     rank = os.environ["RANK"]
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     if cpus != "-" and hasattr(os, "sched_setaffinity"):
-        share = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
+        cpu_ids = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
         with contextlib.suppress(OSError):  # a core may have gone offline; an unbound rank still works
-            os.sched_setaffinity(0, {int(cpu) for cpu in share.split(",")})
+            os.sched_setaffinity(0, {int(cpu) for cpu in cpu_ids.split(",")})
     if kind == "program":
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]
     if sys.stderr is not None and not faulthandler.is_enabled():
         faulthandler.enable()  # a crash in compiled code leaves the Python stack behind
     try:
-        _become(kind, target)
+        _run_target(kind, target)
     except SystemExit:
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException as error:
-        _record(error, folder, rank)
+        _write_error_record(error, folder, rank)
         return 1
     return 0
 
 
-def _die_with(launcher: int) -> None:
+def _set_pdeathsig(launcher_pid: int) -> None:
     """Ask the kernel to kill this process when the launcher ends, however it ends."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it ended before the request was made
+    if os.getppid() != launcher_pid:  # it ended before the request was made
         os._exit(128 + signal.SIGKILL)
 
 
-def _become(kind: str, target: str) -> None:
+def _run_target(kind: str, target: str) -> None:
     if not sys.flags.safe_path:  # the interpreter put this file's folder there
         del sys.path[0]
     if kind == "module":
-        _put_first(os.getcwd())
+        _prepend_sys_path(os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
         runpy.run_path(target, run_name="__main__")
     else:
-        _put_first(os.path.dirname(os.path.realpath(target)))
+        _prepend_sys_path(os.path.dirname(os.path.realpath(target)))
         path = os.path.abspath(target)
         module = types.ModuleType("__main__")
-        loader = _Script("__main__", path)
+        loader = _ScriptLoader("__main__", path)
         vars(module).update(__file__=path, __loader__=loader, __spec__=None, __annotations__={})
         sys.modules["__main__"] = module
         loader.exec_module(module)
 
 
-def _put_first(folder: str) -> None:
+def _prepend_sys_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
 
 
-class _Script(importlib.machinery.SourceFileLoader):
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
     """Loads a file as ``__main__`` the way the interpreter does: no cached bytecode is read or written."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _record(error: BaseException, folder: str, rank: str) -> None:
+def _write_error_record(error: BaseException, folder: str, rank: str) -> None:
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_launcher_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -113,13 +113,13 @@ def _record(error: BaseException, folder: str, rank: str) -> None:
         "traceback": text,
         "shown": shown,
     }
-    part = Path(folder, f"{rank}.error.part")
-    part.write_text(json.dumps(record))
-    part.replace(Path(folder, f"{rank}.error"))
+    temporary = Path(folder, f"{rank}.error.part")
+    temporary.write_text(json.dumps(record))
+    temporary.replace(Path(folder, f"{rank}.error"))
 
 
-def _is_ours(filename: str) -> bool:
-    return filename in _OURS or filename.startswith("<frozen importlib.")
+def _is_launcher_frame(filename: str) -> bool:
+    return filename in _LAUNCHER_FILES or filename.startswith("<frozen importlib.")
 
 
 if __name__ == "__main__":

@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, plan_cores, usable_cpus
+from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, assign_cores, usable_cpus
 
 if TYPE_CHECKING:
-    from thalweg.launch.local import Job
-    from thalweg.launch.peers import Place
+    from thalweg.launch.local import LocalJob
+    from thalweg.launch.peers import NodeSpec
 
-Kind = Literal["script", "module", "program"]
+TargetKind = Literal["script", "module", "program"]
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchSpec:
     """The options of `thalweg run` that each host acts on; ``slots`` and ``chosen`` are one host's."""
 
     target: str
     arguments: tuple[str, ...] = ()
-    kind: Kind = "script"
+    kind: TargetKind = "script"
     nproc: str | None = None
     slots: int | None = None
     chosen: tuple[int, ...] | None = None
@@ -39,7 +39,7 @@ class Request:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Request:
+    def from_json(cls, fields: Mapping[str, Any]) -> LaunchSpec:
         """Undo ``dataclasses.asdict`` and JSON."""
         chosen = fields["chosen"]
         return cls(
@@ -51,67 +51,67 @@ class Request:
         )
 
 
-def make_job(request: Request, place: Place | None = None) -> Job:
+def build_local_job(spec: LaunchSpec, node: NodeSpec | None = None) -> LocalJob:
     """The job of this host.
 
     Raises:
         ValueError: more ranks than slots, cores that this process may not use, no GPU where one is asked for.
         FileNotFoundError: the script is not there.
     """
-    from thalweg.launch.local import Job
+    from thalweg.launch.local import LocalJob
 
-    check_target(request)
+    check_target(spec)
     num_gpus = _count_gpus()
-    nproc = resolve_nproc(request, num_gpus)
-    cpus = parse_cpu_list(request.cores) if request.cores else usable_cpus()
+    nproc = resolve_nproc(spec, num_gpus)
+    cpus = parse_cpu_list(spec.cores) if spec.cores else usable_cpus()
     if not set(cpus) <= set(usable_cpus()):
         raise ValueError(
-            f"--cores {request.cores}: this process may use {','.join(map(str, usable_cpus()))} only"
+            f"--cores {spec.cores}: this process may use {','.join(map(str, usable_cpus()))} only"
         )
-    bind = request.bind and num_gpus == 0  # torch's agent binds the ranks of GPUs by their NUMA node
-    environ = dict(request.environ)
-    if request.threads is not None:
-        environ["OMP_NUM_THREADS"] = str(request.threads)
-    if request.chosen is not None and num_gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, request.chosen))
-    return Job(
+    bind = spec.bind and num_gpus == 0  # torch's agent binds the ranks of GPUs by their NUMA node
+    environ = dict(spec.environ)
+    if spec.threads is not None:
+        environ["OMP_NUM_THREADS"] = str(spec.threads)
+    if spec.chosen is not None and num_gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.chosen))
+    return LocalJob(
         nproc=nproc,
-        target=request.target,
-        arguments=request.arguments,
-        kind=request.kind,
-        cores=plan_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
-        master_port=request.master_port,
-        grace=request.grace,
+        target=spec.target,
+        arguments=spec.arguments,
+        kind=spec.kind,
+        cpu_binding=assign_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
+        master_port=spec.master_port,
+        grace=spec.grace,
         environ=environ,
-        place=place,
+        node=node,
     )
 
 
-def check_target(request: Request) -> None:
+def check_target(spec: LaunchSpec) -> None:
     """Raise ``FileNotFoundError`` where the program or script is not on this host."""
-    if request.kind == "program":
-        if shutil.which(request.target) is None:
-            raise FileNotFoundError(f"there is no program {request.target} on PATH")
-    elif request.kind == "script" and not os.path.exists(request.target):
-        program = "; a program wants --no-python" if shutil.which(request.target) else ""
-        raise FileNotFoundError(f"there is no script {request.target} in {os.getcwd()}{program}")
+    if spec.kind == "program":
+        if shutil.which(spec.target) is None:
+            raise FileNotFoundError(f"there is no program {spec.target} on PATH")
+    elif spec.kind == "script" and not os.path.exists(spec.target):
+        program = "; a program wants --no-python" if shutil.which(spec.target) else ""
+        raise FileNotFoundError(f"there is no script {spec.target} in {os.getcwd()}{program}")
 
 
-def resolve_nproc(request: Request, num_gpus: int) -> int:
+def resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
     """Ranks of this host: what was asked for, else its slots, else its GPUs, else one."""
-    asked, limit = request.nproc, request.slots if request.chosen is None else len(request.chosen)
-    if asked is None:
-        return limit or num_gpus or 1
-    if asked == "gpu" and num_gpus == 0:
+    requested, num_slots = spec.nproc, spec.slots if spec.chosen is None else len(spec.chosen)
+    if requested is None:
+        return num_slots or num_gpus or 1
+    if requested == "gpu" and num_gpus == 0:
         raise ValueError("--nproc gpu: this host has no GPU; say how many ranks to run on its processor")
-    named = {"gpu": num_gpus, "cpu": len(physical_cores(usable_cpus())), "auto": num_gpus or 1}
-    if asked not in named and not (asked.isascii() and asked.isdecimal()):
-        raise ValueError(f"--nproc {asked} is not a number, gpu, cpu or auto")
-    nproc = named[asked] if asked in named else int(asked)
+    by_keyword = {"gpu": num_gpus, "cpu": len(physical_cores(usable_cpus())), "auto": num_gpus or 1}
+    if requested not in by_keyword and not (requested.isascii() and requested.isdecimal()):
+        raise ValueError(f"--nproc {requested} is not a number, gpu, cpu or auto")
+    nproc = by_keyword[requested] if requested in by_keyword else int(requested)
     if nproc < 1:
-        raise ValueError(f"--nproc {asked} must be at least 1")
-    if limit is not None and nproc > limit:
-        raise ValueError(f"--nproc {nproc} is more than the {limit} slots that the hostfile or filter leaves")
+        raise ValueError(f"--nproc {requested} must be at least 1")
+    if num_slots is not None and nproc > num_slots:
+        raise ValueError(f"--nproc {nproc} is more than the {num_slots} slots that the hostfile or filter leaves")
     return nproc
 
 

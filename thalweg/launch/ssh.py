@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.launch.hosts import Host, is_this_host
-from thalweg.launch.line import HEAD, MARK, MAX_FRAME
-from thalweg.launch.network import address_towards
-from thalweg.launch.outcome import Outcome
-from thalweg.launch.request import Request
+from thalweg.launch.line import HEADER, MAGIC, MAX_FRAME_BYTES
+from thalweg.launch.network import local_address_for
+from thalweg.launch.outcome import JobResult
+from thalweg.launch.request import LaunchSpec
 
-SSH = (
+SSH_COMMAND = (
     "ssh",
     "-T",
     "-o",
@@ -46,47 +46,47 @@ SSH = (
     "-o",
     "ServerAliveCountMax=3",
 )
-_AGENT = Path(__file__).with_name("agent.py")
-_ROOT = Path(__file__).parents[2]
-_SIGN_OF_LIFE = 5.0
-_AFTERWARDS = 4.0  # seconds for the last reports, beyond the ranks' own grace
+_BOOTSTRAP = Path(__file__).with_name("agent.py")
+_PACKAGE_PARENT = Path(__file__).parents[2]
+_KEEPALIVE_INTERVAL = 5.0
+_REPORT_TIMEOUT = 4.0  # seconds for the last reports, beyond the ranks' own grace
 
 
 @dataclass(frozen=True)
-class HostJob:
+class MultiNodeJob:
     """``hosts`` in the order of their ranks; ``ssh`` reaches a host that is not this one; ``python`` runs
     there (None: the path of this one); ``environ`` is set on all."""
 
     hosts: tuple[Host, ...]
-    request: Request
-    ssh: tuple[str, ...] = SSH
+    spec: LaunchSpec
+    ssh: tuple[str, ...] = SSH_COMMAND
     python: str | None = None
     master_addr: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 120.0  # seconds until every agent must have reported in
+    connect_timeout: float = 120.0  # seconds until every agent must have reported in
 
 
-def remote_command(python: str, agent: Path = _AGENT) -> str:
+def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
     """What the login shell of another host is given; any shell with single quotes reads it alike."""
-    return f"exec {shlex.quote(python)} -u {shlex.quote(str(agent))}"
+    return f"exec {shlex.quote(python)} -u {shlex.quote(str(bootstrap))}"
 
 
-class Line:
+class RemoteNode:
     """The line to one host's agent: a process, and threads that read from it into ``inbox``."""
 
-    def __init__(self, index: int, host: Host, command: Sequence[str], inbox: queue.Queue[Any]) -> None:
-        self.index, self.host, self._inbox = index, host, inbox
-        self.noise: list[str] = []
+    def __init__(self, node_rank: int, host: Host, command: Sequence[str], inbox: queue.Queue[Any]) -> None:
+        self.node_rank, self.host, self._inbox = node_rank, host, inbox
+        self.stderr_tail: list[str] = []
         self._marked = False
         pipe = subprocess.PIPE
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
         self.process = subprocess.Popen(
             list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
-        for read in (self._read_frames, self._read_noise):
+        for read in (self._read_frames, self._read_stderr):
             threading.Thread(target=read, daemon=True).start()
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send one line; None is a mere sign of life."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # a broken line is noticed by its reader
@@ -96,10 +96,10 @@ class Line:
     def _read_frames(self) -> None:
         source = self.process.stdout
         assert source is not None
-        if self._skip_to_mark(source):
-            while len(head := source.read(HEAD.size)) == HEAD.size:
-                kind, length = HEAD.unpack(head)
-                if length > MAX_FRAME:
+        if self._skip_to_magic(source):
+            while len(head := source.read(HEADER.size)) == HEADER.size:
+                kind, length = HEADER.unpack(head)
+                if length > MAX_FRAME_BYTES:
                     break
                 payload = source.read(length)
                 if kind == b"j":
@@ -111,26 +111,26 @@ class Line:
         self.process.wait()
         self._inbox.put((self, {"gone": self.process.returncode}))
 
-    def _skip_to_mark(self, source: Any) -> bool:
+    def _skip_to_magic(self, source: Any) -> bool:
         """What a login shell prints before the agent speaks is no output of the job."""
-        seen = b""
-        while not seen.endswith(MARK):
+        received = b""
+        while not received.endswith(MAGIC):
             byte = source.read(1)
-            if not byte or len(seen) > MAX_FRAME:
+            if not byte or len(received) > MAX_FRAME_BYTES:
                 return False
-            seen += byte
+            received += byte
         return True
 
-    def _read_noise(self) -> None:
+    def _read_stderr(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.noise = [*self.noise[-9:], line.decode("utf-8", "replace").rstrip()]
+            self.stderr_tail = [*self.stderr_tail[-9:], line.decode("utf-8", "replace").rstrip()]
 
-    def why(self, code: int) -> str:
+    def failure_reason(self, code: int) -> str:
         """What is known about a line that broke."""
         time.sleep(0.1)  # the last words may still be on their way
-        said = "; ".join(text for text in self.noise if text)
-        return f"exit code {code}" + (f", {said}" if said else "")
+        stderr = "; ".join(text for text in self.stderr_tail if text)
+        return f"exit code {code}" + (f", {stderr}" if stderr else "")
 
     def close(self, timeout: float) -> None:
         """Hang up, wait, end the process if it stays."""
@@ -145,74 +145,74 @@ class Line:
             self.process.wait()
 
 
-def run_hosts(job: HostJob) -> Outcome:
+def run_multi_node(job: MultiNodeJob) -> JobResult:
     """Run the job; returns when nothing of it is left here.
 
     Raises:
         ValueError: a host cannot be reached or cannot run its part; the message names it and the cure.
     """
-    inbox: queue.Queue[tuple[Line | None, dict[str, Any]]] = queue.Queue()
-    lines: list[Line] = []
-    patience = 1.0
-    with _signals_into(inbox):
+    inbox: queue.Queue[tuple[RemoteNode | None, dict[str, Any]]] = queue.Queue()
+    nodes: list[RemoteNode] = []
+    close_timeout = 1.0
+    with _queue_signals(inbox):
         try:
-            for index, host in enumerate(job.hosts):
-                line = Line(index, host, _command(job, host), inbox)
-                lines.append(line)
-                line.tell(_order(job, index, host))
-            stopped, meet = _hellos(job, lines, inbox)
-            if stopped:
-                return Outcome(128 + stopped, f"thalweg run: stopped by {signal.Signals(stopped).name}\n")
-            for line in lines:
-                line.tell({"meet": meet})
-            outcome = _follow(job, lines, inbox)
-            patience = 0.5 if outcome.code else 10.0
-            return outcome
+            for node_rank, host in enumerate(job.hosts):
+                node = RemoteNode(node_rank, host, _bootstrap_command(job, host), inbox)
+                nodes.append(node)
+                node.send(_job_message(job, node_rank, host))
+            stop_signal, address = _wait_ready(job, nodes, inbox)
+            if stop_signal:
+                return JobResult(128 + stop_signal, f"thalweg run: stopped by {signal.Signals(stop_signal).name}\n")
+            for node in nodes:
+                node.send({"meet": address})
+            result = _wait_finished(job, nodes, inbox)
+            close_timeout = 0.5 if result.exit_code else 10.0
+            return result
         finally:
-            deadline = time.monotonic() + patience
-            for line in lines:
-                line.close(max(0.0, deadline - time.monotonic()))
+            deadline = time.monotonic() + close_timeout
+            for node in nodes:
+                node.close(max(0.0, deadline - time.monotonic()))
 
 
-def _command(job: HostJob, host: Host) -> list[str]:
+def _bootstrap_command(job: MultiNodeJob, host: Host) -> list[str]:
     python = job.python or sys.executable
     if is_this_host(host.name):
-        return [python, "-u", str(_AGENT)]
+        return [python, "-u", str(_BOOTSTRAP)]
     return [*job.ssh, host.name, remote_command(python)]
 
 
-def _order(job: HostJob, index: int, host: Host) -> dict[str, Any]:
-    request = replace(job.request, slots=host.slots, chosen=host.chosen)
-    listen = job.master_addr
-    if listen is None and is_this_host(host.address):
-        listen = address_towards(job.hosts[1 - index].address) if len(job.hosts) > 1 and index == 0 else None
+def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any]:
+    spec = replace(job.spec, slots=host.slots, chosen=host.chosen)
+    listen_address = job.master_addr
+    if listen_address is None and is_this_host(host.address):
+        listen_address = local_address_for(job.hosts[1 - node_rank].address) if len(job.hosts) > 1 and node_rank == 0 else None
     return {
-        "index": index,
+        "index": node_rank,
         "num_hosts": len(job.hosts),
-        "request": asdict(request),
-        "listen": listen or host.address,
-        "patience": job.patience,
+        "request": asdict(spec),
+        "listen": listen_address or host.address,
+        "patience": job.connect_timeout,
         "environ": dict(job.environ),
         "cwd": os.getcwd(),
-        "root": str(_ROOT),
+        "root": str(_PACKAGE_PARENT),
     }
 
 
-def _hellos(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> tuple[int, list[Any]]:
+def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queue[Any]) -> tuple[int, list[Any]]:
     """Wait until every agent has reported in; returns (signal or 0, where host 0 listens)."""
-    waiting = {line.index: line for line in lines}
-    deadline, meet = time.monotonic() + job.patience, [None, None]
-    while waiting:
+    pending = {node.node_rank: node for node in nodes}
+    deadline, address = time.monotonic() + job.connect_timeout, [None, None]
+    while pending:
         try:
             line, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
-            names = ", ".join(line.host.name for line in waiting.values())
+            names = ", ".join(line.host.name for line in pending.values())
             raise ValueError(
-                f"{names} did not report in within {job.patience:.0f} s: try `{shlex.join(job.ssh)} "
-                f"{next(iter(waiting.values())).host.name} true`"
+                f"{names} did not report in within {job.connect_timeout:.0f} s: try `{shlex.join(job.ssh)} "
+                f"{next(iter(pending.values())).host.name} true`"
             ) from None
         if line is None:
-            return message["signal"], meet
+            return message["signal"], address
         if "error" in message:
             raise ValueError(f"host {line.host.name}: {message['error']}")
         if "gone" in message:
@@ -224,71 +224,71 @@ def _hellos(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> tuple[i
             )
         hello = message["hello"]
         if line.index == 0:
-            meet = [job.master_addr or hello["addr"], hello["port"]]
-        del waiting[line.index]
-    return 0, meet
+            address = [job.master_addr or hello["addr"], hello["port"]]
+        del pending[line.index]
+    return 0, address
 
 
-def _follow(job: HostJob, lines: list[Line], inbox: queue.Queue[Any]) -> Outcome:
+def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queue[Any]) -> JobResult:
     """Wait for the end of every agent, or until the first bad end is some time ago."""
-    running = {line.index for line in lines}
-    outcome: Outcome | None = None
-    guess: Outcome | None = None
+    running = {node.node_rank for node in nodes}
+    result: JobResult | None = None
+    fallback_result: JobResult | None = None
     deadline: float | None = None
-    alive = time.monotonic()
+    last_keepalive = time.monotonic()
     while running and (deadline is None or time.monotonic() < deadline):
         try:
             line, message = inbox.get(timeout=0.2)
         except queue.Empty:
             line, message = None, {}
-        if time.monotonic() - alive > _SIGN_OF_LIFE:
-            alive = time.monotonic()
-            for one in lines:
-                one.tell(None)
+        if time.monotonic() - last_keepalive > _KEEPALIVE_INTERVAL:
+            last_keepalive = time.monotonic()
+            for running_node in nodes:
+                running_node.send(None)
         if line is None and "signal" in message:
             number = message["signal"]
-            outcome = outcome or Outcome(
+            result = result or JobResult(
                 128 + number,
                 f"thalweg run: stopped by {signal.Signals(number).name}, and the ranks with it\n",
             )
-            bad = True
+            is_failure = True
         elif line is None:
             continue
         elif "ended" in message:
             running.discard(line.index)
-            bad = message["ended"] != 0
-            if bad:
-                outcome = outcome or Outcome(message["ended"], message["report"])
+            is_failure = message["ended"] != 0
+            if is_failure:
+                result = result or JobResult(message["ended"], message["report"])
         else:
-            bad = "gone" in message and line.index in running
+            is_failure = "gone" in message and line.index in running
             running.discard(line.index)
-            if bad:
-                why = line.why(message["gone"])
-                text = f"thalweg run: host {line.host.name} is gone: its line broke ({why})\n"
-                guess = guess or Outcome(1, text)
-        if bad and deadline is None:
-            deadline = time.monotonic() + job.request.grace + _AFTERWARDS
-            for one in lines:  # those that the agents' own word has not reached
-                one.tell({"stop": int(message.get("signal", signal.SIGTERM))})
-    if outcome is None and guess is None and running:
-        names = ", ".join(line.host.name for line in lines if line.index in running)
-        guess = Outcome(1, f"thalweg run: {names} did not end\n")
-    return outcome or guess or Outcome(0, "")
+            if is_failure:
+                reason = line.why(message["gone"])
+                text = f"thalweg run: host {line.host.name} is gone: its line broke ({reason})\n"
+                fallback_result = fallback_result or JobResult(1, text)
+        if is_failure and deadline is None:
+            deadline = time.monotonic() + job.spec.grace + _REPORT_TIMEOUT
+            for running_node in nodes:  # those that the agents' own word has not reached
+                running_node.send({"stop": int(message.get("signal", signal.SIGTERM))})
+    if result is None and fallback_result is None and running:
+        names = ", ".join(line.host.name for line in nodes if line.node_rank in running)
+        fallback_result = JobResult(1, f"thalweg run: {names} did not end\n")
+    return result or fallback_result or JobResult(0, "")
 
 
 @contextlib.contextmanager
-def _signals_into(inbox: queue.Queue[Any]) -> Iterator[None]:
+def _queue_signals(inbox: queue.Queue[Any]) -> Iterator[None]:
     """Let signals to the launcher be messages like any other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {
+    previous_handlers = {
         number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)})))
         for number in numbers
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_TICK = 0.05
+_POLL_INTERVAL = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class RankExit:
 
     rank: int
     time_ns: int
-    code: int | None
+    returncode: int | None
 
 
-class Watch(threading.Thread):
+class ProcessMonitor(threading.Thread):
     """Notes the ranks' exits; ``lost`` may be set from outside when the job is known to have failed."""
 
     def __init__(self, folder: Path, nproc: int, grace: float) -> None:
         super().__init__(name="thalweg-watch", daemon=True)
         self.exits: dict[int, RankExit] = {}
-        self.lost = threading.Event()
+        self.failed = threading.Event()
         self._folder, self._nproc, self._grace = folder, nproc, grace
         self._done = threading.Event()
         self._pids: dict[int, int] = {}
 
-    def all_well(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether all ranks have ended, each with success."""
-        return len(self.exits) == self._nproc and not any(item.code for item in self.exits.values())
+        return len(self.exits) == self._nproc and not any(item.returncode for item in self.exits.values())
 
     def stop(self) -> None:
         """End the thread."""
@@ -60,14 +60,14 @@ class Watch(threading.Thread):
         deadline: float | None = None
         try:
             while not self._done.is_set():
-                self._open_new(poll, open_fds)
-                for fd, _ in poll.poll(_TICK * 1000) if open_fds else ():
-                    self._note_exit(fd, open_fds.pop(fd))
+                self._open_new_pidfds(poll, open_fds)
+                for fd, _ in poll.poll(_POLL_INTERVAL * 1000) if open_fds else ():
+                    self._record_exit(fd, open_fds.pop(fd))
                     poll.unregister(fd)
                     os.close(fd)
                 if not open_fds:
-                    self._done.wait(_TICK)
-                if deadline is None and (self.lost.is_set() or self._one_has_raised()):
+                    self._done.wait(_POLL_INTERVAL)
+                if deadline is None and (self.failed.is_set() or self._any_rank_raised()):
                     deadline = time.monotonic() + self._grace
                 if deadline is not None and time.monotonic() > deadline:
                     for fd in open_fds:
@@ -77,7 +77,7 @@ class Watch(threading.Thread):
             for fd in open_fds:
                 os.close(fd)
 
-    def _open_new(self, poll: select.poll, open_fds: dict[int, int]) -> None:
+    def _open_new_pidfds(self, poll: select.poll, open_fds: dict[int, int]) -> None:
         if len(self._pids) == self._nproc:
             return
         for rank, pid in read_pids(self._folder).items():
@@ -91,17 +91,17 @@ class Watch(threading.Thread):
                 open_fds[fd] = rank
                 poll.register(fd, select.POLLIN)
 
-    def _note_exit(self, fd: int, rank: int) -> None:
-        now, code = time.time_ns(), None
+    def _record_exit(self, fd: int, rank: int) -> None:
+        now, returncode = time.time_ns(), None
         with contextlib.suppress(ChildProcessError):
             state = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if state is not None:
-                code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
-        self.exits[rank] = RankExit(rank, now, code)
-        if code:
-            self.lost.set()
+                returncode = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+        self.exits[rank] = RankExit(rank, now, returncode)
+        if returncode:
+            self.failed.set()
 
-    def _one_has_raised(self) -> bool:
+    def _any_rank_raised(self) -> bool:
         """A rank that wrote its error but hangs while it exits also loses the job."""
         return any(self._folder.glob("*.error"))
 
@@ -116,11 +116,11 @@ def read_pids(folder: Path) -> dict[int, int]:
     return pids
 
 
-def kill_sessions(leaders: set[int]) -> int:
+def kill_sessions(session_ids: set[int]) -> int:
     """SIGKILL what still runs in the sessions of ``leaders``; returns how many processes that were."""
     killed = 0
     for _ in range(10):  # a process may fork while it is being ended
-        members = [pid for pid, session in _sessions() if session in leaders]
+        members = [pid for pid, session in _list_sessions() if session in session_ids]
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -131,12 +131,12 @@ def kill_sessions(leaders: set[int]) -> int:
     return killed
 
 
-def _sessions() -> list[tuple[int, int]]:
+def _list_sessions() -> list[tuple[int, int]]:
     """(pid, session) of each live process of the machine, by /proc; empty where there is none."""
-    found = []
+    sessions = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
             if state != "Z":
-                found.append((int(path.parent.name), int(session)))
-    return found
+                sessions.append((int(path.parent.name), int(session)))
+    return sessions

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from thalweg.nn.tiled_loss import Curve, tiled_cross_entropy
-from thalweg.ops._private import as_plain_tensors, is_plain
+from thalweg.nn.tiled_loss import LogitTransform, tiled_cross_entropy
+from thalweg.ops._private import no_torch_function, is_plain_tensor
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -52,13 +52,13 @@ class LossTiling:
     known_hooks: frozenset[int] = frozenset()
     handles: list[Any] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def trust_current_hooks(self) -> None:
         """Take the hooks that the head has now for harmless (sharding's own); later ones are a user's."""
         head = None if self.head is None else self.head()
         if head is not None:
             self.known_hooks = frozenset(hook_ids(head))
 
-    def expire(self) -> None:
+    def invalidate(self) -> None:
         """The weights have changed."""
         self.generation += 1
 
@@ -68,20 +68,20 @@ class LossTiling:
 
 def hook_ids(module: nn.Module) -> Iterator[int]:
     """The identities of a module's hooks."""
-    for table in _HOOKS:
+    for table in _HOOK_TABLES:
         yield from (id(hook) for hook in getattr(module, table).values())
 
 
 @dataclass
-class Source:
+class HeadCall:
     """The call of the head that was put off; shared by everything derived from it."""
 
     head: Any
     hidden: Tensor
-    context: Any
+    autocast_context: Any
     generation: int
-    measured: bool
-    used: bool = False
+    measured_kernels: bool
+    has_loss: bool = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's real output for ``hidden``."""
@@ -92,12 +92,12 @@ class Source:
                 "are gone: read output.logits before step(), or set tiling.loss to false"
             )
         weight = self.head.weight
-        with self.context():
+        with self.autocast_context():
             if isinstance(weight, DTensor):
-                return self._gathered(hidden, weight)
-            return self.head(hidden, NOW)
+                return self._gathered_logits(hidden, weight)
+            return self.head(hidden, RUN_HEAD)
 
-    def _gathered(self, hidden: Tensor, weight: DTensor) -> Tensor:
+    def _gathered_logits(self, hidden: Tensor, weight: DTensor) -> Tensor:
         """Outside of the model's forward a sharded head is gathered; collective."""
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise RuntimeError(
@@ -111,49 +111,49 @@ class Source:
         return F.linear(hidden, full, bias)
 
 
-class Now:
+class RunHead:
     """Asks the head for its real output, or with a ``compute`` for a loss of hidden, weight and bias."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None) -> None:
         self.compute = compute
 
 
-NOW = Now()
+RUN_HEAD = RunHead()
 
 
-class DeferredLogits(Tensor):
+class LazyLogits(Tensor):
     """A tensor (..., V) that stands for ``curve(head(hidden))``; real from the first operation on it."""
 
-    _source: Source
+    _head_call: HeadCall
     _hidden: Tensor
-    _curves: tuple[Curve, ...]
-    _parent: tuple[DeferredLogits, Curve, bool] | None
+    _transforms: tuple[LogitTransform, ...]
+    _parent: tuple[LazyLogits, LogitTransform, bool] | None
     _value: Tensor | None
     _hooks: list[Callable[[Tensor], Any]]
 
     @staticmethod
     def __new__(
         cls: Any,
-        source: Source,
+        head_call: HeadCall,
         hidden: Tensor,
         dtype: torch.dtype,
-        curves: tuple[Curve, ...] = (),
-        parent: tuple[DeferredLogits, Curve, bool] | None = None,
-    ) -> DeferredLogits:
+        transforms: tuple[LogitTransform, ...] = (),
+        parent: tuple[LazyLogits, LogitTransform, bool] | None = None,
+    ) -> LazyLogits:
         """``parent``: what this was made of, by which function, and whether of its rows some are left out."""
-        shape = (*hidden.shape[:-1], source.head.out_features)
-        wants = torch.is_grad_enabled() and (hidden.requires_grad or source.head.weight.requires_grad)
-        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, shape, dtype=dtype, device=hidden.device, requires_grad=wants
+        shape = (*hidden.shape[:-1], head_call.head.out_features)
+        requires_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_call.head.weight.requires_grad)
+        lazy = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
-        made._source, made._hidden, made._curves, made._parent = source, hidden, curves, parent
-        made._value, made._hooks = None, []
-        return made
+        lazy._source, lazy._hidden, lazy._curves, lazy._parent = head_call, hidden, transforms, parent
+        lazy._value, lazy._hooks = None, []
+        return lazy
 
-    def real(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The logits themselves, computed once."""
         if self._value is None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() or self._source_wants_grad()):
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self._requires_grad()):
                 value = self._compute()
                 for hook in self._hooks if value.requires_grad else ():
                     value.register_hook(hook)
@@ -162,43 +162,43 @@ class DeferredLogits(Tensor):
 
     def _compute(self) -> Tensor:
         if self._parent is not None:
-            parent, derive, is_part = self._parent
-            if not is_part or parent._value is not None or parent._hooks:
-                return derive(parent.real())
-        value = self._source.logits(self._hidden)
-        for curve in self._curves:
-            value = curve(value)
+            parent, derive, is_slice = self._parent
+            if not is_slice or parent._value is not None or parent._hooks:
+                return derive(parent.materialize())
+        value = self._head_call.logits(self._hidden)
+        for transform in self._transforms:
+            value = transform(value)
         return value
 
-    def _source_wants_grad(self) -> bool:
-        with as_plain_tensors():
+    def _requires_grad(self) -> bool:
+        with no_torch_function():
             return self.requires_grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with as_plain_tensors():
+            with no_torch_function():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, DeferredLogits) and first._value is None:
+        if isinstance(first, LazyLogits) and first._value is None:
             handler = _handlers().get(func)
-            if handler is not None and not any(holds_deferred(a) for a in (*args[1:], *kwargs.values())):
-                made = handler(first, func, args, kwargs)
-                if made is not NotImplemented:
-                    return made
-        args, kwargs = _pytree.tree_map_only(DeferredLogits, DeferredLogits.real, (args, kwargs))
+            if handler is not None and not any(contains_lazy_logits(a) for a in (*args[1:], *kwargs.values())):
+                result = handler(first, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        args, kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _pytree.tree_map_only(DeferredLogits, DeferredLogits.real, (args, kwargs or {}))
+        args, kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def holds_deferred(value: Any) -> bool:
+def contains_lazy_logits(value: Any) -> bool:
     """Whether a tree holds a :class:`DeferredLogits`."""
-    return any(isinstance(leaf, DeferredLogits) for leaf in _pytree.tree_leaves(value))
+    return any(isinstance(leaf, LazyLogits) for leaf in _pytree.tree_leaves(value))
 
 
 def _getter(name: str) -> Any:
@@ -216,66 +216,66 @@ _METADATA = {
 # What may be done without computing anything
 
 
-def _reshaped(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+def _handle_reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """``view``, ``reshape`` and ``flatten`` that leave the last dim alone."""
     if kwargs:
         return NotImplemented
-    vocabulary, width = deferred.shape[-1], deferred._hidden.shape[-1]
+    vocab_size, hidden_size = lazy.shape[-1], lazy._hidden.shape[-1]
     try:
-        shape = func(torch.empty(tuple(deferred.shape), device="meta"), *args[1:]).shape
+        shape = func(torch.empty(tuple(lazy.shape), device="meta"), *args[1:]).shape
     except (RuntimeError, TypeError, IndexError):
         return NotImplemented
-    if not shape or shape[-1] != vocabulary:
+    if not shape or shape[-1] != vocab_size:
         return NotImplemented
-    hidden = deferred._hidden.reshape(*shape[:-1], width)
-    parent = (deferred, lambda logits: func(logits, *args[1:]), False)
-    return DeferredLogits(deferred._source, hidden, deferred.dtype, deferred._curves, parent)
+    hidden = lazy._hidden.reshape(*shape[:-1], hidden_size)
+    parent = (lazy, lambda logits: func(logits, *args[1:]), False)
+    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
 
 
-def _sliced(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+def _handle_getitem(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """``logits[..., :-1, :]`` and the like: slices and whole numbers that leave the last dim alone."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(type(part) not in (slice, int) and part is not Ellipsis for part in index):
         return NotImplemented
-    named = sum(part is not Ellipsis for part in index)
-    at_the_end = named == deferred.dim() or (named < len(index) and index[-1] is not Ellipsis)
-    if named > deferred.dim() or (at_the_end and index[-1] != slice(None)):
+    num_indexed = sum(part is not Ellipsis for part in index)
+    indexes_last_dim = num_indexed == lazy.dim() or (num_indexed < len(index) and index[-1] is not Ellipsis)
+    if num_indexed > lazy.dim() or (indexes_last_dim and index[-1] != slice(None)):
         return NotImplemented
-    hidden = deferred._hidden[args[1]]
-    parent = (deferred, lambda logits: logits[args[1]], True)
-    return DeferredLogits(deferred._source, hidden, deferred.dtype, deferred._curves, parent)
+    hidden = lazy._hidden[args[1]]
+    parent = (lazy, lambda logits: logits[args[1]], True)
+    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
 
 
-def _elementwise(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+def _handle_elementwise(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Conversions, and arithmetic with numbers; noted for later."""
     rest = args[1:]
-    plain = (int, float, torch.dtype, torch.device, str)
-    if not all(isinstance(argument, plain) for argument in (*rest, *kwargs.values())):
+    plain_types = (int, float, torch.dtype, torch.device, str)
+    if not all(isinstance(argument, plain_types) for argument in (*rest, *kwargs.values())):
         return NotImplemented
-    probe = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *rest, **kwargs)
-    if probe.device != deferred.device:
+    probe = func(torch.empty(0, dtype=lazy.dtype, device=lazy.device), *rest, **kwargs)
+    if probe.device != lazy.device:
         return NotImplemented
-    if probe.dtype == deferred.dtype and func in _CONVERSIONS:
-        return deferred
+    if probe.dtype == lazy.dtype and func in _CONVERSIONS:
+        return lazy
 
-    def curve(logits: Tensor) -> Tensor:
+    def transform(logits: Tensor) -> Tensor:
         return func(logits, *rest, **kwargs)
 
-    curves = (*deferred._curves, curve)
-    return DeferredLogits(deferred._source, deferred._hidden, probe.dtype, curves, (deferred, curve, False))
+    transforms = (*lazy._transforms, transform)
+    return LazyLogits(lazy._head_call, lazy._hidden, probe.dtype, transforms, (lazy, transform, False))
 
 
-def _same(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    return deferred
+def _handle_identity(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return lazy
 
 
-def _note_hook(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    deferred._hooks.append(args[1])
-    return _Handle(deferred._hooks, args[1])
+def _handle_register_hook(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    lazy._hooks.append(args[1])
+    return _HookHandle(lazy._hooks, args[1])
 
 
 @dataclass
-class _Handle:
+class _HookHandle:
     hooks: list[Any]
     hook: Any
 
@@ -285,28 +285,28 @@ class _Handle:
             self.hooks.remove(self.hook)
 
 
-def _line(deferred: DeferredLogits) -> Iterator[DeferredLogits]:
-    yield deferred
-    while deferred._parent is not None:
-        deferred = deferred._parent[0]
-        yield deferred
+def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
+    yield lazy
+    while lazy._parent is not None:
+        lazy = lazy._parent[0]
+        yield lazy
 
 
-def _cross_entropy(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    given = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
-    target = given["target"]
-    plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    if not plain or not is_plain(target) or target.is_floating_point() or deferred.dim() > 2:
+def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    named_args = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
+    target = named_args["target"]
+    is_supported = all(named_args.get(name) is None for name in ("weight", "size_average", "reduce"))
+    if not is_supported or not is_plain_tensor(target) or target.is_floating_point() or lazy.dim() > 2:
         return NotImplemented
-    if deferred.dim() != target.dim() + 1 or any(one._hooks for one in _line(deferred)):
+    if lazy.dim() != target.dim() + 1 or any(one._hooks for one in _with_ancestors(lazy)):
         return NotImplemented
-    source, curves = deferred._source, deferred._curves
-    autocast = torch.is_autocast_enabled(deferred.device.type)
-    loss_dtype = torch.float32 if autocast else deferred.dtype  # autocast takes losses in fp32
+    head_call, transforms = lazy._head_call, lazy._transforms
+    autocast = torch.is_autocast_enabled(lazy.device.type)
+    loss_dtype = torch.float32 if autocast else lazy.dtype  # autocast takes losses in fp32
 
-    def curve(logits: Tensor) -> Tensor:
-        for one in curves:
-            logits = one(logits)
+    def apply_transforms(logits: Tensor) -> Tensor:
+        for transform in transforms:
+            logits = transform(logits)
         return logits
 
     def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -315,17 +315,17 @@ def _cross_entropy(deferred: DeferredLogits, func: Any, args: Any, kwargs: Any) 
             weight,
             target,
             bias,
-            ignore_index=given.get("ignore_index", -100),
-            reduction=given.get("reduction", "mean"),
-            label_smoothing=given.get("label_smoothing", 0.0),
-            curve=curve if curves else None,
-            tile_tokens=source.head._thalweg_tiling.tile_tokens,
-            measured_kernels=source.measured,
+            ignore_index=named_args.get("ignore_index", -100),
+            reduction=named_args.get("reduction", "mean"),
+            label_smoothing=named_args.get("label_smoothing", 0.0),
+            logit_transform=apply_transforms if transforms else None,
+            tile_tokens=head_call.head._thalweg_tiling.tile_tokens,
+            measured_kernels=head_call.measured_kernels,
         ).to(loss_dtype)
 
-    source.used = True
-    with source.context():
-        return source.head(deferred._hidden, Now(compute))
+    head_call.has_loss = True
+    with head_call.autocast_context():
+        return head_call.head(lazy._hidden, RunHead(compute))
 
 
 _LOSS_ARGUMENTS = (
@@ -339,9 +339,9 @@ _CONVERSIONS = {Tensor.float, Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.do
 def _handlers() -> Mapping[Any, Callable[..., Any]]:
     arithmetic = (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.add)
     tanh = (Tensor.tanh, torch.tanh, F.tanh, Tensor.__add__, Tensor.__sub__, torch.mul, torch.div)
-    found = dict.fromkeys((*_CONVERSIONS, *arithmetic, *tanh), _elementwise)
-    found |= dict.fromkeys(
-        (Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape), _reshaped
+    handlers = dict.fromkeys((*_CONVERSIONS, *arithmetic, *tanh), _handle_elementwise)
+    handlers |= dict.fromkeys(
+        (Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape), _handle_reshape
     )
-    found |= {Tensor.__getitem__: _sliced, Tensor.contiguous: _same, F.cross_entropy: _cross_entropy}
-    return found | {Tensor.register_hook: _note_hook}
+    handlers |= {Tensor.__getitem__: _handle_getitem, Tensor.contiguous: _handle_identity, F.cross_entropy: _handle_cross_entropy}
+    return handlers | {Tensor.register_hook: _handle_register_hook}

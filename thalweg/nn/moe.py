@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.nn.experts import Experts
-from thalweg.ops.grouped import sort_choices
-from thalweg.parallel.expert import Exchange, Share, by_rows
+from thalweg.ops.grouped import sort_by_expert
+from thalweg.parallel.expert import TokenDispatcher, ExpertShardSpec, expert_row_spec
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Routing:
 
     experts: Tensor
     weights: Tensor
-    kept: Tensor
-    everything: bool  # whether that is all
+    in_capacity: Tensor
+    all_in_capacity: bool  # whether that is all
     counts: Tensor  # (E,) choices of each expert, dropped ones included
-    balance: Tensor  # 0-dim, 1 where all experts are chosen alike
-    z: Tensor  # 0-dim, mean squared log of the partition function
+    balance_loss: Tensor  # 0-dim, 1 where all experts are chosen alike
+    z_loss: Tensor  # 0-dim, mean squared log of the partition function
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class GatePolicy:
     capacity_factor: float = 1.0
     eval_capacity_factor: float = 1.0
     min_capacity: int = 4
-    noise: str | None = None
+    noisy_gate_policy: str | None = None
     drop_tokens: bool = True
-    random_selection: bool = True
-    sample_second: bool = True
+    use_rts: bool = True
+    sample_second_expert: bool = True
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool) -> int | None:
         """Choices that an expert takes, or None for all."""
@@ -74,11 +74,11 @@ def route(
     logits = logits.float()
     gates = logits.softmax(-1)
     scores = logits
-    if training and policy.noise == "RSample" and policy.k == 1:
+    if training and policy.noisy_gate_policy == "RSample" and policy.k == 1:
         scores = logits + _gumbel_like(logits)
     first = scores.topk(1 if policy.k == 2 else policy.k, dim=-1).indices
     if policy.k == 2:
-        others = logits + _gumbel_like(logits) if training and policy.sample_second else logits
+        others = logits + _gumbel_like(logits) if training and policy.sample_second_expert else logits
         second = others.scatter(1, first, -math.inf).argmax(-1, keepdim=True)
         first = torch.cat([first, second], 1)
     experts = first
@@ -86,40 +86,40 @@ def route(
     if used_token is not None:
         used = used_token.reshape(-1, 1).bool().expand_as(experts)
     capacity = policy.capacity(num_tokens, num_experts, training)
-    everything = capacity is None and used_token is None
-    kept = (
-        used if capacity is None else used & _within(experts, used, capacity, num_experts, policy, training)
+    all_in_capacity = capacity is None and used_token is None
+    in_capacity = (
+        used if capacity is None else used & _within_capacity(experts, used, capacity, num_experts, policy, training)
     )
-    weights = gates.gather(1, experts) * kept
+    weights = gates.gather(1, experts) * in_capacity
     if policy.k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-    hits = F.one_hot(experts, num_experts) * used[..., None]
-    measured = hits[:, 0] if policy.k <= 2 else hits.sum(1) / policy.k
-    balance = (gates.mean(0) * measured.float().mean(0)).sum() * num_experts
-    z = logits.logsumexp(-1).square().mean()
-    return Routing(experts, weights, kept, everything, hits.sum((0, 1)), balance, z)
+    dispatch_mask = F.one_hot(experts, num_experts) * used[..., None]
+    dispatched = dispatch_mask[:, 0] if policy.k <= 2 else dispatch_mask.sum(1) / policy.k
+    balance_loss = (gates.mean(0) * dispatched.float().mean(0)).sum() * num_experts
+    z_loss = logits.logsumexp(-1).square().mean()
+    return Routing(experts, weights, in_capacity, all_in_capacity, dispatch_mask.sum((0, 1)), balance_loss, z_loss)
 
 
 def _gumbel_like(logits: Tensor) -> Tensor:
     return -torch.empty_like(logits).exponential_().log()
 
 
-def _within(
+def _within_capacity(
     experts: Tensor, used: Tensor, capacity: int, num_experts: int, policy: GatePolicy, training: bool
 ) -> Tensor:
     """Which choices (N, k) an expert has room for: first choices first, then by chance or in order."""
     num_tokens, k = experts.shape
     order = torch.arange(num_tokens * k, device=experts.device)
-    if policy.random_selection and training and k == 1:
+    if policy.use_rts and training and k == 1:
         order = torch.randperm(num_tokens, device=experts.device)
     flat = experts.T.reshape(-1)  # all first choices, then all second ones
     flat = torch.where(used.T.reshape(-1), flat, num_experts)
     by_expert = order[flat[order].argsort(stable=True)]
     counts = torch.bincount(flat, minlength=num_experts + 1)
     starts = counts.cumsum(0) - counts
-    place = torch.empty_like(order)
-    place[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
-    return (place < capacity).view(k, num_tokens).T
+    position = torch.empty_like(order)
+    position[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
+    return (position < capacity).view(k, num_tokens).T
 
 
 class MoE(nn.Module):
@@ -187,45 +187,45 @@ class MoE(nn.Module):
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
-        self._exchange: Exchange | None = None
+        self._dispatcher: TokenDispatcher | None = None
 
-    def spread(self, exchange: Exchange) -> None:
+    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
         """Let the experts of a team of ranks work together; each has its rows of the stack by now."""
-        self._exchange = exchange
+        self._dispatcher = dispatcher
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden_states`` (..., D) -> output (..., D), ``l_aux`` (0-dim), ``exp_counts`` (E,)."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        seen = x
-        if self.training and self.policy.noise == "Jitter":
-            seen = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
-        routing = route(F.linear(seen, self.gate.weight).float(), self.policy, self.training, used_token)
-        y = self._combine(x, routing).view(hidden_states.shape)
+        gate_input = x
+        if self.training and self.policy.noisy_gate_policy == "Jitter":
+            gate_input = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
+        routing = route(F.linear(gate_input, self.gate.weight).float(), self.policy, self.training, used_token)
+        y = self._run_experts(x, routing).view(hidden_states.shape)
         if self.shared is not None:
             y = y + self.shared(hidden_states)
         if self.residual is not None and self.coefficient is not None:
             mix = self.coefficient(hidden_states).softmax(-1)
             y = y * mix[..., :1] + self.residual(hidden_states) * mix[..., 1:]
-        return y, routing.balance + self.z_loss_coef * routing.z, routing.counts
+        return y, routing.balance_loss + self.z_loss_coef * routing.z_loss, routing.counts
 
-    def _combine(self, x: Tensor, routing: Routing) -> Tensor:
-        choices = sort_choices(
-            routing.experts, self.num_experts, None if routing.everything else routing.kept
+    def _run_experts(self, x: Tensor, routing: Routing) -> Tensor:
+        permutation = sort_by_expert(
+            routing.experts, self.num_experts, None if routing.all_in_capacity else routing.in_capacity
         )
-        rows, groups = choices.take(x), choices.groups
-        if self._exchange is None:
+        rows, groups = permutation.permute(x), permutation.groups
+        if self._dispatcher is None:
             results = self.experts(rows, groups)
         else:
-            rows, groups, back = self._exchange.to_experts(rows, groups)
-            results = back(self.experts(rows, groups, self._exchange.own))
-        return choices.add_up(results, routing.weights.to(results.dtype)).to(x.dtype)
+            rows, groups, combine = self._dispatcher.dispatch(rows, groups)
+            results = combine(self.experts(rows, groups, self._dispatcher.local_weight))
+        return permutation.combine(results, routing.weights.to(results.dtype)).to(x.dtype)
 
-    def shares(self, ranks: int) -> Iterator[Share]:
+    def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``ranks`` divide them."""
-        cut = by_rows(self.num_experts, ranks)
+        spec = expert_row_spec(self.num_experts, num_ranks)
         for path, module in self.experts.stack.named_modules(prefix="experts.stack"):
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield Share(f"{path}.{key}", module, key, cut)
+                    yield ExpertShardSpec(f"{path}.{key}", module, key, spec)

@@ -28,37 +28,37 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thalweg.ops._private import is_fake
-from thalweg.ops.linear import Products, products_of
+from thalweg.ops.linear import LinearKernels, get_linear_kernels
 
 Reduction = Literal["mean", "sum", "none"]
-Curve = Callable[[Tensor], Tensor]
+LogitTransform = Callable[[Tensor], Tensor]
 
 _TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 
 
-def tile_rows(num_rows: int, vocabulary: int, device: str) -> int:
+def tile_rows(num_rows: int, vocab_size: int, device: str) -> int:
     """How many rows a tile takes: fp32 logits of 16 MiB on a CPU, 256 MiB elsewhere, at least 64 rows."""
-    wanted = _TILE_BYTES.get(device, _TILE_BYTES["cuda"]) // (4 * vocabulary)
-    return max(1, min(num_rows, max(_LEAST_ROWS, wanted)))
+    budget_rows = _TILE_BYTES.get(device, _TILE_BYTES["cuda"]) // (4 * vocab_size)
+    return max(1, min(num_rows, max(_MIN_ROWS, budget_rows)))
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TileOptions:
     """What does not change from tile to tile.  ``curve`` goes from the product to the logits."""
 
-    tile: int
+    num_rows: int
     ignore_index: int
-    smoothing: float
+    label_smoothing: float
     z_loss: float
-    curve: Curve | None
-    at_once: bool
-    scalar: bool
-    measured: bool
+    logit_transform: LogitTransform | None
+    grad_in_forward: bool
+    is_scalar: bool
+    measured_kernels: bool
 
 
 @dataclass
-class _Sums:
+class _GradSums:
     """The gradients being added up; None where nobody wants them."""
 
     hidden: Tensor | None
@@ -67,27 +67,27 @@ class _Sums:
 
     def scaled(self, factor: Tensor | None, like: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Each sum times ``factor``, in place, in the dtype of its operand."""
-        found: list[Tensor | None] = []
-        for total, of in zip((self.hidden, self.weight, self.bias), like, strict=True):
-            if total is not None and of is not None:
-                total = (total if factor is None else total.mul_(factor)).to(of.dtype)
-            found.append(total)
-        return tuple(found)
+        scaled: list[Tensor | None] = []
+        for total, operand in zip((self.hidden, self.weight, self.bias), like, strict=True):
+            if total is not None and operand is not None:
+                total = (total if factor is None else total.mul_(factor)).to(operand.dtype)
+            scaled.append(total)
+        return tuple(scaled)
 
 
 @dataclass(frozen=True)
-class _Operands:
+class _LossInputs:
     """hidden (N, D), weight (V, D), bias (V,) or None, labels (N,), factors (N,) fp32."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
-    factors: Tensor
-    plan: _Plan
+    row_weights: Tensor
+    options: _TileOptions
 
 
-class _TiledLoss(torch.autograd.Function):
+class _TiledCrossEntropy(torch.autograd.Function):
     """The fields of :class:`_Operands`, to fp32 (N,) or ()."""
 
     @staticmethod
@@ -97,119 +97,119 @@ class _TiledLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        factors: Tensor,
-        plan: _Plan,
+        row_weights: Tensor,
+        options: _TileOptions,
     ) -> Tensor:
-        work = _Operands(hidden, weight, bias, labels, factors, plan)
-        wanted = ctx.needs_input_grad[:3]
-        sums = _new_sums(work, wanted) if plan.at_once and any(wanted) else None
-        losses = torch.zeros(hidden.shape[0], dtype=factors.dtype, device=hidden.device)
-        _run_tiles(work, losses, sums)
-        ctx.save_for_backward(hidden, weight, bias, labels, factors)
-        ctx.plan, ctx.sums, ctx.wanted = plan, sums, wanted
+        inputs = _LossInputs(hidden, weight, bias, labels, row_weights, options)
+        needs_grad = ctx.needs_input_grad[:3]
+        sums = _zero_grad_sums(inputs, needs_grad) if options.grad_in_forward and any(needs_grad) else None
+        losses = torch.zeros(hidden.shape[0], dtype=row_weights.dtype, device=hidden.device)
+        _run_tiles(inputs, losses, sums)
+        ctx.save_for_backward(hidden, weight, bias, labels, row_weights)
+        ctx.plan, ctx.sums, ctx.wanted = options, sums, needs_grad
         # Adding 0 x the factors makes a mean over no token NaN, as torch has it.
-        return losses.sum() + 0 * factors.sum() if plan.scalar else losses
+        return losses.sum() + 0 * row_weights.sum() if options.is_scalar else losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, factors = ctx.saved_tensors
-        grad = grads[0].to(factors.dtype)
+        hidden, weight, bias, labels, row_weights = ctx.saved_tensors
+        grad = grads[0].to(row_weights.dtype)
         sums, ctx.sums = ctx.sums, None  # handed out once: whoever gets a gradient may keep its memory
         if sums is None:
-            work = _Operands(hidden, weight, bias, labels, factors * grad, ctx.plan)
-            sums, grad = _new_sums(work, ctx.wanted), None
-            _run_tiles(work, None, sums)
+            inputs = _LossInputs(hidden, weight, bias, labels, row_weights * grad, ctx.plan)
+            sums, grad = _zero_grad_sums(inputs, ctx.wanted), None
+            _run_tiles(inputs, None, sums)
         return (*sums.scaled(grad, (hidden, weight, bias)), None, None, None)
 
 
-def _new_sums(work: _Operands, wanted: tuple[bool, ...]) -> _Sums:
+def _zero_grad_sums(inputs: _LossInputs, needs_grad: tuple[bool, ...]) -> _GradSums:
     def zeros(tensor: Tensor | None, want: bool) -> Tensor | None:
         if tensor is None or not want:
             return None
-        return torch.zeros_like(tensor, dtype=_wide(tensor.dtype))
+        return torch.zeros_like(tensor, dtype=_accumulation_dtype(tensor.dtype))
 
-    hidden = torch.zeros_like(work.hidden) if wanted[0] else None
-    return _Sums(hidden, zeros(work.weight, wanted[1]), zeros(work.bias, wanted[2]))
+    hidden = torch.zeros_like(inputs.hidden) if needs_grad[0] else None
+    return _GradSums(hidden, zeros(inputs.weight, needs_grad[1]), zeros(inputs.bias, needs_grad[2]))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _run_tiles(work: _Operands, losses: Tensor | None, sums: _Sums | None) -> None:
+def _run_tiles(inputs: _LossInputs, losses: Tensor | None, sums: _GradSums | None) -> None:
     """Fill ``losses`` and add to ``sums``, whichever is there.  Tiles of ignored rows are passed over."""
-    plan, hidden = work.plan, work.hidden
-    product = products_of(hidden[: plan.tile], work.weight, measured=plan.measured)
-    for start in range(0, hidden.shape[0], plan.tile):
-        rows = slice(start, start + plan.tile)
-        valid = work.labels[rows] != plan.ignore_index
+    options, hidden = inputs.options, inputs.hidden
+    product = get_linear_kernels(hidden[: options.num_rows], inputs.weight, autotuned=options.measured_kernels)
+    for start in range(0, hidden.shape[0], options.num_rows):
+        rows = slice(start, start + options.num_rows)
+        valid = inputs.labels[rows] != options.ignore_index
         if hidden.is_cpu and not is_fake(hidden) and not bool(valid.any()):
             continue
         with torch.autocast(hidden.device.type, enabled=False):
-            raw = product.forward(hidden[rows], work.weight, work.bias)
-            grad = _run_tile(raw, work, rows, valid, losses, sums is not None)
+            raw = product.forward(hidden[rows], inputs.weight, inputs.bias)
+            grad = _run_tile(raw, inputs, rows, valid, losses, sums is not None)
             if sums is not None and grad is not None:
-                _add_gradients(sums, product, grad, work, rows)
+                _add_gradients(sums, product, grad, inputs, rows)
 
 
 def _run_tile(
-    raw: Tensor, work: _Operands, rows: slice, valid: Tensor, losses: Tensor | None, want_grad: bool
+    raw: Tensor, inputs: _LossInputs, rows: slice, valid: Tensor, losses: Tensor | None, want_grad: bool
 ) -> Tensor | None:
     """One tile's losses into ``losses``; returns the gradient of ``raw``, factors applied."""
-    plan, logits = work.plan, raw
-    if plan.curve is not None:
+    options, logits = inputs.options, raw
+    if options.logit_transform is not None:
         with torch.set_grad_enabled(want_grad):
             raw = raw.detach().requires_grad_(want_grad)
-            logits = plan.curve(raw)
-    z = logits.detach().to(_wide(logits.dtype))
-    if plan.curve is not None and z.dtype == logits.dtype:
+            logits = options.logit_transform(raw)
+    z = logits.detach().to(_accumulation_dtype(logits.dtype))
+    if options.logit_transform is not None and z.dtype == logits.dtype:
         z = z.clone()  # the curve's own backward may need its result; ours works in place
-    labels = torch.where(valid, work.labels[rows], 0).unsqueeze(1)
-    factors = torch.where(valid, work.factors[rows], 0.0).to(z.dtype)
-    share = plan.smoothing / z.shape[1]
+    labels = torch.where(valid, inputs.labels[rows], 0).unsqueeze(1)
+    row_weights = torch.where(valid, inputs.row_weights[rows], 0.0).to(z.dtype)
+    smoothing_per_class = options.label_smoothing / z.shape[1]
     target = z.gather(1, labels)
-    total = z.sum(1, keepdim=True) if losses is not None and plan.smoothing else None
-    top = z.amax(1, keepdim=True)
-    z.sub_(top).exp_()
-    size = z.sum(1, keepdim=True)
-    log_size = size.log().add_(top)
+    total = z.sum(1, keepdim=True) if losses is not None and options.label_smoothing else None
+    max_logit = z.amax(1, keepdim=True)
+    z.sub_(max_logit).exp_()
+    exp_sum = z.sum(1, keepdim=True)
+    log_sum_exp = exp_sum.log().add_(max_logit)
     if losses is not None:
-        each = log_size - (1 - plan.smoothing) * target
+        row_losses = log_sum_exp - (1 - options.label_smoothing) * target
         if total is not None:
-            each -= total * share
-        if plan.z_loss:
-            each += plan.z_loss * log_size.square()
-        losses[rows] = torch.where(valid, each.squeeze(1) * factors, 0.0).to(losses.dtype)
+            row_losses -= total * smoothing_per_class
+        if options.z_loss:
+            row_losses += options.z_loss * log_sum_exp.square()
+        losses[rows] = torch.where(valid, row_losses.squeeze(1) * row_weights, 0.0).to(losses.dtype)
     if not want_grad:
         return None
-    grow = factors.unsqueeze(1) / size
-    if plan.z_loss:
-        grow *= 1 + 2 * plan.z_loss * log_size
-    z.mul_(grow)
-    if plan.smoothing:
-        z.sub_(share * factors.unsqueeze(1))
-    z.scatter_add_(1, labels, (plan.smoothing - 1) * factors.unsqueeze(1))
+    grad_scale = row_weights.unsqueeze(1) / exp_sum
+    if options.z_loss:
+        grad_scale *= 1 + 2 * options.z_loss * log_sum_exp
+    z.mul_(grad_scale)
+    if options.label_smoothing:
+        z.sub_(smoothing_per_class * row_weights.unsqueeze(1))
+    z.scatter_add_(1, labels, (options.label_smoothing - 1) * row_weights.unsqueeze(1))
     grad = z.to(logits.dtype)
-    return grad if plan.curve is None else torch.autograd.grad(logits, raw, grad)[0]
+    return grad if options.logit_transform is None else torch.autograd.grad(logits, raw, grad)[0]
 
 
-def _add_gradients(sums: _Sums, product: Products, grad: Tensor, work: _Operands, rows: slice) -> None:
+def _add_gradients(sums: _GradSums, product: LinearKernels, grad: Tensor, inputs: _LossInputs, rows: slice) -> None:
     if sums.hidden is not None:
-        sums.hidden[rows] = product.grad_x(grad, work.weight)
+        sums.hidden[rows] = product.grad_x(grad, inputs.weight)
     if sums.weight is not None:
-        product.add_grad_weight(sums.weight, grad, work.hidden[rows])
+        product.accumulate_grad_weight(sums.weight, grad, inputs.hidden[rows])
     if sums.bias is not None:
         sums.bias += grad.sum(0, dtype=sums.bias.dtype)
 
 
-def _factors(
-    labels: Tensor, ignore_index: int, reduction: str, weights: Tensor | None, dtype: torch.dtype
+def _row_weights(
+    labels: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """What each row's loss is multiplied with: its weight, divided by their sum for a mean."""
     valid = labels != ignore_index
-    factors = valid.to(dtype) if weights is None else torch.where(valid, weights.detach().to(dtype), 0.0)
-    return factors / factors.sum() if reduction == "mean" else factors
+    row_weights = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
+    return row_weights / row_weights.sum() if reduction == "mean" else row_weights
 
 
 def tiled_cross_entropy(
@@ -225,7 +225,7 @@ def tiled_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    curve: Curve | None = None,
+    logit_transform: LogitTransform | None = None,
     tile_tokens: int | None = None,
     gradients: Literal["auto", "forward", "backward"] = "auto",
     measured_kernels: bool = False,
@@ -245,49 +245,49 @@ def tiled_cross_entropy(
     ``token_weights`` get no gradient, and there is no second derivative.  Raises ValueError for shapes that
     do not belong together.
     """
-    _check(hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients)
+    _check_arguments(hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if curve is None and (logit_scale != 1.0 or softcap is not None):
-        curve = _scaled_and_capped(logit_scale, softcap)
+    if logit_transform is None and (logit_scale != 1.0 or softcap is not None):
+        logit_transform = _scale_and_softcap(logit_scale, softcap)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     weights = None if token_weights is None else token_weights.reshape(-1)
-    early = gradients == "forward" or (gradients == "auto" and hidden.dtype != torch.float16)
-    scalar = reduction != "none"
-    plan = _Plan(
-        tile=tile_tokens or tile_rows(rows.shape[0], weight.shape[0], device),
+    grad_in_forward = gradients == "forward" or (gradients == "auto" and hidden.dtype != torch.float16)
+    is_scalar = reduction != "none"
+    options = _TileOptions(
+        num_rows=tile_tokens or tile_rows(rows.shape[0], weight.shape[0], device),
         ignore_index=ignore_index,
-        smoothing=label_smoothing,
+        label_smoothing=label_smoothing,
         z_loss=z_loss,
-        curve=curve,
-        at_once=early and scalar and torch.is_grad_enabled(),
-        scalar=scalar,
-        measured=measured_kernels,
+        logit_transform=logit_transform,
+        grad_in_forward=grad_in_forward and is_scalar and torch.is_grad_enabled(),
+        is_scalar=is_scalar,
+        measured_kernels=measured_kernels,
     )
-    factors = _factors(flat, ignore_index, reduction, weights, _wide(hidden.dtype))
-    loss: Any = _TiledLoss.apply(rows, weight, bias, flat, factors, plan)
-    return loss if scalar else loss.view(labels.shape)
+    row_weights = _row_weights(flat, ignore_index, reduction, weights, _accumulation_dtype(hidden.dtype))
+    loss: Any = _TiledCrossEntropy.apply(rows, weight, bias, flat, row_weights, options)
+    return loss if is_scalar else loss.view(labels.shape)
 
 
-def _scaled_and_capped(scale: float, cap: float | None) -> Curve:
-    def curve(logits: Tensor) -> Tensor:
-        logits = logits.to(_wide(logits.dtype)) * scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+def _scale_and_softcap(scale: float, softcap: float | None) -> LogitTransform:
+    def transform(logits: Tensor) -> Tensor:
+        logits = logits.to(_accumulation_dtype(logits.dtype)) * scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    return curve
+    return transform
 
 
-def _check(
+def _check_arguments(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
     reduction: str,
     token_weights: Tensor | None,
-    smoothing: float,
+    label_smoothing: float,
     tile_tokens: int | None,
     gradients: str,
 ) -> None:
@@ -309,7 +309,7 @@ def _check(
         raise ValueError(f"gradients is {gradients!r}; it must be 'auto', 'forward' or 'backward'")
     if gradients == "forward" and reduction == "none":
         raise ValueError("gradients='forward' needs one loss: use reduction 'mean' or 'sum'")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing is {smoothing!r}; it must be from 0 to 1")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be from 0 to 1")
     if tile_tokens is not None and tile_tokens < 1:
         raise ValueError(f"tile_tokens is {tile_tokens!r}; it must be at least 1")

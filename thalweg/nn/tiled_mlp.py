@@ -24,81 +24,81 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
-from thalweg.ops.linear import plain_only
-from thalweg.ops.subclass import Disguised, subclass_of, undisguise
+from thalweg.ops.linear import must_use_plain_ops
+from thalweg.ops.subclass import DynamicSubclass, make_subclass, restore_class
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _TiledArgs:
     """How a call's arguments are cut: which leaves are tiled, along which dim, into how many tiles."""
 
-    spec: Any
+    tree_spec: Any
     leaves: tuple[Any, ...]
     tiled: tuple[int, ...]
-    whole: tuple[int, ...]
+    untiled: tuple[int, ...]
     dim: int
-    tiles: int
-    lead: tuple[int, ...]
+    num_tiles: int
+    leading_shape: tuple[int, ...]
     length: int
 
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        size = -(-self.length // self.tiles)
+    def tile_bounds(self) -> Iterator[tuple[int, int]]:
+        size = -(-self.length // self.num_tiles)
         for start in range(0, self.length, size):
             yield start, min(size, self.length - start)
 
-    def call(self, forward: Any, tiled: Sequence[Tensor], whole: Sequence[Tensor]) -> Any:
+    def call(self, forward: Any, tiled: Sequence[Tensor], untiled: Sequence[Tensor]) -> Any:
         leaves = list(self.leaves)
-        for index, value in zip((*self.tiled, *self.whole), (*tiled, *whole), strict=True):
+        for index, value in zip((*self.tiled, *self.untiled), (*tiled, *untiled), strict=True):
             leaves[index] = value
-        args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = _pytree.tree_unflatten(leaves, self.tree_spec)
         return forward(*args, **kwargs)
 
 
-def _cut(args: Any, kwargs: Any, dim: int, tiles: int) -> _Cut | None:
+def _split_args(args: Any, kwargs: Any, dim: int, num_tiles: int) -> _TiledArgs | None:
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None or first.dim() < 2:
         return None
     dim = dim % first.dim()
     length = first.shape[dim]
-    lead = first.shape[: dim + 1]
+    leading_shape = first.shape[: dim + 1]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tiled = tuple(i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == lead)
-    whole = tuple(i for i in tensors if i not in tiled)
-    if length < 2 or tiles < 2:
+    tiled = tuple(i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape)
+    untiled = tuple(i for i in tensors if i not in tiled)
+    if length < 2 or num_tiles < 2:
         return None
-    plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return _Cut(spec, plain, tiled, whole, dim, min(tiles, length), tuple(lead[:-1]), length)
+    non_tensors = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return _TiledArgs(spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length)
 
 
 @dataclass
-class _Surroundings:
+class _RngAutocastState:
     """What a second run must find as the first did: random state and autocast."""
 
-    cpu: Tensor
+    cpu_rng_state: Tensor
     device: torch.device
-    cuda: Tensor | None
+    cuda_rng_state: Tensor | None
     autocast: tuple[bool, torch.dtype, bool]
 
     @classmethod
-    def now(cls, device: torch.device) -> _Surroundings:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        kind = device.type
+    def capture(cls, device: torch.device) -> _RngAutocastState:
+        cuda_rng_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        device_type = device.type
         autocast = (
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
             torch.is_autocast_cache_enabled(),
         )
-        return cls(torch.get_rng_state(), device, cuda, autocast)
+        return cls(torch.get_rng_state(), device, cuda_rng_state, autocast)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         with ExitStack() as stack:
-            devices = [self.device] if self.cuda is not None else []
+            devices = [self.device] if self.cuda_rng_state is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
+            torch.set_rng_state(self.cpu_rng_state)
+            if self.cuda_rng_state is not None:
+                torch.cuda.set_rng_state(self.cuda_rng_state, self.device)
             enabled, dtype, caching = self.autocast
             stack.enter_context(
                 torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=caching)
@@ -106,135 +106,135 @@ class _Surroundings:
             yield
 
 
-class _Tiles(torch.autograd.Function):
+class _TiledForward(torch.autograd.Function):
     """(module, its plain forward, cut, a list for the outputs' structure, *tiled, *whole, *parameters)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, module: nn.Module, forward: Any, cut: _Cut, keep: list[Any], *tensors: Tensor
+        ctx: Any, module: nn.Module, forward: Any, tiled_args: _TiledArgs, out_specs: list[Any], *tensors: Tensor
     ) -> Any:
-        inputs = tensors[: len(cut.tiled) + len(cut.whole)]
-        ctx.around = _Surroundings.now(inputs[0].device)
-        outputs, spec = _in_tiles(forward, cut, inputs)
-        keep.append(spec)
+        inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
+        ctx.around = _RngAutocastState.capture(inputs[0].device)
+        outputs, spec = _forward_in_tiles(forward, tiled_args, inputs)
+        out_specs.append(spec)
         ctx.save_for_backward(*inputs)
-        ctx.module, ctx.plain_forward, ctx.cut = module, forward, cut
+        ctx.module, ctx.plain_forward, ctx.cut = module, forward, tiled_args
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        cut: _Cut = ctx.cut
+        tiled_args: _TiledArgs = ctx.cut
         # The module's own parameters, not saved ones: hooks on saved tensors may have made copies of those.
-        tensors = [*ctx.saved_tensors, *_trained(ctx.module)]
-        wanted = ctx.needs_input_grad[4:]
-        num = len(cut.tiled)
+        tensors = [*ctx.saved_tensors, *_trainable_params(ctx.module)]
+        needs_grad = ctx.needs_input_grad[4:]
+        num = len(tiled_args.tiled)
         sums: list[Tensor | None] = [
-            None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _wide(t.dtype))
-            for i, (t, want) in enumerate(zip(tensors, wanted, strict=True))
+            None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
+            for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
         with ctx.around.again():
-            for start, size in cut.bounds():
-                _add_tile(ctx.plain_forward, cut, tensors, wanted, grads, sums, start, size)
-        found = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
-        return (None, None, None, None, *found)
+            for start, size in tiled_args.tile_bounds():
+                _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
+        grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
+        return (None, None, None, None, *grads_out)
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _in_tiles(forward: Any, cut: _Cut, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+def _forward_in_tiles(forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
     """The flat outputs put together from the tiles, and their structure."""
-    tiled, whole = inputs[: len(cut.tiled)], inputs[len(cut.tiled) :]
+    tiled, untiled = inputs[: len(tiled_args.tiled)], inputs[len(tiled_args.tiled) :]
     outputs: list[Tensor] = []
     spec: Any = None
-    for start, size in cut.bounds():
-        parts = [t.narrow(cut.dim, start, size).contiguous() for t in tiled]  # as modules expect them
-        flat, spec = _pytree.tree_flatten(cut.call(forward, parts, whole))
+    for start, size in tiled_args.tile_bounds():
+        tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled]  # as modules expect them
+        flat, spec = _pytree.tree_flatten(tiled_args.call(forward, tile_inputs, untiled))
         if not outputs:
-            outputs = [_room(out, cut, size) for out in flat]
-        for room, out in zip(outputs, flat, strict=True):
-            room.narrow(cut.dim, start, size).copy_(out)
+            outputs = [_alloc_output(out, tiled_args, size) for out in flat]
+        for output, out in zip(outputs, flat, strict=True):
+            output.narrow(tiled_args.dim, start, size).copy_(out)
     return outputs, spec
 
 
-def _add_tile(
+def _backward_tile(
     forward: Any,
-    cut: _Cut,
+    tiled_args: _TiledArgs,
     tensors: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     grads: Sequence[Tensor | None],
     sums: Sequence[Tensor | None],
     start: int,
     size: int,
 ) -> None:
     """Run one tile again and add its gradients to ``sums``."""
-    num, inputs = len(cut.tiled), len(cut.tiled) + len(cut.whole)
-    here = [t.narrow(cut.dim, start, size).contiguous() for t in tensors[:num]] + list(tensors[num:])
-    here[:inputs] = [t.detach().requires_grad_(want) for t, want in zip(here[:inputs], wanted, strict=False)]
+    num, inputs = len(tiled_args.tiled), len(tiled_args.tiled) + len(tiled_args.untiled)
+    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(tensors[num:])
+    tile_inputs[:inputs] = [t.detach().requires_grad_(want) for t, want in zip(tile_inputs[:inputs], needs_grad, strict=False)]
     with torch.enable_grad():
-        flat = _pytree.tree_leaves(cut.call(forward, here[:num], here[num:inputs]))
+        flat = _pytree.tree_leaves(tiled_args.call(forward, tile_inputs[:num], tile_inputs[num:inputs]))
     pairs = [
-        (out, grad.narrow(cut.dim, start, size))
+        (out, grad.narrow(tiled_args.dim, start, size))
         for out, grad in zip(flat, grads, strict=True)
         if grad is not None and out.requires_grad
     ]
-    sources = [t for t, want in zip(here, wanted, strict=True) if want]
+    sources = [t for t, want in zip(tile_inputs, needs_grad, strict=True) if want]
     if not pairs or not sources:
         return
     outs, out_grads = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outs, sources, out_grads, allow_unused=True))
-    for i, (total, want) in enumerate(zip(sums, wanted, strict=True)):
-        grad = next(found) if want else None
+    tile_grads = iter(torch.autograd.grad(outs, sources, out_grads, allow_unused=True))
+    for i, (total, want) in enumerate(zip(sums, needs_grad, strict=True)):
+        grad = next(tile_grads) if want else None
         if grad is None or total is None:
             continue
         if i < num:
-            total.narrow(cut.dim, start, size).copy_(grad)
+            total.narrow(tiled_args.dim, start, size).copy_(grad)
         else:
             total += grad
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _room(out: Any, cut: _Cut, size: int) -> Tensor:
-    fits = isinstance(out, Tensor) and out.shape[: cut.dim + 1] == (*cut.lead, size)
+def _alloc_output(out: Any, tiled_args: _TiledArgs, size: int) -> Tensor:
+    fits = isinstance(out, Tensor) and out.shape[: tiled_args.dim + 1] == (*tiled_args.leading_shape, size)
     if not fits:
-        what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        description = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(
-            f"a tiled module must return tensors with {size} positions in dim {cut.dim} for {size} given; it "
-            f"returned {what}: it is not position-wise, take it out of the tiled modules"
+            f"a tiled module must return tensors with {size} positions in dim {tiled_args.dim} for {size} given; it "
+            f"returned {description}: it is not position-wise, take it out of the tiled modules"
         )
     shape = list(out.shape)
-    shape[cut.dim] = cut.length
+    shape[tiled_args.dim] = tiled_args.length
     return out.new_empty(shape)
 
 
-class _Tiled(Disguised):
+class _TiledModule(DynamicSubclass):
     _thalweg_tiles: int
     _thalweg_tile_dim: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        cut = _cut(args, kwargs, self._thalweg_tile_dim, self._thalweg_tiles)
-        if cut is None or plain_only():
-            return plain(*args, **kwargs)
+        original_forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        tiled_args = _split_args(args, kwargs, self._thalweg_tile_dim, self._thalweg_tiles)
+        if tiled_args is None or must_use_plain_ops():
+            return original_forward(*args, **kwargs)
         leaves = _pytree.tree_leaves((args, kwargs))
-        inputs = [leaves[i] for i in (*cut.tiled, *cut.whole)]
+        inputs = [leaves[i] for i in (*tiled_args.tiled, *tiled_args.untiled)]
         if not torch.is_grad_enabled():
-            return _pytree.tree_unflatten(*_in_tiles(plain, cut, inputs))
+            return _pytree.tree_unflatten(*_forward_in_tiles(original_forward, tiled_args, inputs))
         module: Any = self
-        keep: list[Any] = []
-        flat: Any = _Tiles.apply(module, plain, cut, keep, *inputs, *_trained(module))
-        return _pytree.tree_unflatten(list(flat), keep[0])
+        out_specs: list[Any] = []
+        flat: Any = _TiledForward.apply(module, original_forward, tiled_args, out_specs, *inputs, *_trainable_params(module))
+        return _pytree.tree_unflatten(list(flat), out_specs[0])
 
 
 @cache
-def _tiled_class(plain: type, tiles: int, dim: int) -> type:
-    return subclass_of(plain, _Tiled, _thalweg_tiles=tiles, _thalweg_tile_dim=dim)
+def _tiled_class(original_class: type, tiles: int, dim: int) -> type:
+    return make_subclass(original_class, _TiledModule, _thalweg_tiles=tiles, _thalweg_tile_dim=dim)
 
 
 def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
@@ -253,7 +253,7 @@ def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
         raise ValueError(
             f"{type(module).__name__} has a forward that cannot be tiled; tile before replacing it"
         )
-    if isinstance(module, _Tiled):
+    if isinstance(module, _TiledModule):
         raise ValueError(f"{type(module).__name__} is tiled already")
     if tiles > 1:
         module.__class__ = _tiled_class(type(module), tiles, dim)
@@ -262,10 +262,10 @@ def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
 
 def untile(model: nn.Module) -> int:
     """Undo :func:`tiled` for every module of ``model``; returns how many there were."""
-    return undisguise(model, _Tiled)
+    return restore_class(model, _TiledModule)
 
 
-_NAMES = ("mlp", "feed_forward", "ffn", "ff", "DenseReluDense")
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "DenseReluDense")
 
 
 def find_mlps(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -273,20 +273,20 @@ def find_mlps(model: nn.Module, names: Sequence[str] | None = None) -> dict[str,
 
     Raises ValueError where a wanted name is not there.
     """
-    wanted = tuple(names or _NAMES)
-    found: dict[str, nn.Module] = {}
+    suffixes = tuple(names or _MLP_NAMES)
+    mlps: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        hit = next((one for one in wanted if name == one or name.endswith(f".{one}")), None)
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if hit and not inside and any(True for _ in module.parameters()):
-            found[name] = module
-    missing = [one for one in wanted if not any(name == one or name.endswith(f".{one}") for name in found)]
-    if not found or (names and missing):
+        matched = next((one for one in suffixes if name == one or name.endswith(f".{one}")), None)
+        inside = any(name.startswith(f"{outer}.") for outer in mlps)
+        if matched and not inside and any(True for _ in module.parameters()):
+            mlps[name] = module
+    missing = [one for one in suffixes if not any(name == one or name.endswith(f".{one}") for name in mlps)]
+    if not mlps or (names and missing):
         raise ValueError(
             f"tiling.mlp found no module called {', '.join(missing)} in {type(model).__name__}: name the "
             "MLPs in tiling.mlp_modules, or set tiling.mlp to 1"
         )
-    return found
+    return mlps
 
 
 class TiledMLP(nn.Module):

@@ -6,11 +6,11 @@ from torch import nn
 
 from thalweg.config.schema_train import Tiling
 from thalweg.nn.deferred import LossTiling
-from thalweg.nn.head import defer_logits
+from thalweg.nn.head import make_logits_lazy
 from thalweg.nn.tiled_mlp import find_mlps, tiled
 
 
-def tile_model(model: nn.Module, section: Tiling) -> LossTiling | None:
+def apply_tiling(model: nn.Module, section: Tiling) -> LossTiling | None:
     """Tile the MLPs and the loss of ``model`` as ``section`` says; comes before sharding.
 
     Raises:
@@ -24,4 +24,4 @@ def tile_model(model: nn.Module, section: Tiling) -> LossTiling | None:
     if section.head is not None and section.head not in dict(model.named_modules()):
         raise ValueError(f"tiling.head is {section.head!r}, and the model has no module of that name")
     head = None if section.head is None else model.get_submodule(section.head)
-    return defer_logits(model, head, section.loss_tokens)
+    return make_logits_lazy(model, head, section.loss_tokens)

@@ -13,85 +13,85 @@ from typing import Any, TextIO
 
 from thalweg.observe.record import StepRecord, Writer
 
-_SIZE = (150, 24)
+_FALLBACK_SIZE = (150, 24)
 
 
-def describe(record: StepRecord) -> str:
+def format_record(record: StepRecord) -> str:
     """Return the parts of a record that a person watches, as ``loss 4.123 | 8.1k tok/s | ...``."""
-    parts = []
+    fields = []
     if record.loss is not None:
-        parts.append(f"loss {record.loss:.4f}")
+        fields.append(f"loss {record.loss:.4f}")
     if record.lr is not None:
-        parts.append(f"lr {record.lr:.2e}")
+        fields.append(f"lr {record.lr:.2e}")
     if record.grad_norm is not None:
-        parts.append(f"norm {record.grad_norm:.2f}")
+        fields.append(f"norm {record.grad_norm:.2f}")
     if record.tokens_per_s is not None:
-        parts.append(f"{_short(record.tokens_per_s)} tok/s")
+        fields.append(f"{_format_count(record.tokens_per_s)} tok/s")
     if record.model_tflops is not None:
-        parts.append(f"{record.model_tflops:.3g} TFLOP/s")
+        fields.append(f"{record.model_tflops:.3g} TFLOP/s")
     if record.memory_mib is not None:
-        parts.append(f"{record.memory_mib:,.0f} MiB")
+        fields.append(f"{record.memory_mib:,.0f} MiB")
     if record.loss_scale not in (None, 1.0):
-        parts.append(f"scale {record.loss_scale:g}")
+        fields.append(f"scale {record.loss_scale:g}")
     if record.skipped:
-        parts.append("skipped: non-finite gradients")
-    return " | ".join(parts)
+        fields.append("skipped: non-finite gradients")
+    return " | ".join(fields)
 
 
 class ConsoleWriter:
     """A bar when ``stream`` is a terminal, else a line every ``every`` steps (and at the last)."""
 
-    def __init__(self, *, every: int, total_steps: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, *, steps_per_print: int, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._every = every
-        self._total = total_steps
-        self._live = self._stream.isatty()
+        self._steps_per_print = steps_per_print
+        self._total_steps = total_steps
+        self._is_terminal = self._stream.isatty()
         self._bar: Any = None
-        self._unprinted: StepRecord | None = None
+        self._unprinted_record: StepRecord | None = None
 
     def step(self, record: StepRecord) -> None:
-        if self._live:
+        if self._is_terminal:
             self._update_bar(record)
             return
-        self._unprinted = record
-        if record.step % self._every == 0 or record.step == self._total:
-            self._line(record)
+        self._unprinted_record = record
+        if record.step % self._steps_per_print == 0 or record.step == self._total_steps:
+            self._write_record(record)
 
     def metric(self, name: str, value: float, step: int) -> None:
-        self._say(f"step {step}: {name} {value:.6g}")
+        self._write_line(f"step {step}: {name} {value:.6g}")
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self._unprinted is not None:
-            self._line(self._unprinted)
+        elif self._unprinted_record is not None:
+            self._write_record(self._unprinted_record)
 
     def _update_bar(self, record: StepRecord) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
             # A resumed job's bar starts where the job does, or its rate would be fiction.
-            known = _width(self._stream) > 0
+            has_size = _terminal_width(self._stream) > 0
             self._bar = tqdm(
-                total=self._total,
+                total=self._total_steps,
                 initial=record.step - 1,
                 file=self._stream,
                 unit="step",
                 # A terminal that does not know its size says 0 x 0, and the bar would not be drawn.
-                dynamic_ncols=known,
-                ncols=None if known else _SIZE[0],
-                nrows=None if known else _SIZE[1],
+                dynamic_ncols=has_size,
+                ncols=None if has_size else _FALLBACK_SIZE[0],
+                nrows=None if has_size else _FALLBACK_SIZE[1],
             )
-        self._bar.set_postfix_str(describe(record), refresh=False)
+        self._bar.set_postfix_str(format_record(record), refresh=False)
         self._bar.update(record.step - self._bar.n)
 
-    def _line(self, record: StepRecord) -> None:
-        total = "" if self._total is None else f"/{self._total}"
+    def _write_record(self, record: StepRecord) -> None:
+        total = "" if self._total_steps is None else f"/{self._total_steps}"
         phases = "".join(f" | {name} {seconds * 1e3:.1f} ms" for name, seconds in record.phases.items())
-        self._say(f"step {record.step}{total}: {describe(record)}{phases}")
-        self._unprinted = None
+        self._write_line(f"step {record.step}{total}: {format_record(record)}{phases}")
+        self._unprinted_record = None
 
-    def _say(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
             return
@@ -104,20 +104,20 @@ def build_console(config: Any, total_steps: int | None = None) -> Writer | None:
 
     Accelerate passes infinity to say "never".
     """
-    every = getattr(config, "steps_per_print", None)
-    if not every or math.isinf(every):
+    steps_per_print = getattr(config, "steps_per_print", None)
+    if not steps_per_print or math.isinf(steps_per_print):
         return None
-    return ConsoleWriter(every=max(1, int(every)), total_steps=total_steps)
+    return ConsoleWriter(steps_per_print=max(1, int(steps_per_print)), total_steps=total_steps)
 
 
-def _width(stream: TextIO) -> int:
+def _terminal_width(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return 0
 
 
-def _short(value: float) -> str:
+def _format_count(value: float) -> str:
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"

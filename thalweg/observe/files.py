@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from thalweg.observe.record import COLUMNS, StepRecord, Writer, plain
+from thalweg.observe.record import COLUMNS, StepRecord, Writer, to_json_scalar
 
 _METRIC_COLUMNS = ("step", "name", "value")
 
@@ -37,24 +37,24 @@ class CsvWriter:
     """``steps.csv`` with one row a step, ``metrics.csv`` with ``step,name,value`` rows."""
 
     def __init__(self, folder: Path) -> None:
-        self._steps = _CsvFile(folder / "steps.csv", COLUMNS)
-        self._metrics: _CsvFile | None = None
+        self._step_file = _CsvFile(folder / "steps.csv", COLUMNS)
+        self._metric_file: _CsvFile | None = None
         self._folder = folder
 
     def step(self, record: StepRecord) -> None:
-        self._steps.row(list(record.scalars().values()))
+        self._step_file.write_row(list(record.scalars().values()))
         for name, seconds in record.phases.items():
             self.metric(f"phase/{name}", seconds, record.step)
 
     def metric(self, name: str, value: float, step: int) -> None:
-        if self._metrics is None:
-            self._metrics = _CsvFile(self._folder / "metrics.csv", _METRIC_COLUMNS)
-        self._metrics.row([step, name, value])
+        if self._metric_file is None:
+            self._metric_file = _CsvFile(self._folder / "metrics.csv", _METRIC_COLUMNS)
+        self._metric_file.write_row([step, name, value])
 
     def close(self) -> None:
-        self._steps.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._step_file.close()
+        if self._metric_file is not None:
+            self._metric_file.close()
 
 
 class _CsvFile:
@@ -68,9 +68,9 @@ class _CsvFile:
         self._file = open_for_append(path)
         self._csv = csv.writer(self._file, lineterminator="\n")
         if header is None:
-            self.row(list(columns))
+            self.write_row(list(columns))
 
-    def row(self, values: list[Any]) -> None:
+    def write_row(self, values: list[Any]) -> None:
         self._csv.writerow(["" if value is None else value for value in values])
         self._file.flush()
 
@@ -92,18 +92,18 @@ class JsonlWriter:
         self._file = open_for_append(path)
 
     def step(self, record: StepRecord) -> None:
-        row: dict[str, Any] = {"kind": "step"} | {name: plain(v) for name, v in record.scalars().items()}
+        row: dict[str, Any] = {"kind": "step"} | {name: to_json_scalar(v) for name, v in record.scalars().items()}
         if record.phases:
-            row["phases"] = {name: plain(seconds) for name, seconds in record.phases.items()}
-        self._row(row)
+            row["phases"] = {name: to_json_scalar(seconds) for name, seconds in record.phases.items()}
+        self._write_row(row)
 
     def metric(self, name: str, value: float, step: int) -> None:
-        self._row({"kind": "metric", "name": name, "value": plain(value), "step": step})
+        self._write_row({"kind": "metric", "name": name, "value": to_json_scalar(value), "step": step})
 
     def close(self) -> None:
         self._file.close()
 
-    def _row(self, row: dict[str, Any]) -> None:
+    def _write_row(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 

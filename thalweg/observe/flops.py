@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class _Facts(Protocol):
+class _ModelSize(Protocol):
     @property
     def num_parameters(self) -> int: ...
     @property
@@ -15,7 +15,7 @@ class _Facts(Protocol):
     def num_layers(self) -> int | None: ...
 
 
-def flops_per_token(facts: _Facts, sequence_length: int | None = None) -> float:
+def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) -> float:
     """Return the floating-point operations of one training token, forward and backward.
 
     ``6 N + 12 L d T``: two operations a weight forward and four backward, and the two
@@ -26,15 +26,15 @@ def flops_per_token(facts: _Facts, sequence_length: int | None = None) -> float:
     or a length the attention term is left out.  A weight that is only looked up (positions, an
     untied input embedding) does no arithmetic: subtract it from ``num_parameters`` where it matters.
     """
-    dense = 6.0 * facts.num_parameters
-    if not (facts.hidden_size and facts.num_layers and sequence_length):
+    dense = 6.0 * model_size.num_parameters
+    if not (model_size.hidden_size and model_size.num_layers and sequence_length):
         return dense
-    return dense + 12.0 * facts.num_layers * facts.hidden_size * sequence_length
+    return dense + 12.0 * model_size.num_layers * model_size.hidden_size * sequence_length
 
 
-def model_tflops(facts: _Facts, tokens_per_s: float, sequence_length: int | None = None) -> float:
+def model_tflops(model_size: _ModelSize, tokens_per_s: float, sequence_length: int | None = None) -> float:
     """Return the model's arithmetic in TFLOP/s at ``tokens_per_s`` (over all ranks, both)."""
-    return flops_per_token(facts, sequence_length) * tokens_per_s / 1e12
+    return flops_per_token(model_size, sequence_length) * tokens_per_s / 1e12
 
 
 def resident_mib(*, peak: bool = False) -> float:

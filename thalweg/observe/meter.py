@@ -16,13 +16,13 @@ from torch import Tensor
 
 from thalweg.observe.record import StepRecord
 from thalweg.observe.recorder import Recorder
-from thalweg.utils.trees import tensors_of
+from thalweg.utils.trees import iter_tensors
 
-PART = "sequence_part"
+SEQUENCE_META_KEY = "sequence_part"
 """The key of a batch of which this rank has been given its part; its value knows the whole ``length``."""
 
 
-class Meter:
+class StepMeter:
     """Counts losses, samples and tokens of a window and hands them to ``recorder``.
 
     ``flops_per_token``: of one training token, given the sequence length.  ``copies``: ranks of the
@@ -34,47 +34,47 @@ class Meter:
         recorder: Recorder,
         *,
         group: dist.ProcessGroup | None = None,
-        wanted: bool = False,
+        enabled: bool = False,
         flops_per_token: Callable[[int], float] | None = None,
         memory_mib: Callable[[], float] | None = None,
-        copies: int = 1,
+        num_batch_copies: int = 1,
     ) -> None:
-        self.recorder, self._copies = recorder, copies
-        self._group, self._wanted = group, wanted
+        self._recorder, self._num_batch_copies = recorder, num_batch_copies
+        self._group, self._enabled = group, enabled
         self._flops_per_token = flops_per_token
         self._memory_mib = memory_mib
-        self._start = time.perf_counter()
+        self._window_start = time.perf_counter()
         self._reset()
 
     def _reset(self) -> None:
-        self._loss: Tensor | float = 0.0
+        self._loss_sum: Tensor | float = 0.0
         self._num_losses = 0
-        self._samples = 0
-        self._tokens = 0
+        self._num_samples = 0
+        self._num_tokens = 0
 
-    def saw_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def add_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the first tensor among the inputs: its rows, and its elements if they are token ids."""
-        if not self._wanted:
+        if not self._enabled:
             return
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim > 0:
-                self._samples += value.shape[0]
+                self._num_samples += value.shape[0]
                 if not value.is_floating_point() and value.ndim == 2:
-                    whole = getattr(kwargs.get(PART), "length", value.shape[1])
-                    self._tokens += value.shape[0] * whole
+                    length = getattr(kwargs.get(SEQUENCE_META_KEY), "length", value.shape[1])
+                    self._num_tokens += value.shape[0] * length
                 return
 
-    def saw_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         """Add one micro-batch's loss, undivided."""
-        if self._wanted:
-            self._loss = self._loss + loss.detach().float()
+        if self._enabled:
+            self._loss_sum = self._loss_sum + loss.detach().float()
             self._num_losses += 1
 
-    def saw_window(self, batches: Sequence[Any], loss: Tensor) -> None:
+    def add_window(self, batches: Sequence[Any], loss: Tensor) -> None:
         """Count the micro-batches of a window, and their mean loss."""
         for batch in batches:
-            self.saw_batch((), batch) if isinstance(batch, Mapping) else self.saw_batch(_flat(batch), {})
-        self.saw_loss(loss)
+            self.add_batch((), batch) if isinstance(batch, Mapping) else self.add_batch(_flatten(batch), {})
+        self.add_loss(loss)
 
     def step(
         self,
@@ -87,19 +87,19 @@ class Meter:
         phases: Mapping[str, float] | None = None,
     ) -> StepRecord | None:
         """Close the window: the record of the whole job, on every rank; None if nobody reads it."""
-        if not self._wanted:
+        if not self._enabled:
             return None
         totals = torch.tensor(
-            [float(self._loss), self._num_losses, self._samples, self._tokens], dtype=torch.float64
+            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens], dtype=torch.float64
         )
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)
-        totals[2:] /= self._copies
+        totals[2:] /= self._num_batch_copies
         loss, num_losses, samples, tokens = totals.tolist()
         length = round(tokens / samples) if samples else 0
         flops = self._flops_per_token(length) * tokens if self._flops_per_token else 0.0
         now = time.perf_counter()
-        seconds, self._start = now - self._start, now
+        seconds, self._window_start = now - self._window_start, now
         record = StepRecord(
             step=step,
             loss=loss / num_losses if num_losses else None,
@@ -115,14 +115,14 @@ class Meter:
             memory_mib=self._memory_mib() if self._memory_mib else None,
             phases=phases or {},
         )
-        self.recorder.step(record)
+        self._recorder.step(record)
         self._reset()
         return record
 
     def close(self) -> None:
         """Close the writers."""
-        self.recorder.close()
+        self._recorder.close()
 
 
-def _flat(batch: Any) -> tuple[Any, ...]:
-    return tuple(tensors_of(batch))
+def _flatten(batch: Any) -> tuple[Any, ...]:
+    return tuple(iter_tensors(batch))

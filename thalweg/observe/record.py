@@ -62,7 +62,7 @@ class MissingPackageError(ImportError, ValueError):
     """The configuration asks for a writer whose package is not installed."""
 
 
-def require(package: str, *, key: str, install: str) -> None:
+def require_package(package: str, *, key: str, install: str) -> None:
     """Raise :class:`MissingPackageError` unless ``package`` can be imported (it is not imported here)."""
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(
@@ -71,7 +71,7 @@ def require(package: str, *, key: str, install: str) -> None:
         )
 
 
-def plain(value: float | int | bool | None) -> float | int | bool | str | None:
+def to_json_scalar(value: float | int | bool | None) -> float | int | bool | str | None:
     """Return ``value`` as JSON can hold it: non-finite floats become ``"nan"``, ``"inf"``, ``"-inf"``."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

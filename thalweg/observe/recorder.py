@@ -17,10 +17,10 @@ from typing import Any
 
 from thalweg.observe.console import build_console
 from thalweg.observe.files import build_csv, build_jsonl
-from thalweg.observe.record import StepRecord, Writer, require
+from thalweg.observe.record import StepRecord, Writer, require_package
 from thalweg.observe.services import build_tensorboard, build_wandb
 
-_BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
+_WRITER_BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
     build_csv,
     build_jsonl,
     build_tensorboard,
@@ -28,7 +28,7 @@ _BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
 )
 
 # key of the section -> the package it needs and what to install
-_PACKAGES = {
+_REQUIRED_PACKAGES = {
     "tensorboard": ("tensorboard", "'thalweg[monitor]'"),
     "wandb": ("wandb", "wandb"),
 }
@@ -51,16 +51,16 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         """Record one optimiser step."""
-        self._each(lambda writer: writer.step(record))
+        self._dispatch(lambda writer: writer.step(record))
 
     def metric(self, name: str, value: Any, step: int) -> None:
         """Record one scalar of the user's own, as ``metric("eval/loss", 3.2, step=100)``."""
         number = float(value)
-        self._each(lambda writer: writer.metric(name, number, step))
+        self._dispatch(lambda writer: writer.metric(name, number, step))
 
     def close(self) -> None:
         """Flush and close every writer; a second call does nothing."""
-        self._each(lambda writer: writer.close())
+        self._dispatch(lambda writer: writer.close())
         self._writers = []
 
     def __enter__(self) -> Recorder:
@@ -69,7 +69,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _each(self, call: Callable[[Writer], None]) -> None:
+    def _dispatch(self, call: Callable[[Writer], None]) -> None:
         for writer in tuple(self._writers):
             try:
                 call(writer)
@@ -92,19 +92,19 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
     Raises :class:`MissingPackageError` on *every* rank when a package is missing, so that
     no rank waits for one that has stopped.
     """
-    for key, (package, install) in _PACKAGES.items():
+    for key, (package, install) in _REQUIRED_PACKAGES.items():
         section = getattr(config, key, None)
         if section is not None and section.enabled:
-            require(package, key=key, install=install)
+            require_package(package, key=key, install=install)
     if rank != 0:
         return Recorder()
     if total_steps is None:
-        total_steps = _scheduled_steps(config)
-    writers = [build_console(config, total_steps), *(build(config) for build in _BUILDERS)]
+        total_steps = _get_total_steps(config)
+    writers = [build_console(config, total_steps), *(build(config) for build in _WRITER_BUILDERS)]
     return Recorder([writer for writer in writers if writer is not None])
 
 
-def _scheduled_steps(config: Any) -> int | None:
+def _get_total_steps(config: Any) -> int | None:
     params = getattr(getattr(config, "scheduler", None), "params", None)
     total = params.get("total_num_steps") if isinstance(params, Mapping) else None
     return total if isinstance(total, int) else None

@@ -8,7 +8,7 @@ from thalweg.observe.files import job_folder
 from thalweg.observe.record import StepRecord, Writer
 
 
-def _scalars(record: StepRecord) -> dict[str, float]:
+def _to_scalars(record: StepRecord) -> dict[str, float]:
     row = {
         f"train/{name}": float(v) for name, v in record.scalars().items() if v is not None and name != "step"
     }
@@ -25,7 +25,7 @@ class TensorBoardWriter:
         self._summary = SummaryWriter(log_dir=folder)
 
     def step(self, record: StepRecord) -> None:
-        for name, value in _scalars(record).items():
+        for name, value in _to_scalars(record).items():
             self.metric(name, value, record.step)
 
     def metric(self, name: str, value: float, step: int) -> None:
@@ -44,7 +44,7 @@ class WandbWriter:
         self._run = wandb.init(project=project, group=group, entity=team, resume="allow")
 
     def step(self, record: StepRecord) -> None:
-        self._run.log(_scalars(record), step=record.step)
+        self._run.log(_to_scalars(record), step=record.step)
 
     def metric(self, name: str, value: float, step: int) -> None:
         self._run.log({name: value}, step=step)

@@ -16,28 +16,28 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     for row in body:
         if len(row) != len(headers):
             raise ValueError(f"a row of {len(row)} cells under {len(headers)} headers: {row!r}")
-    cells = [[_text(value) for value in row] for row in body]
+    cells = [[_format_cell(value) for value in row] for row in body]
     widths = [max(len(header), *(len(row[i]) for row in cells), 0) for i, header in enumerate(headers)]
     numeric = [
         bool(body) and all(value is None or _is_number(value) for value in (row[i] for row in body))
         for i in range(len(headers))
     ]
 
-    def line(values: Sequence[str]) -> str:
+    def format_line(values: Sequence[str]) -> str:
         padded = [
             value.rjust(width) if right else value.ljust(width)
             for value, width, right in zip(values, widths, numeric, strict=True)
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(list(headers)), line(["-" * width for width in widths]), *map(line, cells)])
+    return "\n".join([format_line(list(headers)), format_line(["-" * width for width in widths]), *map(format_line, cells)])
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _text(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -26,22 +26,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from thalweg.ops.switch import restore_linear_layers, switch_linear_layers
-from thalweg.ops.table import default_table
+from thalweg.ops.switch import restore_linear_layers, patch_linear_layers
+from thalweg.ops.table import get_autotune_cache
 
 __all__ = [
-    "export_table",
-    "import_table",
+    "export_autotune_cache",
+    "import_autotune_cache",
     "restore_linear_layers",
-    "switch_linear_layers",
+    "patch_linear_layers",
 ]
 
 
-def export_table() -> dict[str, str]:
+def export_autotune_cache() -> dict[str, str]:
     """Return this process's choices of kernels, the machine's cache included, for :func:`import_table`."""
-    return default_table().export_table()
+    return get_autotune_cache().export_entries()
 
 
-def import_table(table: Mapping[str, str], *, fixed: bool = False) -> int:
+def import_autotune_cache(entries: Mapping[str, str], *, frozen: bool = False) -> int:
     """Take over another rank's choices (:meth:`KernelTable.import_table`); returns how many apply here."""
-    return default_table().import_table(table, fixed=fixed)
+    return get_autotune_cache().import_entries(entries, frozen=frozen)

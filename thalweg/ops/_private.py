@@ -22,7 +22,7 @@ def onednn_linear_op() -> Any:
     return getattr(packet, "default", None)
 
 
-_linear_op: Any = onednn_linear_op()
+_onednn_linear_op: Any = onednn_linear_op()
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,14 +31,14 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     ``weight`` may be a transposed view: its strides are passed on.  ``x`` is copied when it
     is not contiguous.  Not differentiable.
     """
-    return _linear_op(x, weight, bias, "none", [], "")
+    return _onednn_linear_op(x, weight, bias, "none", [], "")
 
 
 def _linear_flops(x_shape: Any, weight_shape: Any, *_args: Any, out_shape: Any = None, **_kwargs: Any) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]
 
 
-def count_onednn_flops() -> None:
+def register_onednn_flops() -> None:
     """Tell torch's flop counter what the operator computes, as torch does for its own ones."""
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if packet is not None and packet not in flop_counter.flop_registry:
@@ -49,11 +49,11 @@ functorch_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transfo
 """True inside ``torch.func`` transforms, which cannot see through an autograd.Function."""
 
 
-tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
+is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
 """True while ``torch.jit.trace`` records."""
 
 
-as_plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """A context in which a tensor subclass's ``__torch_function__`` is not asked."""
 
 
@@ -62,7 +62,7 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_plain(value: object) -> bool:
+def is_plain_tensor(value: object) -> bool:
     """True for a tensor of no subclass, or one without values that stands for such a tensor."""
     return type(value) is Tensor or type(value) is FakeTensor
 
@@ -77,6 +77,6 @@ def unsafe_view(x: Tensor, shape: list[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
-def reads_a_value(operator: Any) -> bool:
+def is_item_call(operator: Any) -> bool:
     """Whether a dispatched operator is the one behind ``tensor.item()`` and ``bool(tensor)``."""
     return operator is torch.ops.aten._local_scalar_dense.default

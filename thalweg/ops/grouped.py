@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from thalweg.ops._private import is_fake
 
 
-def answers_without_values(name: str, args: tuple[Any, ...]) -> Tensor | None:
+def fake_grouped_mm(name: str, args: tuple[Any, ...]) -> Tensor | None:
     """What the operator ``name`` gives, uninitialised, where torch refuses on fakes what it does on a CPU.
 
     Grouped products: their form without values takes bf16 alone.  (M, K) by (E, K, N) is (M, N); in the
@@ -46,17 +46,17 @@ def answers_without_values(name: str, args: tuple[Any, ...]) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Rows, those of a group together: ``counts`` (E,) of each group, ``index`` (M,) of each row."""
 
     counts: Tensor
-    index: Tensor
+    group_ids: Tensor
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def counts_list(self) -> list[int]:
         """``counts`` as numbers; waits for a GPU.  Without values (a rehearsal) all groups are alike."""
         if is_fake(self.counts) or self.counts.is_meta:
-            base, rest = divmod(len(self.index), len(self.counts))
+            base, rest = divmod(len(self.group_ids), len(self.counts))
             return [base + (group < rest) for group in range(len(self.counts))]
         return self.counts.tolist()
 
@@ -67,7 +67,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class TokenPermutation:
     """N x k choices in the order of their groups.
 
     ``order`` (M,): the choice in each row.  ``place`` (N * k,): the row of each choice, any
@@ -75,73 +75,73 @@ class Sorted:
     """
 
     order: Tensor
-    place: Tensor
-    groups: Groups
-    k: int
-    kept: Tensor | None = None
+    row_of_choice: Tensor
+    groups: RowGroups
+    top_k: int
+    valid_mask: Tensor | None = None
 
-    def take(self, x: Tensor) -> Tensor:
+    def permute(self, x: Tensor) -> Tensor:
         """``x`` (N, D) of the tokens -> (M, D), one row a choice."""
-        return _Take.apply(x, self)  # type: ignore[return-value]
+        return _Permute.apply(x, self)  # type: ignore[return-value]
 
-    def add_up(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """The sum over each token's choices of ``weights`` (N, k) times its row: (N, D), in their dtype."""
-        if self.kept is not None:
-            weights = weights * self.kept
+        if self.valid_mask is not None:
+            weights = weights * self.valid_mask
         if not len(rows):  # a sum over nothing, so that the backward pass still goes where the rows went
             return weights.sum(1, keepdim=True) * rows.new_zeros(1, rows.shape[1]) + rows.sum()
-        back = _PutBack.apply(rows, self)
-        assert isinstance(back, Tensor)
-        if self.k == 1:
-            return back * weights
-        return (back.view(-1, self.k, rows.shape[1]) * weights[..., None]).sum(1)
+        unpermuted = _Unpermute.apply(rows, self)
+        assert isinstance(unpermuted, Tensor)
+        if self.top_k == 1:
+            return unpermuted * weights
+        return (unpermuted.view(-1, self.top_k, rows.shape[1]) * weights[..., None]).sum(1)
 
 
-def sort_choices(experts: Tensor, num_groups: int, kept: Tensor | None = None) -> Sorted:
+def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | None = None) -> TokenPermutation:
     """Sort the choices ``experts`` (N, k) by group, in order within one; those not ``kept`` are left out."""
-    k = experts.shape[1]
-    flat = experts.reshape(-1)
-    if kept is not None:
-        flat = torch.where(kept.reshape(-1), flat, num_groups)
+    k = expert_ids.shape[1]
+    flat = expert_ids.reshape(-1)
+    if valid_mask is not None:
+        flat = torch.where(valid_mask.reshape(-1), flat, num_groups)
     counts = flat.new_zeros(num_groups + 1).scatter_add_(0, flat, torch.ones_like(flat))
     order = flat.argsort(stable=True)
-    left_out = 0 if kept is None or is_fake(counts) else int(counts[-1])
-    if left_out:
-        order = order[: len(flat) - left_out]
-    place = torch.zeros_like(flat)
-    place[order] = torch.arange(len(order), device=flat.device)
-    return Sorted(order, place, Groups(counts[:-1], flat[order]), k, kept if left_out else None)
+    num_dropped = 0 if valid_mask is None or is_fake(counts) else int(counts[-1])
+    if num_dropped:
+        order = order[: len(flat) - num_dropped]
+    row_of_choice = torch.zeros_like(flat)
+    row_of_choice[order] = torch.arange(len(order), device=flat.device)
+    return TokenPermutation(order, row_of_choice, RowGroups(counts[:-1], flat[order]), k, valid_mask if num_dropped else None)
 
 
-def put_back(rows: Tensor, order: Sorted) -> Tensor:
+def unpermute(rows: Tensor, permutation: TokenPermutation) -> Tensor:
     """Undo ``order.take`` of rows that have one choice each, none left out."""
-    return _PutBack.apply(rows, order)  # type: ignore[return-value]
+    return _Unpermute.apply(rows, permutation)  # type: ignore[return-value]
 
 
-class _Take(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Sorted) -> Tensor:  # type: ignore[override]
-        ctx.order = order
-        return x.index_select(0, order.order if order.k == 1 else order.order // order.k)
+    def forward(ctx: Any, x: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
+        ctx.order = permutation
+        return x.index_select(0, permutation.order if permutation.top_k == 1 else permutation.order // permutation.top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order: Sorted = ctx.order
+        permutation: TokenPermutation = ctx.order
         grad = grads[0]
         if not len(grad):
-            return grad.new_zeros(len(order.place) // order.k, grad.shape[1]), None
-        back = grad.index_select(0, order.place)
-        if order.kept is not None:
-            back.mul_(order.kept.reshape(-1, 1))
-        return back if order.k == 1 else back.view(-1, order.k, grad.shape[1]).sum(1), None
+            return grad.new_zeros(len(permutation.row_of_choice) // permutation.top_k, grad.shape[1]), None
+        unpermuted = grad.index_select(0, permutation.row_of_choice)
+        if permutation.valid_mask is not None:
+            unpermuted.mul_(permutation.valid_mask.reshape(-1, 1))
+        return unpermuted if permutation.top_k == 1 else unpermuted.view(-1, permutation.top_k, grad.shape[1]).sum(1), None
 
 
-class _PutBack(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Sorted) -> Tensor:  # type: ignore[override]
-        ctx.order = order.order
-        return rows.index_select(0, order.place)
+    def forward(ctx: Any, rows: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
+        ctx.order = permutation.order
+        return rows.index_select(0, permutation.row_of_choice)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +150,7 @@ class _PutBack(torch.autograd.Function):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None, *, inputs_first: bool = False
+    x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, *, in_features_first: bool = False
 ) -> Tensor:
     """Each row of ``x`` (M, K) times the matrix of its group, plus its bias: (M, N).
 
@@ -161,13 +161,13 @@ def grouped_linear(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if device != "cpu" and len(x) and _kernel_takes(weight, inputs_first):
-        y = F.grouped_mm(x, weight if inputs_first else weight.transpose(1, 2), offs=groups.offsets)
-        return y if bias is None else y + bias[groups.index]
-    return _GroupedLinear.apply(x, weight, bias, groups, inputs_first)  # type: ignore[return-value]
+    if device != "cpu" and len(x) and _grouped_mm_supports(weight, in_features_first):
+        y = F.grouped_mm(x, weight if in_features_first else weight.transpose(1, 2), offs=groups.offsets)
+        return y if bias is None else y + bias[groups.group_ids]
+    return _GroupedLinear.apply(x, weight, bias, groups, in_features_first)  # type: ignore[return-value]
 
 
-def _kernel_takes(weight: Tensor, inputs_first: bool) -> bool:
+def _grouped_mm_supports(weight: Tensor, in_features_first: bool) -> bool:
     """Whether torch's grouped product has a kernel for it: both widths in multiples of 16 bytes."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and aligned and weight.is_contiguous()
@@ -178,13 +178,13 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, inputs_first: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups, in_features_first: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.inputs_first = groups, inputs_first
-        y = x.new_empty(len(x), weight.shape[2 if inputs_first else 1])
-        for e, rows in _spans(groups):
-            matrix = weight[e] if inputs_first else weight[e].t()
+        ctx.groups, ctx.inputs_first = groups, in_features_first
+        y = x.new_empty(len(x), weight.shape[2 if in_features_first else 1])
+        for e, rows in _group_slices(groups):
+            matrix = weight[e] if in_features_first else weight[e].t()
             if bias is None:
                 torch.mm(x[rows], matrix, out=y[rows])
             else:
@@ -204,22 +204,22 @@ class _GroupedLinear(torch.autograd.Function):
             for e, size in enumerate(ctx.groups.sizes):
                 if not size:
                     grad_weight[e].zero_()
-        for e, rows in _spans(ctx.groups):
-            part, g = x[rows], grad[rows]
+        for e, rows in _group_slices(ctx.groups):
+            x_rows, grad_rows = x[rows], grad[rows]
             if grad_x is not None:
-                torch.mm(g, weight[e].t() if ctx.inputs_first else weight[e], out=grad_x[rows])
+                torch.mm(grad_rows, weight[e].t() if ctx.inputs_first else weight[e], out=grad_x[rows])
             if grad_weight is not None:
-                left, right = (part, g) if ctx.inputs_first else (g, part)
+                left, right = (x_rows, grad_rows) if ctx.inputs_first else (grad_rows, x_rows)
                 torch.mm(left.t(), right, out=grad_weight[e])
             if grad_bias is not None:
-                torch.sum(g, 0, out=grad_bias[e])
+                torch.sum(grad_rows, 0, out=grad_bias[e])
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _spans(groups: Groups) -> Iterator[tuple[int, slice]]:
+def _group_slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:
     """The number of each group that has rows, and where they stand."""
     start = 0
-    for group, size in enumerate(groups.sizes):
+    for group, size in enumerate(groups.counts_list):
         if size:
             yield group, slice(start, start + size)
         start += size

@@ -17,15 +17,15 @@ import torch
 T = TypeVar("T")
 
 
-def isolated(function: Callable[..., T], *args: Any) -> T:
+def run_in_clean_thread(function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``, run without gradients in a thread with the same number of torch threads."""
-    threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     results: list[T] = []
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(num_threads)
             with torch.no_grad():
                 results.append(function(*args))
         except BaseException as error:

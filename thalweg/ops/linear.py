@@ -19,27 +19,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.ops._private import forward_ad_active, functorch_active, onednn_linear_op, tracing, unsafe_view
-from thalweg.ops.products import CANDIDATES, DTYPES, REFERENCE, Product
-from thalweg.ops.table import default_table
+from thalweg.ops._private import forward_ad_active, functorch_active, onednn_linear_op, is_jit_tracing, unsafe_view
+from thalweg.ops.products import KERNELS, SUPPORTED_DTYPES, REFERENCE, MatmulKernel
+from thalweg.ops.table import get_autotune_cache
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function costs what a kernel gains
 
-_NT, _NN, _TN = CANDIDATES["nt"], CANDIDATES["nn"], CANDIDATES["tn"]
+_NT, _NN, _TN = KERNELS["nt"], KERNELS["nn"], KERNELS["tn"]
 
 
-def matmul_operators() -> frozenset[Any]:
+def get_matmul_ops() -> frozenset[Any]:
     """Return the operators beyond torch's usual ones that a dispatch mode sees in a switched layer."""
     operator = onednn_linear_op()
     return frozenset() if operator is None else frozenset({operator})
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _KernelChoice:
     """How one layer computes: whether its weight is (N, K) or (K, N), and the three candidates."""
 
-    outputs_first: bool
+    out_features_first: bool
     forward: str
     grad_x: str
     grad_weight: str
@@ -50,35 +50,35 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: _KernelChoice
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-        ctx.plan = plan
-        return (_NT if plan.outputs_first else _NN)[plan.forward](x, weight, bias)
+        ctx.plan = choice
+        return (_NT if choice.out_features_first else _NN)[choice.forward](x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        choice: _KernelChoice = ctx.plan
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if need_x:
-            name = REFERENCE if _must_record(grad) else plan.grad_x
-            grad_x = (_NN if plan.outputs_first else _NT)[name](grad, weight)
+            name = REFERENCE if _needs_double_backward(grad) else choice.grad_x
+            grad_x = (_NN if choice.out_features_first else _NT)[name](grad, weight)
         if need_weight:
-            name = REFERENCE if _must_record(grad) else plan.grad_weight
-            grad_weight = _TN[name](grad, x) if plan.outputs_first else _TN[name](x, grad)
+            name = REFERENCE if _needs_double_backward(grad) else choice.grad_weight
+            grad_weight = _TN[name](grad, x) if choice.out_features_first else _TN[name](x, grad)
         return grad_x, grad_weight, grad.sum(0) if need_bias else None, None
 
 
-def _must_record(grad: Tensor) -> bool:
+def _needs_double_backward(grad: Tensor) -> bool:
     # A backward pass records only under create_graph; batched gradients (is_grads_batched,
     # jacobians) arrive inside a vmap.
     return torch.is_grad_enabled() or functorch_active() or type(grad) not in _PLAIN_TYPES
 
 
-def _eligible(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> bool:
+def _is_eligible(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
     return (
         type(x) in _PLAIN_TYPES
         and type(weight) in _PLAIN_TYPES
@@ -86,50 +86,50 @@ def _eligible(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> 
         and x.is_cpu
         and weight.is_cpu
         and x.dtype == weight.dtype
-        and x.dtype in DTYPES
+        and x.dtype in SUPPORTED_DTYPES
         and x.layout == weight.layout == torch.strided
         and x.dim() >= 2
         and weight.dim() == 2
-        and x.shape[-1] == features
+        and x.shape[-1] == in_features
         and x.numel() > 0
-        and 2.0 * x.numel() * (weight.numel() // features) >= _MIN_FLOPS
+        and 2.0 * x.numel() * (weight.numel() // in_features) >= _MIN_FLOPS
         and not torch.is_autocast_enabled("cpu")
         and not functorch_active()
         and not forward_ad_active()
     )
 
 
-def plain_only() -> bool:
+def must_use_plain_ops() -> bool:
     """Whether something watches operators that an autograd.Function or a subclass would hide from it."""
-    return torch.compiler.is_compiling() or tracing() or functorch_active() or forward_ad_active()
+    return torch.compiler.is_compiling() or is_jit_tracing() or functorch_active() or forward_ad_active()
 
 
-def _plan(x: Tensor, weight: Tensor, k: int, n: int, outputs_first: bool, grad: bool) -> _Plan:
+def _choose_kernels(x: Tensor, weight: Tensor, k: int, n: int, out_features_first: bool, grad: bool) -> _KernelChoice:
     rows = x.numel() // k
-    table, dtype = default_table(), x.dtype
-    forward, backward = ("nt", "nn") if outputs_first else ("nn", "nt")
-    weight_dims = (n, k) if outputs_first else (k, n)
-    return _Plan(
-        outputs_first,
-        table.pick(forward, dtype, rows, k, n),
-        table.pick(backward, dtype, rows, n, k) if grad and x.requires_grad else REFERENCE,
-        table.pick("tn", dtype, rows, *weight_dims) if grad and weight.requires_grad else REFERENCE,
+    autotune_cache, dtype = get_autotune_cache(), x.dtype
+    forward, backward = ("nt", "nn") if out_features_first else ("nn", "nt")
+    weight_dims = (n, k) if out_features_first else (k, n)
+    return _KernelChoice(
+        out_features_first,
+        autotune_cache.best_kernel(forward, dtype, rows, k, n),
+        autotune_cache.best_kernel(backward, dtype, rows, n, k) if grad and x.requires_grad else REFERENCE,
+        autotune_cache.best_kernel("tn", dtype, rows, *weight_dims) if grad and weight.requires_grad else REFERENCE,
     )
 
 
-def _compute(x: Tensor, weight: Tensor, bias: Tensor | None, outputs_first: bool) -> Tensor | None:
+def _run_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, out_features_first: bool) -> Tensor | None:
     """Return the layer's output, or None where torch's own operator is the choice."""
-    n, k = weight.shape if outputs_first else reversed(weight.shape)
+    n, k = weight.shape if out_features_first else reversed(weight.shape)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    plan = _plan(x, weight, k, n, outputs_first, grad)
-    if plan.forward == plan.grad_x == plan.grad_weight == REFERENCE:
+    choice = _choose_kernels(x, weight, k, n, out_features_first, grad)
+    if choice.forward == choice.grad_x == choice.grad_weight == REFERENCE:
         return None
     rows = x.reshape(-1, k)
     if grad:
-        y = _LinearFunction.apply(rows, weight, bias, plan)
+        y = _LinearFunction.apply(rows, weight, bias, choice)
     else:
-        y = (_NT if outputs_first else _NN)[plan.forward](rows, weight, bias)
+        y = (_NT if out_features_first else _NN)[choice.forward](rows, weight, bias)
     return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], n])
 
 
@@ -138,16 +138,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x (..., K), weight (N, K), bias (N,) or None; the result (..., N) in the dtype of x.
     """
-    if torch.compiler.is_compiling() or tracing() or not _eligible(x, weight, bias, weight.shape[-1]):
+    if torch.compiler.is_compiling() or is_jit_tracing() or not _is_eligible(x, weight, bias, weight.shape[-1]):
         return F.linear(x, weight, bias)
-    y = _compute(x, weight, bias, outputs_first=True)
+    y = _run_kernels(x, weight, bias, out_features_first=True)
     return F.linear(x, weight, bias) if y is None else y
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``x @ weight + bias``, Hugging Face's Conv1D; x (..., K), weight (K, N), bias (N,)."""
-    if not torch.compiler.is_compiling() and not tracing() and _eligible(x, weight, bias, weight.shape[0]):
-        y = _compute(x, weight, bias, outputs_first=False)
+    if not torch.compiler.is_compiling() and not is_jit_tracing() and _is_eligible(x, weight, bias, weight.shape[0]):
+        y = _run_kernels(x, weight, bias, out_features_first=False)
         if y is not None:
             return y
     y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
@@ -155,14 +155,14 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Products:
+class LinearKernels:
     """The three products of a linear layer ``x @ weight.T``, none of them recorded by autograd."""
 
-    forward: Product
-    grad_x: Product
-    grad_weight: Product
+    forward: MatmulKernel
+    grad_x: MatmulKernel
+    grad_weight: MatmulKernel
 
-    def add_grad_weight(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+    def accumulate_grad_weight(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add ``grad.T @ x`` to ``total`` (N, K), which may be wider than the operands."""
         if total.dtype == grad.dtype and self.grad_weight is _TN[REFERENCE]:
             total.addmm_(grad.t(), x)
@@ -172,13 +172,13 @@ class Products:
             total.add_(self.grad_weight(grad, x))
 
 
-def products_of(x: Tensor, weight: Tensor, *, measured: bool = True) -> Products:
+def get_linear_kernels(x: Tensor, weight: Tensor, *, autotuned: bool = True) -> LinearKernels:
     """The candidates for ``x`` (M, K) and ``weight`` (N, K); torch's own where nothing is measured."""
-    if not measured or not _eligible(x, weight, None, weight.shape[-1]):
-        return Products(_NT[REFERENCE], _NN[REFERENCE], _TN[REFERENCE])
-    (n, k), table = weight.shape, default_table()
-    return Products(
-        _NT[table.pick("nt", x.dtype, x.shape[0], k, n)],
-        _NN[table.pick("nn", x.dtype, x.shape[0], n, k)],
-        _TN[table.pick("tn", x.dtype, x.shape[0], n, k)],
+    if not autotuned or not _is_eligible(x, weight, None, weight.shape[-1]):
+        return LinearKernels(_NT[REFERENCE], _NN[REFERENCE], _TN[REFERENCE])
+    (n, k), autotune_cache = weight.shape, get_autotune_cache()
+    return LinearKernels(
+        _NT[autotune_cache.best_kernel("nt", x.dtype, x.shape[0], k, n)],
+        _NN[autotune_cache.best_kernel("nn", x.dtype, x.shape[0], n, k)],
+        _TN[autotune_cache.best_kernel("tn", x.dtype, x.shape[0], n, k)],
     )

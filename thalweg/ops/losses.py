@@ -19,55 +19,55 @@ _SIGNATURES = {func: inspect.signature(func) for func in (F.cross_entropy, F.nll
 _LEGACY = ("size_average", "reduce")
 
 
-class MeanLoss:
+class LossCall:
     """One call of ``F.cross_entropy`` or ``F.nll_loss``; ``reduction`` is what it was asked for."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        given = _SIGNATURES[func].bind(*args, **kwargs)
-        given.apply_defaults()
-        self._func, self._named = func, dict(given.arguments)
-        if any(self._named[name] is not None for name in _LEGACY):
-            mean = "sum" if self._named["size_average"] is False else "mean"
-            self._named["reduction"] = "none" if self._named["reduce"] is False else mean
-            self._named.update(dict.fromkeys(_LEGACY))
-        self.reduction = self._named["reduction"]
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._func, self._arguments = func, dict(bound.arguments)
+        if any(self._arguments[name] is not None for name in _LEGACY):
+            mean = "sum" if self._arguments["size_average"] is False else "mean"
+            self._arguments["reduction"] = "none" if self._arguments["reduce"] is False else mean
+            self._arguments.update(dict.fromkeys(_LEGACY))
+        self.reduction = self._arguments["reduction"]
 
     @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Any) -> MeanLoss | None:
+    def from_call(cls, func: Any, args: Any, kwargs: Any) -> LossCall | None:
         """The call, or None if it is of another function."""
         return cls(func, args, kwargs) if func in _SIGNATURES else None
 
-    def total(self) -> Tensor:
+    def summed_loss(self) -> Tensor:
         """The sum over targets (0-dim)."""
-        named = {**self._named, "reduction": "sum"}
-        return self._func(named.pop("input"), named.pop("target"), **named)
+        arguments = {**self._arguments, "reduction": "sum"}
+        return self._func(arguments.pop("input"), arguments.pop("target"), **arguments)
 
-    def count(self) -> Tensor:
+    def num_targets(self) -> Tensor:
         """By what the mean divides (0-dim, fp64): targets not ignored, weighted where classes are."""
-        target, weight = self._named["target"], self._named["weight"]
+        target, weight = self._arguments["target"], self._arguments["weight"]
         if target.is_floating_point():  # probabilities of classes, in dim 1, or 0 without a batch
             classes = target.shape[1 if target.dim() > 1 else 0]
             return torch.tensor(float(target.numel() // classes), dtype=torch.float64, device=target.device)
-        kept = target != self._named["ignore_index"]
-        return (kept if weight is None else weight[target[kept]]).sum(dtype=torch.float64)
+        valid = target != self._arguments["ignore_index"]
+        return (valid if weight is None else weight[target[valid]]).sum(dtype=torch.float64)
 
 
-class Counting(TorchFunctionMode):
+class TargetCountMode(TorchFunctionMode):
     """While it is on, ``tell`` hears of the number of targets of each loss that is a mean (0-dim, fp64).
 
     Such a loss without any target is 0 then, not NaN, so that a micro-batch without targets counts nothing.
     """
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+    def __init__(self, on_token_count: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._on_token_count = on_token_count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        loss = MeanLoss.of(func, args, kwargs)
+        loss = LossCall.from_call(func, args, kwargs)
         if loss is None or loss.reduction != "mean":
             return func(*args, **kwargs)
-        count = loss.count()
-        self._tell(count)
-        total = loss.total()
+        count = loss.num_targets()
+        self._on_token_count(count)
+        total = loss.summed_loss()
         return total / count.clamp(min=torch.finfo(torch.float32).tiny).to(total.dtype)

@@ -19,46 +19,46 @@ from torch import Tensor
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
-Layer = Callable[[Tensor], Tensor]
-_GROUP = 32
+LinearFn = Callable[[Tensor], Tensor]
+_INT4_GROUP_SIZE = 32
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     """A layer and the ``kernel`` that computes it: ``onednn``, ``int8``, ``int4`` or ``torch``."""
 
-    kernel: str
-    product: Layer
+    kernel_name: str
+    linear_fn: LinearFn
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
-        return self.product(x)
+        return self.linear_fn(x)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, form: str) -> PackedLinear:
+def pack_linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> PackedLinear:
     """Return ``x -> x @ weight.T + bias`` with the weight (N, K) kept as fp32, bf16, fp16, int8 or int4.
 
     x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4.  Raises ValueError for
     another form.
     """
-    if form not in _MAKERS:
-        raise ValueError(f"weights cannot be packed as {form!r}; known: {', '.join(_MAKERS)}")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
+    if weight_format not in _PACKERS:
+        raise ValueError(f"weights cannot be packed as {weight_format!r}; known: {', '.join(_PACKERS)}")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(weight_format, torch.float32)
     weight = weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
     try:
-        return _MAKERS[form](weight, bias)
+        return _PACKERS[weight_format](weight, bias)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        log.warning("weights %s in %s stay with torch's own product: %s", tuple(weight.shape), form, reason)
-        return _plain(weight, bias)
+        log.warning("weights %s in %s stay with torch's own product: %s", tuple(weight.shape), weight_format, reason)
+        return _pack_plain(weight, bias)
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def _pack_plain(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("torch", lambda x: F.linear(x, weight, bias))
 
 
-def _onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def _pack_onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     reorder = torch.ops.mkldnn._reorder_linear_weight.default
     try:
         packed = reorder(weight.contiguous())
@@ -70,7 +70,7 @@ def _onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("onednn", layer)
 
 
-def _int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def _pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     scale = weight.abs().amax(1).div(127).clamp(min=1e-12).double()
     zeros = torch.zeros(len(scale), dtype=torch.int64)
     quantised = torch.quantize_per_channel(weight.contiguous(), scale, zeros, 0, torch.qint8)
@@ -91,11 +91,11 @@ def _int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("int8", layer)
 
 
-def _int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     outputs, inputs = weight.shape
-    if inputs % _GROUP or outputs % 32:
-        return _int8(weight, bias)
-    groups = weight.view(outputs, -1, _GROUP)
+    if inputs % _INT4_GROUP_SIZE or outputs % 32:
+        return _pack_int8(weight, bias)
+    groups = weight.view(outputs, -1, _INT4_GROUP_SIZE)
     low, high = groups.amin(2), groups.amax(2)
     scale = ((high - low) / 15).clamp(min=1e-7).bfloat16().float()
     offset = (low + 8 * scale).bfloat16().float()  # the kernel computes (nibble - 8) * scale + offset
@@ -106,11 +106,11 @@ def _int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def layer(x: Tensor) -> Tensor:
-        y = product(x.bfloat16(), packed, _GROUP, table).to(x.dtype)
+        y = product(x.bfloat16(), packed, _INT4_GROUP_SIZE, table).to(x.dtype)
         return y if bias is None else y + bias
 
     layer(weight.new_zeros(1, inputs))
     return PackedLinear("int4", layer)
 
 
-_MAKERS = {"fp32": _onednn, "bf16": _onednn, "fp16": _plain, "int8": _int8, "int4": _int4}
+_PACKERS = {"fp32": _pack_onednn, "bf16": _pack_onednn, "fp16": _pack_plain, "int8": _pack_int8, "int4": _pack_int4}

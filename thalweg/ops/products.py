@@ -29,18 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.ops._private import onednn_linear, onednn_linear_op
-from thalweg.ops.isolation import isolated
+from thalweg.ops.isolation import run_in_clean_thread
 
-KINDS = ("nt", "nn", "tn")
+MATMUL_KINDS = ("nt", "nn", "tn")
 REFERENCE = "torch"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-COMPILED: Mapping[str, str] = MappingProxyType(
+JIT_FALLBACKS: Mapping[str, str] = MappingProxyType(
     {"onednn": REFERENCE, "convolution": REFERENCE, "fp32_onednn": "fp32"}
 )
 """Candidates that compile a kernel for each exact shape, and what does the same without."""
 
-Product = Callable[..., Tensor]
+MatmulKernel = Callable[..., Tensor]
 
 
 def _nt_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -81,31 +81,31 @@ def _tn_convolution(a: Tensor, b: Tensor) -> Tensor:
     return out.reshape(k, n).contiguous()
 
 
-def _widened(product: Product) -> Product:
-    def through_fp32(*args: Tensor | None) -> Tensor:
+def _via_fp32(kernel: MatmulKernel) -> MatmulKernel:
+    def fp32_kernel(*args: Tensor | None) -> Tensor:
         wide = [arg if arg is None else arg.float() for arg in args]
         dtype = args[0].dtype  # pyright: ignore[reportOptionalMemberAccess]
-        return product(*wide).to(dtype)
+        return kernel(*wide).to(dtype)
 
-    return through_fp32
+    return fp32_kernel
 
 
-CANDIDATES: Mapping[str, Mapping[str, Product]] = MappingProxyType(
+KERNELS: Mapping[str, Mapping[str, MatmulKernel]] = MappingProxyType(
     {
         "nt": MappingProxyType(
             {
                 REFERENCE: _nt_torch,
                 "onednn": _nt_onednn,
-                "fp32": _widened(_nt_torch),
-                "fp32_onednn": _widened(_nt_onednn),
+                "fp32": _via_fp32(_nt_torch),
+                "fp32_onednn": _via_fp32(_nt_onednn),
             }
         ),
         "nn": MappingProxyType(
             {
                 REFERENCE: _nn_torch,
                 "onednn": _nn_onednn,
-                "fp32": _widened(_nn_torch),
-                "fp32_onednn": _widened(_nn_onednn),
+                "fp32": _via_fp32(_nn_torch),
+                "fp32_onednn": _via_fp32(_nn_onednn),
             }
         ),
         "tn": MappingProxyType(
@@ -113,15 +113,15 @@ CANDIDATES: Mapping[str, Mapping[str, Product]] = MappingProxyType(
                 REFERENCE: _tn_torch,
                 "onednn": _tn_onednn,
                 "convolution": _tn_convolution,
-                "fp32": _widened(_tn_torch),
-                "fp32_onednn": _widened(_tn_onednn),
+                "fp32": _via_fp32(_tn_torch),
+                "fp32_onednn": _via_fp32(_tn_onednn),
             }
         ),
     }
 )
 
 
-def operands(
+def make_operands(
     kind: str, rows: int, k: int, n: int, dtype: torch.dtype, *, seed: int | None = None
 ) -> tuple[Tensor, ...]:
     """Make operands of one product: constant, or uniform in [-1, 1) by a generator of their own."""
@@ -137,24 +137,24 @@ def operands(
 
 
 @cache
-def usable(kind: str, name: str, dtype: torch.dtype) -> bool:
+def is_usable(kind: str, name: str, dtype: torch.dtype) -> bool:
     """Whether a candidate exists here and gives the right result on a small case in this dtype."""
     if name == REFERENCE:
         return True
-    if name not in CANDIDATES.get(kind, {}) or dtype not in DTYPES:
+    if name not in KERNELS.get(kind, {}) or dtype not in SUPPORTED_DTYPES:
         return False
     if name.startswith("fp32") and dtype == torch.float32:
         return False
     if name != "fp32" and (onednn_linear_op() is None or not torch.backends.mkldnn.is_available()):
         return False
-    return isolated(_is_right, kind, name, dtype)
+    return run_in_clean_thread(_matches_reference, kind, name, dtype)
 
 
-def _is_right(kind: str, name: str, dtype: torch.dtype) -> bool:
-    args = operands(kind, 64, 48, 80, dtype, seed=0)
+def _matches_reference(kind: str, name: str, dtype: torch.dtype) -> bool:
+    args = make_operands(kind, 64, 48, 80, dtype, seed=0)
     try:
-        got = CANDIDATES[kind][name](*args)
-        want = CANDIDATES[kind][REFERENCE](*(arg.double() for arg in args))
+        got = KERNELS[kind][name](*args)
+        want = KERNELS[kind][REFERENCE](*(arg.double() for arg in args))
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     if got.shape != want.shape or got.dtype != dtype:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 
-class Disguised:
+class DynamicSubclass:
     """Mixin of every class made by :func:`subclass_of`: copied as it is, pickled as the plain class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -25,35 +25,35 @@ class Disguised:
         if isinstance(reduced, str) or reduced[1] != (type(self),):
             return reduced  # the plain class has a way of its own
         # The usual constructor insists on the object's present class; this one, as old as pickle, does not.
-        return copyreg._reconstructor, (plain_class(self), object, None), *reduced[2:]  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (original_class(self), object, None), *reduced[2:]  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
-def subclass_of(plain: type, *mixins: type, **namespace: Any) -> type:
+def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
     """Make a subclass of ``plain`` that looks the same, with ``mixins`` (Disguised among them) before it.
 
     One that ``plain`` has already stands before it again, as a subclass of itself: Python orders bases so.
     """
-    mixins = tuple(type(one.__name__, (one,), {}) if issubclass(plain, one) else one for one in mixins)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    body = namespace | names
-    return types.new_class(plain.__name__, (*mixins, plain), exec_body=lambda scope: scope.update(body))
+    mixins = tuple(type(one.__name__, (one,), {}) if issubclass(base_class, one) else one for one in mixins)
+    identity = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__, "__doc__": base_class.__doc__}
+    body = namespace | identity
+    return types.new_class(base_class.__name__, (*mixins, base_class), exec_body=lambda scope: scope.update(body))
 
 
-def plain_class(module: Any) -> type:
+def original_class(module: Any) -> type:
     """Return the class that a module had before any disguise."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, Disguised))
+    return next(base for base in type(module).__mro__ if not issubclass(base, DynamicSubclass))
 
 
-def undisguise(model: nn.Module, mixin: type) -> int:
+def restore_class(model: nn.Module, mixin: type) -> int:
     """Take a mixin's outermost disguise off every module of ``model``; returns how many there were."""
     count = 0
     for module in model.modules():

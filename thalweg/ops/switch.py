@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.ops._private import count_onednn_flops, onednn_linear_op
+from thalweg.ops._private import register_onednn_flops, onednn_linear_op
 from thalweg.ops.linear import conv1d, linear
-from thalweg.ops.subclass import Disguised, subclass_of, undisguise
+from thalweg.ops.subclass import DynamicSubclass, make_subclass, restore_class
 
 MODES = ("auto", "torch")
 
 
-class _Switched(Disguised):
+class _PatchedLinear(DynamicSubclass):
     pass
 
 
@@ -29,8 +29,8 @@ def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
 
 
 @cache
-def _switched_class(plain: type, forward: Callable[..., Tensor]) -> type:
-    return subclass_of(plain, _Switched, forward=forward)
+def _patched_class(base_class: type, forward: Callable[..., Tensor]) -> type:
+    return make_subclass(base_class, _PatchedLinear, forward=forward)
 
 
 def _forward_for(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -43,13 +43,13 @@ def _forward_for(module: nn.Module) -> Callable[..., Tensor] | None:
     return None
 
 
-def _untouched(module: nn.Module) -> bool:
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any(getattr(module, table) for table in tables)
-    return "forward" not in module.__dict__ and "weight" in module._parameters and not hooked
+def _is_unmodified(module: nn.Module) -> bool:
+    hook_dicts = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    has_hooks = any(getattr(module, table) for table in hook_dicts)
+    return "forward" not in module.__dict__ and "weight" in module._parameters and not has_hooks
 
 
-def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
+def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     """Let the model's linear layers choose their kernels and return how many were switched.
 
     ``"auto"`` switches every ``nn.Linear`` and Hugging Face ``Conv1D`` in the model whose type
@@ -62,21 +62,21 @@ def switch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
         raise ValueError(f"cpu_kernels is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
     if mode == "torch" or onednn_linear_op() is None:
         return 0
-    count_onednn_flops()
-    switched = 0
+    register_onednn_flops()
+    num_patched = 0
     for module in model.modules():
         forward = _forward_for(module)
-        if forward is not None and _untouched(module):
-            module.__class__ = _switched_class(type(module), forward)
-            switched += 1
-    return switched
+        if forward is not None and _is_unmodified(module):
+            module.__class__ = _patched_class(type(module), forward)
+            num_patched += 1
+    return num_patched
 
 
-def is_switched(layer: nn.Module) -> bool:
+def is_patched(layer: nn.Module) -> bool:
     """Whether this layer's kernels are chosen by measurement."""
-    return isinstance(layer, _Switched)
+    return isinstance(layer, _PatchedLinear)
 
 
 def restore_linear_layers(model: nn.Module) -> int:
     """Undo :func:`switch_linear_layers` and return how many layers went back to their class."""
-    return undisguise(model, _Switched)
+    return restore_class(model, _PatchedLinear)

@@ -27,32 +27,32 @@ from typing import Any
 
 import torch
 
-from thalweg.ops.measure import choose, measure_product
-from thalweg.ops.products import CANDIDATES, COMPILED, REFERENCE, usable
+from thalweg.ops.measure import select_fastest, benchmark_kernels
+from thalweg.ops.products import KERNELS, JIT_FALLBACKS, REFERENCE, is_usable
 
-Measure = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
+BenchmarkFn = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
 
 _FORMAT = 1
-_LOCK_SECONDS = 5.0
-_MAX_COMPILED = 384  # exact products; less than oneDNN's cache, which the rest of torch uses too
+_LOCK_TIMEOUT_S = 5.0
+_MAX_JIT_SHAPES = 384  # exact products; less than oneDNN's cache, which the rest of torch uses too
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @cache
-def processor_name() -> str:
+def get_cpu_name() -> str:
     """Name the processor as exactly as the system tells: vendor, family, model, stepping, vector unit."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
-    found: dict[str, str] = {}
+    field_names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in wanted:
-                found[key.strip()] = value.strip()
-    parts = [found[key] for key in wanted if key in found] or [platform.processor()]
+            if key.strip() in field_names:
+                fields[key.strip()] = value.strip()
+    parts = [fields[key] for key in field_names if key in fields] or [platform.processor()]
     return " / ".join([platform.machine(), *parts, torch.backends.cpu.get_cpu_capability()])
 
 
-def cache_directory() -> Path | None:
+def get_cache_dir() -> Path | None:
     """Return ``$THALWEG_CACHE_DIR``, else the user's cache directory; None where there is no home."""
     if chosen := os.environ.get("THALWEG_CACHE_DIR"):
         return Path(chosen)
@@ -64,91 +64,91 @@ def cache_directory() -> Path | None:
         return None
 
 
-def bucket(rows: int) -> int:
+def round_up_pow2(rows: int) -> int:
     """Round a row count up to a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
-class KernelTable:
+class AutotuneCache:
     """The choices of one process, backed by a file that the machine's processes share."""
 
-    def __init__(self, directory: Path | None, measure: Measure = measure_product) -> None:
-        self._measure = measure
-        self._picks: dict[str, str] = {}
-        self._file: dict[str, str] | None = None  # as `known` has found it
-        self._answers: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
-        self._compiled = 0
+    def __init__(self, directory: Path | None, benchmark: BenchmarkFn = benchmark_kernels) -> None:
+        self._benchmark = benchmark
+        self._entries: dict[str, str] = {}
+        self._file_entries: dict[str, str] | None = None  # as `known` has found it
+        self._resolved: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
+        self._num_jit_shapes = 0
         self._lock = threading.RLock()
-        self._fixed = False
-        self._identity = {"processor": processor_name(), "torch": torch.__version__}
-        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]
+        self._frozen = False
+        self._machine = {"processor": get_cpu_name(), "torch": torch.__version__}
+        digest = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:16]
         self._path = None if directory is None else directory / f"linear-{digest}.json"
 
-    def pick(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
+    def best_kernel(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
         """Return the candidate for a product of this kind ((rows, k) by n columns), measuring if need be.
 
         An answer stands for the life of the process: forward, recomputation and backward agree.
         """
         product = (torch.get_num_threads(), kind, dtype, rows, k, n)
-        name = self._answers.get(product)
+        name = self._resolved.get(product)
         if name is None:
             with self._lock:
-                name = self._admit(self._decide(product[0], kind, dtype, bucket(rows), k, n))
-                self._answers[product] = name
+                name = self._limit_jit_shapes(self._resolve(product[0], kind, dtype, round_up_pow2(rows), k, n))
+                self._resolved[product] = name
         return name
 
-    def known(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str | None:
+    def lookup(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str | None:
         """What :meth:`pick` would answer without measuring, or None; for these threads, else for others."""
-        rest = f"/{kind}/{str(dtype).removeprefix('torch.')}/{bucket(rows)}/{k}x{n}"
+        rest = f"/{kind}/{str(dtype).removeprefix('torch.')}/{round_up_pow2(rows)}/{k}x{n}"
         with self._lock:
-            if self._file is None:
-                self._file = self._read()
-            picks = self._file | self._picks
-        mine = picks.get(f"{torch.get_num_threads()}{rest}")
-        return mine or next((name for key, name in sorted(picks.items()) if key.endswith(rest)), None)
+            if self._file_entries is None:
+                self._file_entries = self._read()
+            picks = self._file_entries | self._entries
+        exact = picks.get(f"{torch.get_num_threads()}{rest}")
+        return exact or next((name for key, name in sorted(picks.items()) if key.endswith(rest)), None)
 
-    def _admit(self, name: str) -> str:
+    def _limit_jit_shapes(self, name: str) -> str:
         # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches
         # of ever new lengths would compile at every call, which costs more than a kernel gains.
-        if name in COMPILED:
-            if self._compiled >= _MAX_COMPILED:
-                return COMPILED[name]
-            self._compiled += 1
+        if name in JIT_FALLBACKS:
+            if self._num_jit_shapes >= _MAX_JIT_SHAPES:
+                return JIT_FALLBACKS[name]
+            self._num_jit_shapes += 1
         return name
 
-    def export_table(self) -> dict[str, str]:
+    def export_entries(self) -> dict[str, str]:
         """Return every choice known to this process, the file's included, as JSON-ready strings."""
         with self._lock:
-            self._picks = self._read() | self._picks
-            return dict(sorted(self._picks.items()))
+            self._entries = self._read() | self._entries
+            return dict(sorted(self._entries.items()))
 
-    def import_table(self, table: Mapping[str, str], *, fixed: bool = False) -> int:
+    def import_entries(self, entries: Mapping[str, str], *, frozen: bool = False) -> int:
         """Take another process's choices over our own and return how many were usable here.
 
         With ``fixed``, products that the table does not name go to torch's own operator, so
         that processes on several machines can never measure differently afterwards.
         """
-        good = {key: name for key, name in table.items() if _valid(key, name)}
+        valid = {key: name for key, name in entries.items() if _is_valid_entry(key, name)}
         with self._lock:
-            self._picks.update(good)
-            self._answers.clear()
-            self._fixed = fixed
-        return len(good)
+            self._entries.update(valid)
+            self._resolved.clear()
+            self._frozen = frozen
+        return len(valid)
 
-    def _decide(self, threads: int, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
-        key = f"{threads}/{kind}/{str(dtype).removeprefix('torch.')}/{rows}/{k}x{n}"
-        if key in self._picks:
-            return self._picks[key]
-        if self._fixed:
+    def _resolve(self, num_threads: int, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
+        key = f"{num_threads}/{kind}/{str(dtype).removeprefix('torch.')}/{rows}/{k}x{n}"
+        if key in self._entries:
+            return self._entries[key]
+        if self._frozen:
             return REFERENCE
-        self._picks = self._read() | self._picks
-        if key not in self._picks:
+        self._entries = self._read() | self._entries
+        if key not in self._entries:
             with _file_lock(self._path):
-                self._picks = self._read() | self._picks
-                if key not in self._picks:
-                    self._picks[key] = choose(self._measure(kind, dtype, rows, k, n))
+                self._entries = self._read() | self._entries
+                if key not in self._entries:
+                    self._entries[key] = select_fastest(self._benchmark(kind, dtype, rows, k, n))
                     self._write()
-        return self._picks[key]
+        return self._entries[key]
 
     def _read(self) -> dict[str, str]:
         if self._path is None:
@@ -160,14 +160,14 @@ class KernelTable:
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             return {}
         picks = content.get("picks")
-        if content.get("identity") != self._identity or not isinstance(picks, dict):
+        if content.get("identity") != self._machine or not isinstance(picks, dict):
             return {}
-        return {key: name for key, name in picks.items() if _valid(key, name)}
+        return {key: name for key, name in picks.items() if _is_valid_entry(key, name)}
 
     def _write(self) -> None:
         if self._path is None:
             return
-        content = {"format": _FORMAT, "identity": self._identity, "picks": self._picks}
+        content = {"format": _FORMAT, "identity": self._machine, "picks": self._entries}
         with contextlib.suppress(OSError):
             folder, stem = self._path.parent, self._path.stem
             descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=stem, suffix=".tmp")
@@ -180,13 +180,13 @@ class KernelTable:
                 raise
 
 
-def _valid(key: Any, name: Any) -> bool:
+def _is_valid_entry(key: Any, name: Any) -> bool:
     if not isinstance(key, str) or not isinstance(name, str):
         return False
     parts = key.split("/")
-    if len(parts) != 5 or parts[1] not in CANDIDATES or parts[2] not in _DTYPES:
+    if len(parts) != 5 or parts[1] not in KERNELS or parts[2] not in _DTYPES:
         return False
-    return name in CANDIDATES[parts[1]] and usable(parts[1], name, _DTYPES[parts[2]])
+    return name in KERNELS[parts[1]] and is_usable(parts[1], name, _DTYPES[parts[2]])
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ def _file_lock(path: Path | None) -> Iterator[None]:
         yield
         return
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,6 +221,6 @@ def _file_lock(path: Path | None) -> Iterator[None]:
 
 
 @cache
-def default_table() -> KernelTable:
+def get_autotune_cache() -> AutotuneCache:
     """Return this process's table, made at the first use."""
-    return KernelTable(cache_directory())
+    return AutotuneCache(get_cache_dir())

@@ -16,15 +16,15 @@ logical shape and layout (or no shape at all), so that a checkpoint sees logical
 
 from __future__ import annotations
 
-from thalweg.optim.adopt import adopt
-from thalweg.optim.build import build_optimizer, build_schedule
+from thalweg.optim.adopt import to_local_optimizer
+from thalweg.optim.build import build_optimizer, build_lr_scheduler
 from thalweg.optim.clip import clip_grads_, global_grad_norm
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
 from thalweg.optim.muon import Muon
 from thalweg.optim.muon_params import muon_groups
-from thalweg.optim.scaler import LossScaleFloorError, LossScaler, ScalePolicy
-from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thalweg.optim.scaler import LossScaleFloorError, LossScaler, LossScalePolicy
+from thalweg.optim.schedules import LRRangeTest, OneCycle, LRScheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "LRRangeTest",
@@ -34,14 +34,14 @@ __all__ = [
     "LossScaler",
     "Muon",
     "OneCycle",
-    "ScalePolicy",
-    "Schedule",
+    "LossScalePolicy",
+    "LRScheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
-    "adopt",
+    "to_local_optimizer",
     "build_optimizer",
-    "build_schedule",
+    "build_lr_scheduler",
     "clip_grads_",
     "global_grad_norm",
     "muon_groups",

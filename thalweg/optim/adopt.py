@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.elementwise import ELEMENTWISE, can_fuse
+from thalweg.optim.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
 from thalweg.optim.muon import Muon
 
 
-def adopt(
+def to_local_optimizer(
     optimizer: torch.optim.Optimizer, *, replicate_group: dist.ProcessGroup | None = None
 ) -> torch.optim.Optimizer:
     """Return ``optimizer`` itself, its class exchanged for the one here that steps on local pieces, if any.
@@ -26,24 +26,24 @@ def adopt(
     it stay. Where neither ``fused`` nor ``foreach`` was chosen, the fused kernel is, where there is one.
     ``replicate_group``: see :class:`.muon.Muon`.
     """
-    theirs = type(optimizer)
-    counterparts = {**ELEMENTWISE, "Adafactor": Adafactor, "Muon": Muon}
-    ours = counterparts.get(theirs.__name__)
-    if ours is None or theirs is not getattr(torch.optim, theirs.__name__, None):
+    torch_class = type(optimizer)
+    local_classes = {**ELEMENTWISE_OPTIMIZERS, "Adafactor": Adafactor, "Muon": Muon}
+    local_class = local_classes.get(torch_class.__name__)
+    if local_class is None or torch_class is not getattr(torch.optim, torch_class.__name__, None):
         return optimizer
     # torch installs its hooks around a class's step when the first object of it is made.
-    fresh = ours([nn.Parameter(torch.zeros(1, 1))])
-    optimizer.__class__ = ours
-    if "step" in vars(ours):
+    template = local_class([nn.Parameter(torch.zeros(1, 1))])
+    optimizer.__class__ = local_class
+    if "step" in vars(local_class):
         # A torch schedule has put a wrapper of the old class's step onto the object.
         optimizer.__dict__.pop("step", None)
     if isinstance(optimizer, Muon):
-        optimizer.take_over(replicate_group)
-    for key, value in vars(fresh).items():
+        optimizer.configure_like_torch(replicate_group)
+    for key, value in vars(template).items():
         vars(optimizer).setdefault(key, value)
     for group in optimizer.param_groups:
-        free = group.get("fused") is None and group.get("foreach") is None
-        if free and can_fuse(theirs.__name__, group["params"]):
+        kernel_not_chosen = group.get("fused") is None and group.get("foreach") is None
+        if kernel_not_chosen and has_fused_kernel(torch_class.__name__, group["params"]):
             group["fused"] = True
             for param in group["params"]:
                 state = optimizer.state.get(param, {})

@@ -25,85 +25,85 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.config import Config
-from thalweg.mesh import Axes
-from thalweg.ops.losses import Counting
-from thalweg.optim.window import Window
+from thalweg.mesh import ParallelMeshes
+from thalweg.ops.losses import TargetCountMode
+from thalweg.optim.window import AccumulationWindow
 from thalweg.utils.dtypes import HALF_DTYPES
-from thalweg.utils.trees import tensors_of
-from thalweg.zero.shard import Sharded
+from thalweg.utils.trees import iter_tensors
+from thalweg.zero.shard import ShardedModel
 
 
-class Averaging(Protocol):
+class LossNormalizer(Protocol):
     """How losses of micro-batches become the loss and the gradient of a window."""
 
     @property
-    def hears(self) -> Callable[[Tensor], None] | None:
+    def on_token_count(self) -> Callable[[Tensor], None] | None:
         """Takes the number of targets of a loss that a team of ranks computes together, if that matters."""
         ...
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Around a forward pass that may compute a loss."""
         ...
 
-    def share(self, loss: Tensor, divided: bool = True, num_items: int | None = None) -> Tensor:
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
         """The loss at hand as it is to be differentiated; not ``divided`` by the size of the window if the
         caller has done so.  ``num_items``: what it is a mean over, if it was not computed in the forward."""
         ...
 
-    def part(self, loss: Tensor, count: int) -> Tensor:
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
         """The loss at hand as it is to be differentiated, one of ``count`` that make a window."""
         ...
 
-    def share_of_plain(self) -> Tensor | float:
+    def user_backward_scale(self) -> Tensor | float:
         """The factor of a gradient that does not come from :meth:`share`, whose loss the caller divides."""
         ...
 
-    def noted(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The loss at hand and its weight, to be added up: (2,), fp64."""
         ...
 
-    def mean(self, noted: Tensor) -> Tensor:
+    def mean(self, total: Tensor) -> Tensor:
         """Of a sum of :meth:`noted`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
         collective over them."""
         ...
 
 
-class OverMicroBatches:
+class MicroBatchMean:
     """Every micro-batch counts alike."""
 
-    hears: Callable[[Tensor], None] | None = None
+    on_token_count: Callable[[Tensor], None] | None = None
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: AccumulationWindow) -> None:
         self._window = window
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Nothing is looked at."""
         return nullcontext()
 
-    def share(self, loss: Tensor, divided: bool = True, num_items: int | None = None) -> Tensor:
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
         """Its part of the mean over a full window."""
-        size = self._window.size
-        return loss / size if divided and size > 1 else loss
+        size = self._window.num_micro_batches
+        return loss / size if divide_by_window and size > 1 else loss
 
-    def part(self, loss: Tensor, count: int) -> Tensor:
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
         """An equal part."""
-        return loss / count
+        return loss / num_micro_batches
 
-    def share_of_plain(self) -> Tensor | float:
+    def user_backward_scale(self) -> Tensor | float:
         """As it comes."""
         return 1.0
 
-    def noted(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The loss, once."""
         value = loss.detach().double()
         return torch.stack([value, torch.ones_like(value)])
 
-    def mean(self, noted: Tensor) -> Tensor:
+    def mean(self, total: Tensor) -> Tensor:
         """Over this rank's micro-batches."""
-        return (noted[0] / noted[1]).float()
+        return (total[0] / total[1]).float()
 
 
-class OverTokens:
+class TokenMean:
     """Every target counts alike, wherever it is.
 
     ``data``: the ranks whose gradients are averaged; ``stages``: the ranks of a pipeline, of which the
@@ -114,126 +114,126 @@ class OverTokens:
     """
 
     def __init__(
-        self, window: Window, data: dist.ProcessGroup, stages: dist.ProcessGroup | None, device: torch.device
+        self, window: AccumulationWindow, dp_group: dist.ProcessGroup, pp_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self._window, self._data, self._stages, self._device = window, data, stages, device
-        self._ranks = dist.get_world_size(data)
-        self._count: Tensor | None = None  # targets of the forward at hand
-        self._used = False  # whether its loss has been differentiated
-        self._begin()
-        window.at_close.append(self._begin)
-        window.factor_at_end = self._factor
+        self._window, self._dp_group, self._pp_group, self._device = window, dp_group, pp_group, device
+        self._dp_size = dist.get_world_size(dp_group)
+        self._num_tokens: Tensor | None = None  # targets of the forward at hand
+        self._loss_used = False  # whether its loss has been differentiated
+        self._reset()
+        window.on_close.append(self._reset)
+        window.final_factor_fn = self._final_factor
 
-    def _begin(self) -> None:
-        self._unit: Tensor | None = None  # N1 size
-        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._taken = 0
+    def _reset(self) -> None:
+        self._reference_count: Tensor | None = None  # N1 size
+        self._total_tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._num_losses = 0
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         """Count the targets of the losses within; several forwards before a backward add up."""
-        if self._used or not torch.is_grad_enabled():
-            self._count, self._used = None, False
-        with Counting(self.hears):
+        if self._loss_used or not torch.is_grad_enabled():
+            self._num_tokens, self._loss_used = None, False
+        with TargetCountMode(self.on_token_count):
             yield
 
-    def hears(self, count: Tensor) -> None:
+    def on_token_count(self, num_tokens: Tensor) -> None:
         """The loss at hand is a mean over so many targets (0-dim)."""
-        count = count.detach().to(self._device, torch.float64)
-        self._count = count if self._count is None else self._count + count
+        num_tokens = num_tokens.detach().to(self._device, torch.float64)
+        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
-    def _counted(self, num_items: int | None) -> Tensor:
+    def _get_num_tokens(self, num_items: int | None) -> Tensor:
         if num_items is not None:
             return torch.tensor(float(num_items), dtype=torch.float64, device=self._device)
-        if self._count is None:
+        if self._num_tokens is None:
             raise ValueError(
                 "token_weighted_loss is true, but the model computed no F.cross_entropy or F.nll_loss with "
                 "reduction='mean' in its forward: call engine.backward(loss, num_items=...) with the number "
                 "of targets that the loss is a mean over, or set token_weighted_loss to false"
             )
-        return self._count
+        return self._num_tokens
 
-    def _weight(self, num_items: int | None = None) -> Tensor:
-        count = self._counted(num_items)
-        self._used = True
-        if self._unit is None:
-            unit = self._sum(count.clone()) * self._window.size
-            self._unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-        self._total += count
-        self._taken += 1
-        return count * (self._ranks / self._unit)
+    def _loss_weight(self, num_items: int | None = None) -> Tensor:
+        num_tokens = self._get_num_tokens(num_items)
+        self._loss_used = True
+        if self._reference_count is None:
+            reference_count = self._all_reduce(num_tokens.clone()) * self._window.num_micro_batches
+            self._reference_count = torch.where(reference_count > 0, reference_count, torch.ones_like(reference_count))
+        self._total_tokens += num_tokens
+        self._num_losses += 1
+        return num_tokens * (self._dp_size / self._reference_count)
 
-    def share(self, loss: Tensor, divided: bool = True, num_items: int | None = None) -> Tensor:
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
         """Its part of the mean over the window's targets, as far as they are known."""
-        weight = self._weight(num_items) * (1 if divided else self._window.size)
+        weight = self._loss_weight(num_items) * (1 if divide_by_window else self._window.num_micro_batches)
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         return loss * weight.to(loss.dtype)
 
-    def part(self, loss: Tensor, count: int) -> Tensor:
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
         """As :meth:`share`: it is targets that count."""
-        return self.share(loss)
+        return self.scale_loss(loss)
 
-    def share_of_plain(self) -> Tensor | float:
+    def user_backward_scale(self) -> Tensor | float:
         """The same, for a loss that the caller has divided by the size of the window."""
-        return self._weight() * self._window.size
+        return self._loss_weight() * self._window.num_micro_batches
 
-    def noted(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The sum over targets, and their number."""
-        count = self._counted(num_items)
+        num_tokens = self._get_num_tokens(num_items)
         if not torch.is_grad_enabled():
-            self._used = True
-        return torch.stack([loss.detach().to(count) * count, count])
+            self._loss_used = True
+        return torch.stack([loss.detach().to(num_tokens) * num_tokens, num_tokens])
 
-    def mean(self, noted: Tensor) -> Tensor:
+    def mean(self, total: Tensor) -> Tensor:
         """The sum of this rank's token losses over the mean number of targets of a rank."""
-        everywhere = self._sum(noted[1].clone())
-        everywhere = torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere))
-        return (noted[0] * self._ranks / everywhere).float()
+        num_tokens = self._all_reduce(total[1].clone())
+        num_tokens = torch.where(num_tokens > 0, num_tokens, torch.ones_like(num_tokens))
+        return (total[0] * self._dp_size / num_tokens).float()
 
-    def _sum(self, value: Tensor) -> Tensor:
-        if self._ranks > 1:
-            dist.all_reduce(value, group=self._data)
+    def _all_reduce(self, value: Tensor) -> Tensor:
+        if self._dp_size > 1:
+            dist.all_reduce(value, group=self._dp_group)
         return value
 
-    def _factor(self) -> float:
+    def _final_factor(self) -> float:
         """By what the window's gradient is multiplied when it ends; collective."""
-        if self._window.size == 1 and self._taken == 1 and self._stages is None:
+        if self._window.num_micro_batches == 1 and self._num_losses == 1 and self._pp_group is None:
             return 1.0
-        unit = torch.zeros_like(self._total) if self._unit is None else self._unit / self._ranks
-        both = self._sum(torch.stack([unit, self._total]))
-        if self._stages is not None:
-            dist.all_reduce(both, group=self._stages)
-        unit_of_all, total = both.tolist()
-        return unit_of_all / total if total > 0 else 1.0
+        reference_count = torch.zeros_like(self._total_tokens) if self._reference_count is None else self._reference_count / self._dp_size
+        counts = self._all_reduce(torch.stack([reference_count, self._total_tokens]))
+        if self._pp_group is not None:
+            dist.all_reduce(counts, group=self._pp_group)
+        total_reference, total = counts.tolist()
+        return total_reference / total if total > 0 else 1.0
 
 
-def averaging_of(config: Config, window: Window, axes: Axes, device: torch.device) -> Averaging:
+def build_loss_normalizer(config: Config, window: AccumulationWindow, axes: ParallelMeshes, device: torch.device) -> LossNormalizer:
     """What the config asks for."""
     if not config.token_weighted_loss:
-        return OverMicroBatches(window)
-    stages = None if axes.pipeline is None else axes.pipeline.get_group()
-    return OverTokens(window, axes.data.get_group(), stages, device)
+        return MicroBatchMean(window)
+    pp_group = None if axes.pp is None else axes.pp.get_group()
+    return TokenMean(window, axes.fsdp.get_group(), pp_group, device)
 
 
-def scale_plain_backwards(model: nn.Module, window: Window, sharded: Sharded, averaging: Averaging) -> None:
+def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, sharded: ShardedModel, normalizer: LossNormalizer) -> None:
     """Scale the gradients of a plain ``loss.backward()`` where they enter the model: by the loss scale, which
     the reduction divides by in any case, and by the loss's part of the window.
 
     ``engine.backward`` scales the loss itself.
     """
 
-    def mark(module: nn.Module, args: Any, output: Any) -> None:
-        share: list[Tensor | float] = []  # one for all outputs of a forward
+    def hook_outputs(module: nn.Module, args: Any, output: Any) -> None:
+        factor: list[Tensor | float] = []  # one for all outputs of a forward
 
         def scale(grad: Tensor) -> Tensor:
             if window.in_backward:
                 return grad
-            if not share:
-                share.append(averaging.share_of_plain() * sharded.loss_scale)
-            return (grad * share[0]).to(grad.dtype)
+            if not factor:
+                factor.append(normalizer.user_backward_scale() * sharded.loss_scale)
+            return (grad * factor[0]).to(grad.dtype)
 
-        for tensor in tensors_of(output):
+        for tensor in iter_tensors(output):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(scale)
 
-    model.register_forward_hook(mark)
+    model.register_forward_hook(hook_outputs)

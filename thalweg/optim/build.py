@@ -13,41 +13,41 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.delayed import DelayedAdam, DelayPolicy
-from thalweg.optim.elementwise import ELEMENTWISE, can_fuse
+from thalweg.optim.delayed import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
 from thalweg.optim.lamb import Lamb
 from thalweg.optim.lion import Lion
 from thalweg.optim.lowbit import LowBitAdam, LowBitLion
 from thalweg.optim.muon import Muon
-from thalweg.optim.muon_params import muon_groups, parameter_of
-from thalweg.optim.names import check_keys, parameters_of, pick
-from thalweg.optim.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thalweg.optim.muon_params import muon_groups, get_param
+from thalweg.optim.names import check_keywords, get_keyword_parameters, match_name
+from thalweg.optim.schedules import LRRangeTest, OneCycle, LRScheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from thalweg.optim.states import check_state_dtype
 
-SCHEDULES: dict[str, type[Schedule]] = {
+LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    **ELEMENTWISE,
+    **ELEMENTWISE_OPTIMIZERS,
     **{cls.__name__: cls for cls in (Adafactor, Lamb, Lion, Muon)},
 }
 
-_ADAM = frozenset({"Adam", "AdamW"})
-_FROM_DEEPSPEED = frozenset({*_ADAM, "Adagrad", "Lamb", "Lion", "Muon"})
+_ADAM_NAMES = frozenset({"Adam", "AdamW"})
+_DEEPSPEED_OPTIMIZERS = frozenset({*_ADAM_NAMES, "Adagrad", "Lamb", "Lion", "Muon"})
 # Keys of old configs that say how DeepSpeed computes and not what; nothing here has a use for them.
-_NO_EFFECT = frozenset(
+_IGNORED_KEYS = frozenset(
     {"set_grad_none", "torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "comm_backend_name"}
 )
 # Keys that may be given as false (or 0): what they switch on is not to be had.
-_ONLY_OFF = {
+_UNSUPPORTED_FLAGS = {
     "differentiable": "a step on local pieces has no gradient of its own",
     "capturable": "a step on local pieces is not captured into a CUDA graph",
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 # The classes that keep their moments in fewer bits ("state_dtype").
-_NO_KERNELS = (LowBitAdam, LowBitLion, DelayedAdam)
-_LOW_BIT: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
-_COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+_WITHOUT_FUSED_KERNEL = (LowBitAdam, LowBitLion, ZenFlowAdam)
+_LOW_BIT_CLASSES: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
+_ONEBIT_ALTERNATIVES = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
 def build_optimizer(
@@ -57,7 +57,7 @@ def build_optimizer(
     *,
     model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
-    delay: DelayPolicy | None = None,
+    zenflow_policy: ZenFlowPolicy | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
 
@@ -80,27 +80,27 @@ def build_optimizer(
     value of the wrong kind, an empty parameter list, and optimisers that cannot work on shards.
     """
     name = _optimizer_name(type_name, hyper or {})
-    groups = _groups(params)
+    groups = _param_groups(params)
     tensors = [p for group in groups for p in _tensors(group["params"])]
     if not tensors:
         raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
-    cls, hyper = _with_state_dtype(name, _optimizer_class(name, tensors), hyper or {})
-    if delay is not None:
-        if cls not in (ELEMENTWISE["Adam"], ELEMENTWISE["AdamW"]):
+    cls, hyper = _resolve_state_dtype(name, _optimizer_class(name, tensors), hyper or {})
+    if zenflow_policy is not None:
+        if cls not in (ELEMENTWISE_OPTIMIZERS["Adam"], ELEMENTWISE_OPTIMIZERS["AdamW"]):
             raise ValueError(f"zenflow delays the updates of Adam and AdamW with fp32 state, not of {name}")
-        cls = DelayedAdam
-    keywords = _keywords(name, cls, hyper)
-    if "fused" in parameters_of(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
-        keywords["fused"] = can_fuse(name, tensors) or None
-    if cls is DelayedAdam:
-        keywords["policy"] = delay
+        cls = ZenFlowAdam
+    keywords = _checked_keywords(name, cls, hyper)
+    if "fused" in get_keyword_parameters(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
+        keywords["fused"] = has_fused_kernel(name, tensors) or None
+    if cls is ZenFlowAdam:
+        keywords["policy"] = zenflow_policy
     if cls is Muon:
         keywords["replicate_group"] = replicate_group
         groups = groups if model is None else muon_groups(model, groups)
     return cls(groups, **keywords)
 
 
-def build_schedule(type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """Return the schedule called ``type_name`` over ``optimizer``'s groups, the first update's rates
     already set.
 
@@ -120,18 +120,18 @@ def build_schedule(type_name: str, params: Mapping[str, Any] | None, optimizer: 
         and cls is not torch.optim.lr_scheduler.LRScheduler
         and not name.startswith("_")
     }
-    classes: dict[str, Any] = {**torch_classes, **SCHEDULES}
-    name = pick("scheduler", type_name, classes)
-    check_keys(f"scheduler {name}", keywords, parameters_of(classes[name], without=("optimizer",)))
+    classes: dict[str, Any] = {**torch_classes, **LR_SCHEDULERS}
+    name = match_name("scheduler", type_name, classes)
+    check_keywords(f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",)))
     return classes[name](optimizer, **keywords)
 
 
 def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
-    plain = _COMPRESSED.get(str(type_name).replace("_", "").lower())
-    if plain:
-        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {plain}")
-    name = pick("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
-    if name not in _ADAM:
+    alternative = _ONEBIT_ALTERNATIVES.get(str(type_name).replace("_", "").lower())
+    if alternative:
+        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}")
+    name = match_name("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
+    if name not in _ADAM_NAMES:
         return name
     decoupled = hyper.get("adam_w_mode", hyper.get("adamw_mode", True)) or hyper.get("decoupled_weight_decay")
     return "AdamW" if name == "AdamW" or decoupled else "Adam"
@@ -164,53 +164,53 @@ def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:
     return _torch_classes()[name]
 
 
-def _with_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _resolve_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """The class that keeps its state as ``state_dtype`` says, and the keywords for it."""
-    kind = hyper.get("state_dtype", "fp32")
-    check_state_dtype(f"optimizer {name}", kind)
-    if kind == "fp32":
+    dtype_name = hyper.get("state_dtype", "fp32")
+    check_state_dtype(f"optimizer {name}", dtype_name)
+    if dtype_name == "fp32":
         return cls, {key: value for key, value in hyper.items() if key != "state_dtype"}
-    if name not in _LOW_BIT:
-        raise ValueError(f"optimizer {name}: state_dtype = {kind!r} is there for Adam, AdamW and Lion alone")
-    return _LOW_BIT[name], hyper
+    if name not in _LOW_BIT_CLASSES:
+        raise ValueError(f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone")
+    return _LOW_BIT_CLASSES[name], hyper
 
 
-def _keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for ``cls``: every key known, every value of the right kind."""
     where = f"optimizer {name}"
-    own = parameters_of(cls, without=("params", "replicate_group", "policy", *_ONLY_OFF))
-    if name in _ADAM:
-        own.pop("decoupled_weight_decay", None)
-    silent = {*_ONLY_OFF} | (_NO_EFFECT if name in _FROM_DEEPSPEED else set())
-    silent |= {"decoupled_weight_decay"} if name in _ADAM else set()
-    silent |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _NO_KERNELS else set()
-    silent |= {"foreach", "fused"} if cls in _NO_KERNELS else set()
-    silent -= own.keys()
-    for key in silent & hyper.keys() & (_ONLY_OFF.keys() | {"amsgrad"}):
+    known = get_keyword_parameters(cls, exclude=("params", "replicate_group", "policy", *_UNSUPPORTED_FLAGS))
+    if name in _ADAM_NAMES:
+        known.pop("decoupled_weight_decay", None)
+    ignored = {*_UNSUPPORTED_FLAGS} | (_IGNORED_KEYS if name in _DEEPSPEED_OPTIMIZERS else set())
+    ignored |= {"decoupled_weight_decay"} if name in _ADAM_NAMES else set()
+    ignored |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _WITHOUT_FUSED_KERNEL else set()
+    ignored |= {"foreach", "fused"} if cls in _WITHOUT_FUSED_KERNEL else set()
+    ignored -= known.keys()
+    for key in ignored & hyper.keys() & (_UNSUPPORTED_FLAGS.keys() | {"amsgrad"}):
         if hyper[key]:
-            reason = _ONLY_OFF.get(key, f"{name} has no such variant")
+            reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")
             raise ValueError(f"{where}: {key} = {hyper[key]!r} is not possible: {reason}")
-    keywords = {key: value for key, value in hyper.items() if key not in silent}
-    check_keys(where, keywords, own)
-    if name in _ADAM and not hyper.get("torch_adam", False):
+    keywords = {key: value for key, value in hyper.items() if key not in ignored}
+    check_keywords(where, keywords, known)
+    if name in _ADAM_NAMES and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    found = {key: _checked(f"{where}: {key}", value, own[key].default) for key, value in keywords.items()}
-    if cls in (LowBitAdam, DelayedAdam):
-        found["decoupled_weight_decay"] = name == "AdamW"
-    return found
+    checked = {key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()}
+    if cls in (LowBitAdam, ZenFlowAdam):
+        checked["decoupled_weight_decay"] = name == "AdamW"
+    return checked
 
 
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if isinstance(params, Tensor):
         raise ValueError("params must be an iterable of parameters or of groups, not one tensor")
     items: list[Any] = list(params)
     if items and all(isinstance(item, Mapping) for item in items):
-        groups = [{**item, "params": _as_list(item)} for item in items]
+        groups = [{**item, "params": _group_members(item)} for item in items]
         return [group for group in groups if group["params"]]
     return [{"params": items}]
 
 
-def _as_list(group: Mapping[str, Any]) -> list[Any]:
+def _group_members(group: Mapping[str, Any]) -> list[Any]:
     if "params" not in group:
         raise ValueError(f"a parameter group needs the key 'params'; this one has {sorted(group)}")
     members = group["params"]
@@ -218,7 +218,7 @@ def _as_list(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _tensors(members: Iterable[Any]) -> list[Tensor]:
-    tensors = [parameter_of(member) for member in members]
+    tensors = [get_param(member) for member in members]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ValueError(
@@ -227,15 +227,15 @@ def _tensors(members: Iterable[Any]) -> list[Tensor]:
     return tensors
 
 
-def _checked(where: str, value: Any, default: Any) -> Any:
+def _check_value(where: str, value: Any, default: Any) -> Any:
     """Return ``value`` in the kind of ``default``; a string or NaN for a number, say, is an error."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be true or false, not {value!r}")
         return value
     if isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and len(value) == len(default)
-        if not fits or not all(_is_number(v) or v is d for v, d in zip(value, default, strict=True)):
+        is_valid = isinstance(value, list | tuple) and len(value) == len(default)
+        if not is_valid or not all(_is_number(v) or v is d for v, d in zip(value, default, strict=True)):
             raise ValueError(f"{where} must be a list of {len(default)} numbers, not {value!r}")
         return tuple(v if v is None else float(v) for v in value)
     number = isinstance(value, Tensor) or _is_number(value) or value is default

@@ -23,188 +23,188 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from thalweg.store import SwapFile, Ticket, together
+from thalweg.store import SwapFile, IoFuture, combine_futures
 from thalweg.store.regions import PAGE, round_up
 
-GRAIN = PAGE
+ALIGN_ELEMENTS = PAGE
 
 
 @dataclass
-class Operand:
+class StepTensor:
     """A flat tensor, whether it is needed and changed, and its place in the swap file if it has one; new
     values go there, or to ``twin``, another place that is as large."""
 
     tensor: Tensor
-    offset: int | None
+    file_offset: int | None
     read: bool = True
     write: bool = False
-    twin: int | None = None
+    shadow_offset: int | None = None
 
     @property
-    def room(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes that it takes in the swap file."""
         return round_up(self.tensor.nbytes)
 
 
 @dataclass
-class Item:
+class ParamStep:
     """One parameter in this step; ``scalars`` is the part of its state that is not cut."""
 
     group: dict[str, Any]
     param: Tensor
     numel: int
-    operands: dict[str, Operand]
-    keys: tuple[str, ...]
-    scalars: dict[str, Any]
-    fresh: bool
-    new_scalars: dict[str, Any] = field(default_factory=dict)
+    step_tensors: dict[str, StepTensor]
+    state_keys: tuple[str, ...]
+    scalar_state: dict[str, Any]
+    is_new_state: bool
+    new_scalar_state: dict[str, Any] = field(default_factory=dict)
 
-    def swapped_bytes(self, count: int) -> int:
+    def buffer_bytes(self, num_elements: int) -> int:
         """Bytes of buffer that ``count`` elements take."""
         return sum(
-            round_up(count * operand.tensor.itemsize)
-            for operand in self.operands.values()
-            if operand.offset is not None
+            round_up(num_elements * step_tensor.tensor.itemsize)
+            for step_tensor in self.step_tensors.values()
+            if step_tensor.file_offset is not None
         )
 
 
-class Span(NamedTuple):
+class IoRange(NamedTuple):
     """Bytes that move together between the file and a buffer."""
 
-    offset: int
-    start: int
+    file_offset: int
+    buffer_offset: int
     nbytes: int
 
 
 @dataclass
-class Piece:
+class ParamSlice:
     """Elements ``[start, stop)`` of an item; ``places`` is where its operands lie in the buffer."""
 
-    item: Item
+    param_step: ParamStep
     start: int
     stop: int
-    places: dict[str, int] = field(default_factory=dict)
+    buffer_offsets: dict[str, int] = field(default_factory=dict)
 
-    def tensor(self, name: str, buffer: Tensor | None) -> Tensor:
+    def get_tensor(self, name: str, buffer: Tensor | None) -> Tensor:
         """The operand's elements, in the buffer or in memory."""
-        operand, place = self.item.operands[name], self.places.get(name)
-        if place is None:
-            return operand.tensor[self.start : self.stop]
+        step_tensor, offset = self.param_step.step_tensors[name], self.buffer_offsets.get(name)
+        if offset is None:
+            return step_tensor.tensor[self.start : self.stop]
         assert buffer is not None
-        nbytes = (self.stop - self.start) * operand.tensor.itemsize
-        return buffer[place : place + nbytes].view(operand.tensor.dtype)
+        nbytes = (self.stop - self.start) * step_tensor.tensor.itemsize
+        return buffer[offset : offset + nbytes].view(step_tensor.tensor.dtype)
 
 
 @dataclass
-class Chunk:
+class IoChunk:
     """Pieces that share a buffer, and the transfers that fill and empty it."""
 
-    pieces: list[Piece]
-    reads: list[Span]
-    writes: list[Span]
+    slices: list[ParamSlice]
+    reads: list[IoRange]
+    writes: list[IoRange]
 
-    def begin_read(self, swap: SwapFile, buffer: Tensor) -> Ticket:
+    def begin_read(self, swap: SwapFile, buffer: Tensor) -> IoFuture:
         """Fill the buffer."""
-        return together(swap.read(s.offset, buffer[s.start : s.start + s.nbytes]) for s in self.reads)
+        return combine_futures(swap.read(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.reads)
 
-    def begin_write(self, swap: SwapFile, buffer: Tensor) -> Ticket:
+    def begin_write(self, swap: SwapFile, buffer: Tensor) -> IoFuture:
         """Store what has changed."""
-        return together(swap.write(s.offset, buffer[s.start : s.start + s.nbytes]) for s in self.writes)
+        return combine_futures(swap.write(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.writes)
 
 
-def cut_chunks(items: Iterable[Item], buffer_bytes: int, max_elements: int) -> list[Chunk]:
+def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_elements: int) -> list[IoChunk]:
     """Cut ``items``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
 
     Raises:
         ValueError: not even ``GRAIN`` elements of an item fit a buffer.
     """
-    chunks: list[list[Piece]] = [[]]
-    room, left = buffer_bytes, max_elements
-    for item in items:
+    chunks: list[list[ParamSlice]] = [[]]
+    bytes_left, elements_left = buffer_bytes, max_elements
+    for param_step in param_steps:
         start = 0
         while True:
-            count = _fitting(item, item.numel - start, room, left)
-            if count is None:
+            num_elements = _max_elements_that_fit(param_step, param_step.numel - start, bytes_left, elements_left)
+            if num_elements is None:
                 if not chunks[-1]:
                     raise ValueError(
                         f"buffers of {buffer_bytes} bytes are too small for this optimiser: it needs at "
-                        f"least {item.swapped_bytes(GRAIN)}; raise buffer_size"
+                        f"least {param_step.buffer_bytes(ALIGN_ELEMENTS)}; raise buffer_size"
                     )
                 chunks.append([])
-                room, left = buffer_bytes, max_elements
+                bytes_left, elements_left = buffer_bytes, max_elements
                 continue
-            chunks[-1].append(Piece(item, start, start + count))
-            room, left, start = room - item.swapped_bytes(count), left - count, start + count
-            if start >= item.numel:
+            chunks[-1].append(ParamSlice(param_step, start, start + num_elements))
+            bytes_left, elements_left, start = bytes_left - param_step.buffer_bytes(num_elements), elements_left - num_elements, start + num_elements
+            if start >= param_step.numel:
                 break
-    return [_with_transfers(pieces) for pieces in chunks if pieces]
+    return [_build_chunk(pieces) for pieces in chunks if pieces]
 
 
-def _fitting(item: Item, wanted: int, room: int, left: int) -> int | None:
-    if wanted <= left and item.swapped_bytes(wanted) <= room:
-        return wanted
-    grain_bytes = item.swapped_bytes(GRAIN)
-    grains = min(left // GRAIN, room // grain_bytes if grain_bytes else left)
-    return min(grains * GRAIN, wanted) if grains > 0 else None
+def _max_elements_that_fit(param_step: ParamStep, num_elements: int, bytes_left: int, elements_left: int) -> int | None:
+    if num_elements <= elements_left and param_step.buffer_bytes(num_elements) <= bytes_left:
+        return num_elements
+    unit_bytes = param_step.buffer_bytes(ALIGN_ELEMENTS)
+    num_units = min(elements_left // ALIGN_ELEMENTS, bytes_left // unit_bytes if unit_bytes else elements_left)
+    return min(num_units * ALIGN_ELEMENTS, num_elements) if num_units > 0 else None
 
 
-def _with_transfers(pieces: list[Piece]) -> Chunk:
+def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
     ranges = []
-    for piece in pieces:
-        for name, operand in piece.item.operands.items():
-            if operand.offset is not None and piece.stop > piece.start:
-                size = operand.tensor.itemsize
+    for piece in slices:
+        for name, step_tensor in piece.param_step.step_tensors.items():
+            if step_tensor.file_offset is not None and piece.stop > piece.start:
+                size = step_tensor.tensor.itemsize
                 nbytes = round_up((piece.stop - piece.start) * size)
-                ranges.append((operand.offset + piece.start * size, nbytes, piece, name, operand))
+                ranges.append((step_tensor.file_offset + piece.start * size, nbytes, piece, name, step_tensor))
     # In the order of the file, so that neighbours there are neighbours in the buffer.
     ranges.sort(key=lambda r: r[0])
-    reads: list[Span] = []
-    writes: list[Span] = []
-    at = 0
-    for offset, nbytes, piece, name, operand in ranges:
-        piece.places[name] = at
-        if operand.read:
-            _extend(reads, Span(offset, at, nbytes))
-        if operand.write:
-            moved = 0 if operand.twin is None or operand.offset is None else operand.twin - operand.offset
-            _extend(writes, Span(offset + moved, at, nbytes))
-        at += nbytes
-    return Chunk(pieces, reads, writes)
+    reads: list[IoRange] = []
+    writes: list[IoRange] = []
+    buffer_offset = 0
+    for offset, nbytes, piece, name, step_tensor in ranges:
+        piece.places[name] = buffer_offset
+        if step_tensor.read:
+            _append_or_merge(reads, IoRange(offset, buffer_offset, nbytes))
+        if step_tensor.write:
+            shadow_shift = 0 if step_tensor.twin is None or step_tensor.offset is None else step_tensor.twin - step_tensor.offset
+            _append_or_merge(writes, IoRange(offset + shadow_shift, buffer_offset, nbytes))
+        buffer_offset += nbytes
+    return IoChunk(slices, reads, writes)
 
 
-def _extend(spans: list[Span], span: Span) -> None:
-    last = spans[-1] if spans else None
-    if last and last.offset + last.nbytes == span.offset and last.start + last.nbytes == span.start:
-        spans[-1] = Span(last.offset, last.start, last.nbytes + span.nbytes)
+def _append_or_merge(io_ranges: list[IoRange], io_range: IoRange) -> None:
+    last = io_ranges[-1] if io_ranges else None
+    if last and last.file_offset + last.nbytes == io_range.file_offset and last.buffer_offset + last.nbytes == io_range.buffer_offset:
+        io_ranges[-1] = IoRange(last.file_offset, last.buffer_offset, last.nbytes + io_range.nbytes)
     else:
-        spans.append(span)
+        io_ranges.append(io_range)
 
 
-def batches(pieces: Sequence[Piece], max_elements: int) -> list[list[Piece]]:
+def split_into_batches(slices: Sequence[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
     """Cut the pieces of a chunk further, into batches of about ``max_elements`` that stay in the cache."""
-    found: list[list[Piece]] = [[]]
-    left = max_elements
-    for piece in pieces:
+    split: list[list[ParamSlice]] = [[]]
+    elements_left = max_elements
+    for piece in slices:
         start = piece.start
         while True:
-            wanted = piece.stop - start
-            count = wanted if wanted <= left else min(left // GRAIN * GRAIN, wanted)
-            if count <= 0 < wanted:
-                found.append([])
-                left = max_elements
+            num_remaining = piece.stop - start
+            num_elements = num_remaining if num_remaining <= elements_left else min(elements_left // ALIGN_ELEMENTS * ALIGN_ELEMENTS, num_remaining)
+            if num_elements <= 0 < num_remaining:
+                split.append([])
+                elements_left = max_elements
                 continue
-            found[-1].append(_part(piece, start, start + count))
-            start, left = start + count, left - count
+            split[-1].append(_subslice(piece, start, start + num_elements))
+            start, elements_left = start + num_elements, elements_left - num_elements
             if start >= piece.stop:
                 break
-    return [batch for batch in found if batch]
+    return [batch for batch in split if batch]
 
 
-def _part(piece: Piece, start: int, stop: int) -> Piece:
-    if (start, stop) == (piece.start, piece.stop):
-        return piece
-    places = {
-        name: place + (start - piece.start) * piece.item.operands[name].tensor.itemsize
-        for name, place in piece.places.items()
+def _subslice(param_slice: ParamSlice, start: int, stop: int) -> ParamSlice:
+    if (start, stop) == (param_slice.start, param_slice.stop):
+        return param_slice
+    buffer_offsets = {
+        name: offset + (start - param_slice.start) * param_slice.param_step.step_tensors[name].tensor.itemsize
+        for name, offset in param_slice.buffer_offsets.items()
     }
-    return Piece(piece.item, start, stop, places)
+    return ParamSlice(param_slice.param_step, start, stop, buffer_offsets)

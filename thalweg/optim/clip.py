@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
-from thalweg.optim.local import local, local_grad
-from thalweg.optim.norms import Measured, Piece, Rows, power_sum
-from thalweg.optim.reduce import AllReduce, Span, plain_all_reduce, reduce_over_spans, spans_of
+from thalweg.optim.local import to_local, local_grad
+from thalweg.optim.norms import PartialNorm, NormInput, RowNorms, power_sum
+from thalweg.optim.reduce import AllReduce, ShardGroups, default_all_reduce, all_reduce_rows, get_shard_groups
 
 
 @torch.no_grad()
@@ -38,9 +38,9 @@ def global_grad_norm(
     *,
     extra_groups: Sequence[dist.ProcessGroup] = (),
     replicate_group: dist.ProcessGroup | None = None,
-    all_reduce: AllReduce = plain_all_reduce,
-    rows_of: Callable[[Tensor], Rows] | None = None,
-    measured: Mapping[Tensor, Measured] | None = None,
+    all_reduce: AllReduce = default_all_reduce,
+    row_norms_fn: Callable[[Tensor], RowNorms] | None = None,
+    partial_norms: Mapping[Tensor, PartialNorm] | None = None,
 ) -> Tensor:
     """Return the norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
@@ -60,33 +60,33 @@ def global_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, not {norm_type!r}")
     params = list(params)
-    buckets: dict[tuple[Span, bool], list[Piece]] = {}
-    measured = measured or {}
-    for param, span in zip(params, spans_of(params), strict=True):
-        copied = replicate_group is not None and not isinstance(param, DTensor)
-        pieces = buckets.setdefault((span, copied), [])
-        if param in measured:
-            pieces.append(measured[param])
+    buckets: dict[tuple[ShardGroups, bool], list[NormInput]] = {}
+    partial_norms = partial_norms or {}
+    for param, shard_groups in zip(params, get_shard_groups(params), strict=True):
+        is_replicated = replicate_group is not None and not isinstance(param, DTensor)
+        pieces = buckets.setdefault((shard_groups, is_replicated), [])
+        if param in partial_norms:
+            pieces.append(partial_norms[param])
         elif param.grad is not None:
             pieces.append(local_grad(param))
-    device = local(params[0]).device if params else torch.device("cpu")
-    sums, spans = [], []
-    for (span, copied), pieces in buckets.items():
-        partial = power_sum(pieces, norm_type, device, rows_of)
-        if copied and replicate_group is not None:
-            partial, span = _of_one_copy(partial, replicate_group), (replicate_group,)
+    device = to_local(params[0]).device if params else torch.device("cpu")
+    sums, reduce_groups = [], []
+    for (shard_groups, is_replicated), pieces in buckets.items():
+        partial = power_sum(pieces, norm_type, device, row_norms_fn)
+        if is_replicated and replicate_group is not None:
+            partial, shard_groups = _count_one_replica(partial, replicate_group), (replicate_group,)
         sums.append(partial)
-        spans.append(span)
+        reduce_groups.append(shard_groups)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     rows = torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=device)
-    rows = reduce_over_spans(rows, spans, op, all_reduce)
+    rows = all_reduce_rows(rows, reduce_groups, op, all_reduce)
     total = rows.max() if math.isinf(norm_type) else rows.sum()
     for group in extra_groups:
         all_reduce(total, op, group)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
-def _of_one_copy(total: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _count_one_replica(total: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Let rank 0 of ``group`` contribute its value, the others only the fact that theirs is not finite."""
     if dist.get_rank(group) == 0:
         return total
@@ -117,7 +117,7 @@ def clip_grads_(params: Iterable[Tensor], max_norm: float, norm: Tensor | float)
     factor = clip_factor(value, max_norm)
     if factor == 1.0:
         return factor
-    pieces = [local(p.grad) for p in params if p.grad is not None]
+    pieces = [to_local(p.grad) for p in params if p.grad is not None]
     if pieces:
         foreach.mul_(pieces, factor)
     return factor

@@ -34,17 +34,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.config.schema_zero import ZenFlow
-from thalweg.optim.kernel import AdamOptions, step_adam
-from thalweg.optim.lion import loss_of
-from thalweg.optim.local import local, local_grad, new_state
-from thalweg.optim.reduce import AllReduce, cut_dim, cuts_of, plain_all_reduce, reduce_tensors_
+from thalweg.optim.kernel import AbstractAdam, fused_adam_step
+from thalweg.optim.lion import evaluate_closure
+from thalweg.optim.local import to_local, local_grad, zeros_state_like
+from thalweg.optim.reduce import AllReduce, sharded_dim, get_sharded_axes, default_all_reduce, all_reduce_tensors_
 from thalweg.utils.dtypes import HALF_DTYPES
 
-_CHUNK = 1 << 18
+_CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class DelayPolicy:
+class ZenFlowPolicy:
     """Which columns are updated when.
 
     ``topk_ratio``: the part of the columns that is updated at once.  ``select_interval`` and
@@ -57,7 +57,7 @@ class DelayPolicy:
     update_interval: int | None = 4
     overlap: bool = False
     auto_ratio: float = 0.99
-    warm_up: int = 0
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.topk_ratio <= 1:
@@ -66,7 +66,7 @@ class DelayPolicy:
             raise ValueError("select_interval and update_interval must be at least 1 step")
 
     @classmethod
-    def from_config(cls, section: ZenFlow | None) -> DelayPolicy | None:
+    def from_config(cls, section: ZenFlow | None) -> ZenFlowPolicy | None:
         """What the ``zenflow`` block asks for; None without one.
 
         Raises:
@@ -74,18 +74,18 @@ class DelayPolicy:
         """
         if section is None:
             return None
-        every, update = section.select_interval, section.update_interval
+        select_interval, update_interval = section.select_interval, section.update_interval
         if section.select_strategy == "epoch":
             if section.steps_per_epoch is None:
                 raise ValueError(
                     'zenflow.select_strategy is "epoch" and nobody knows how long one is: set '
                     'zenflow.steps_per_epoch, or select_strategy to "step"'
                 )
-            every = section.steps_per_epoch * (1 if every == "auto" else int(every))
+            select_interval = section.steps_per_epoch * (1 if select_interval == "auto" else int(select_interval))
         return cls(
             topk_ratio=section.topk_ratio,
-            select_interval=cls.select_interval if every == "auto" else int(every),
-            update_interval=None if update == "auto" else int(update),
+            select_interval=cls.select_interval if select_interval == "auto" else int(select_interval),
+            update_interval=None if update_interval == "auto" else int(update_interval),
             overlap=section.overlap_step,
             auto_ratio=section.auto_ratio,
             warm_up=section.full_warm_up_rounds,
@@ -93,7 +93,7 @@ class DelayPolicy:
 
 
 @dataclass
-class _Part:
+class _ZenFlowParam:
     """One parameter in a step: this rank's piece, gradient and state as matrices of fp32."""
 
     group: dict[str, Any]
@@ -107,23 +107,23 @@ class _Part:
         return self.state["selected"].nonzero().squeeze(1)
 
     @property
-    def rest(self) -> Tensor:
+    def unselected(self) -> Tensor:
         return (~self.state["selected"]).nonzero().squeeze(1)
 
-    def matrix(self, key: str) -> Tensor:
-        piece = local(self.state[key])
+    def state_matrix(self, key: str) -> Tensor:
+        piece = to_local(self.state[key])
         return piece.view(self.weight.shape)
 
 
-class DelayedAdam(AdamOptions):
+class ZenFlowAdam(AbstractAdam):
     """See the module; ``policy`` holds for all groups."""
 
-    def __init__(self, params: Any, *options: Any, policy: DelayPolicy | None = None, **hyper: Any) -> None:
+    def __init__(self, params: Any, *options: Any, policy: ZenFlowPolicy | None = None, **hyper: Any) -> None:
         self._state: Any = {}
-        self._job: Future[None] | None = None
+        self._pending_update: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self.policy = policy or DelayPolicy()
-        self.all_reduce: AllReduce = plain_all_reduce
+        self.policy = policy or ZenFlowPolicy()
+        self.all_reduce: AllReduce = default_all_reduce
         super().__init__(params, *options, **hyper)
 
     # State, which a thread may be working on
@@ -131,7 +131,7 @@ class DelayedAdam(AdamOptions):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state, at rest: waits for the update under way."""
-        self._join()
+        self._wait_for_update()
         return self._state
 
     @state.setter
@@ -139,16 +139,16 @@ class DelayedAdam(AdamOptions):
         self._state = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._join()
+        self._wait_for_update()
         state = dict(state)
         if "state" in state:
             self._state = state.pop("state")
         super().__setstate__(state)
 
-    def _join(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+    def _wait_for_update(self) -> None:
+        pending, self._pending_update = self._pending_update, None
+        if pending is not None:
+            pending.result()
 
     # The step
 
@@ -158,160 +158,160 @@ class DelayedAdam(AdamOptions):
 
         All ranks of a process group must have gradients for the same parameters.
         """
-        loss = loss_of(closure)
-        self._join()
-        self._add_pending()
-        parts, copies = [], []
+        loss = evaluate_closure(closure)
+        self._wait_for_update()
+        self._apply_pending()
+        zenflow_params, copies = [], []
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    part, back = self._part(group, param)
-                    parts.append(part)
-                    copies += back
-        split = [part for part in parts if "selected" in part.state]
-        whole = [part for part in parts if "selected" not in part.state]
-        warm = [part for part in split if self._is_warm(part)]
-        for part in (*whole, *warm):
-            self._update_whole(part)
-        late = [part for part in split if not self._is_warm(part)]
-        self._step_late(late)
+                    zenflow_param, copies_back = self._prepare_param(group, param)
+                    zenflow_params.append(zenflow_param)
+                    copies += copies_back
+        by_column = [part for part in zenflow_params if "selected" in part.state]
+        all_columns = [part for part in zenflow_params if "selected" not in part.state]
+        in_warmup = [part for part in by_column if self._in_warmup(part)]
+        for zenflow_param in (*all_columns, *in_warmup):
+            self._update_all_columns(zenflow_param)
+        past_warmup = [part for part in by_column if not self._in_warmup(part)]
+        self._step_by_column(past_warmup)
         for piece, work in copies:
             piece.copy_(work)
         return loss
 
-    def _is_warm(self, part: _Part) -> bool:
-        return self.policy.topk_ratio >= 1 or int(part.state["step"]) <= self.policy.warm_up
+    def _in_warmup(self, zenflow_param: _ZenFlowParam) -> bool:
+        return self.policy.topk_ratio >= 1 or int(zenflow_param.state["step"]) <= self.policy.warmup_steps
 
-    def _part(self, group: dict[str, Any], param: Tensor) -> tuple[_Part, list[tuple[Tensor, Tensor]]]:
-        state, piece = self._state[param], local(param)
-        self._new_state(param, state)
+    def _prepare_param(self, group: dict[str, Any], param: Tensor) -> tuple[_ZenFlowParam, list[tuple[Tensor, Tensor]]]:
+        state, piece = self._state[param], to_local(param)
+        self._init_state(param, state)
         state["step"] += 1
         work = piece.float() if piece.dtype in HALF_DTYPES or not piece.is_contiguous() else piece
         work = work.contiguous()
         shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
         grad = local_grad(param).to(work.dtype).reshape(shape)
-        part = _Part(group, param, state, work.view(shape), grad)
-        return part, [] if work is piece else [(piece, work)]
+        zenflow_param = _ZenFlowParam(group, param, state, work.view(shape), grad)
+        return zenflow_param, [] if work is piece else [(piece, work)]
 
-    def _new_state(self, param: Tensor, state: dict[str, Any]) -> None:
+    def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = new_state(param), new_state(param)
-        if "delayed" in state or not _has_columns(param):
+            state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+        if "delayed" in state or not _can_split_columns(param):
             return
         columns = param.numel() // param.shape[0]
-        device = local(param).device
-        state["delayed"] = new_state(param)
+        device = to_local(param).device
+        state["delayed"] = zeros_state_like(param)
         state["waiting"] = torch.zeros((), dtype=torch.float32)
         state["selected"] = torch.zeros(columns, dtype=torch.bool, device=device)
         state["column_steps"] = state["step"].to(device).expand(columns).clone()
 
-    def _update_whole(self, part: _Part) -> None:
-        step, moments = part.state["step"], (part.matrix("exp_avg"), part.matrix("exp_avg_sq"))
-        step_adam(part.group, part.weight, part.grad, *moments, float(step - 1))
-        if "column_steps" in part.state:
-            part.state["column_steps"].fill_(float(step))
+    def _update_all_columns(self, zenflow_param: _ZenFlowParam) -> None:
+        step, moments = zenflow_param.state["step"], (zenflow_param.state_matrix("exp_avg"), zenflow_param.state_matrix("exp_avg_sq"))
+        fused_adam_step(zenflow_param.group, zenflow_param.weight, zenflow_param.grad, *moments, float(step - 1))
+        if "column_steps" in zenflow_param.state:
+            zenflow_param.state["column_steps"].fill_(float(step))
 
-    def _step_late(self, parts: Sequence[_Part]) -> None:
-        if not parts:
+    def _step_by_column(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
+        if not zenflow_params:
             return
         policy = self.policy
-        due = [p for p in parts if (int(p.state["step"]) - policy.warm_up - 1) % policy.select_interval == 0]
-        waits = [part for part in due if float(part.state["waiting"])]
-        for part in waits:
-            self._update_rest(part.group, part.param, part.weight, part.weight)
-        self._select(due)
-        for part in parts:
+        due_for_selection = [p for p in zenflow_params if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0]
+        with_deferred = [zenflow_param for zenflow_param in due_for_selection if float(zenflow_param.state["waiting"])]
+        for part in with_deferred:
+            self._update_deferred_columns(part.group, part.param, part.weight, part.weight)
+        self._select_columns(due_for_selection)
+        for part in zenflow_params:
             group = part.group
             if group["weight_decay"] and group["decoupled_weight_decay"]:
                 part.weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
             columns = part.selected
-            moments = part.matrix("exp_avg"), part.matrix("exp_avg_sq")
+            moments = part.state_matrix("exp_avg"), part.state_matrix("exp_avg_sq")
             steps = part.state["column_steps"]
-            _adam_columns(group, columns, part.weight, part.grad, *moments, steps, part.weight)
+            _adam_step_columns(group, columns, part.weight, part.grad, *moments, steps, part.weight)
             steps[columns] += 1
-            delayed = part.matrix("delayed")
+            delayed = part.state_matrix("delayed")
             delayed.add_(part.grad)
             delayed.index_fill_(1, columns, 0.0)
             part.state["waiting"] += 1
-        self._apply_rest([part for part in parts if self._is_due(part)] if policy.update_interval else [])
-        if policy.update_interval is None and self._rest_matters(parts):
-            self._apply_rest(parts)
+        self._run_deferred_updates([part for part in zenflow_params if self._is_deferred_update_due(part)] if policy.update_interval else [])
+        if policy.update_interval is None and self._is_auto_update_due(zenflow_params):
+            self._run_deferred_updates(zenflow_params)
 
-    def _is_due(self, part: _Part) -> bool:
-        return float(part.state["waiting"]) >= (self.policy.update_interval or 0)
+    def _is_deferred_update_due(self, zenflow_param: _ZenFlowParam) -> bool:
+        return float(zenflow_param.state["waiting"]) >= (self.policy.update_interval or 0)
 
-    def _select(self, parts: Sequence[_Part]) -> None:
+    def _select_columns(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
         """Take the columns with the largest gradients; one collective for each process group."""
-        norms = [part.grad.square().sum(0) for part in parts]
-        spans = [tuple(group for group, _ in cuts_of(part.param)) for part in parts]
+        norms = [zenflow_param.grad.square().sum(0) for zenflow_param in zenflow_params]
+        shard_groups = [tuple(group for group, _ in get_sharded_axes(part.param)) for part in zenflow_params]
         if norms:
-            reduce_tensors_(norms, spans, self.all_reduce)
-        for part, norm in zip(parts, norms, strict=True):
+            all_reduce_tensors_(norms, shard_groups, self.all_reduce)
+        for part, norm in zip(zenflow_params, norms, strict=True):
             count = max(1, round(self.policy.topk_ratio * norm.numel()))
             # Ties go to the smaller index, so that every rank and device selects alike.
             chosen = norm.sort(descending=True, stable=True).indices[:count]
             part.state["selected"].zero_()
             part.state["selected"][chosen] = True
 
-    def _rest_matters(self, parts: Sequence[_Part]) -> bool:
+    def _is_auto_update_due(self, zenflow_params: Sequence[_ZenFlowParam]) -> bool:
         """Whether the columns that wait have gathered enough; the same on every rank."""
         pairs = []
-        for part in parts:
-            chosen = part.state["selected"]
-            now = part.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
-            gathered = part.matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
-            pairs.append(torch.stack([gathered, now]))
-        spans = [tuple(group for group, _ in cuts_of(part.param)) for part in parts]
-        reduce_tensors_(pairs, spans, self.all_reduce)
-        gathered, now = torch.stack(pairs).sum(0).tolist()
-        return gathered >= self.policy.auto_ratio * now
+        for zenflow_param in zenflow_params:
+            chosen = zenflow_param.state["selected"]
+            selected_mean = zenflow_param.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
+            deferred_mean = zenflow_param.state_matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
+            pairs.append(torch.stack([deferred_mean, selected_mean]))
+        shard_groups = [tuple(group for group, _ in get_sharded_axes(part.param)) for part in zenflow_params]
+        all_reduce_tensors_(pairs, shard_groups, self.all_reduce)
+        deferred_mean, selected_mean = torch.stack(pairs).sum(0).tolist()
+        return deferred_mean >= self.policy.auto_ratio * selected_mean
 
-    def _apply_rest(self, parts: Sequence[_Part]) -> None:
-        if not parts:
+    def _run_deferred_updates(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
+        if not zenflow_params:
             return
         if not self.policy.overlap:
-            for part in parts:
-                self._update_rest(part.group, part.param, part.weight, part.weight)
+            for zenflow_param in zenflow_params:
+                self._update_deferred_columns(zenflow_param.group, zenflow_param.param, zenflow_param.weight, zenflow_param.weight)
             return
         jobs: list[Callable[[], None]] = []
-        for part in parts:
-            pending = torch.zeros_like(part.weight)
-            part.state["pending"] = _like_state(pending, part.param, part.state)
-            weight = part.weight
-            if local(part.param).data_ptr() != weight.data_ptr():
+        for zenflow_param in zenflow_params:
+            pending = torch.zeros_like(zenflow_param.weight)
+            zenflow_param.state["pending"] = _as_dtensor_like_state(pending, zenflow_param.param, zenflow_param.state)
+            weight = zenflow_param.weight
+            if to_local(zenflow_param.param).data_ptr() != weight.data_ptr():
                 weight = weight.clone()
-            jobs.append(_bound(self._update_rest, dict(part.group), part.param, weight, pending))
+            jobs.append(_bind(self._update_deferred_columns, dict(zenflow_param.group), zenflow_param.param, weight, pending))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-delayed")
-        self._job = self._thread.submit(_run_all, jobs)
+        self._pending_update = self._thread.submit(_run_all, jobs)
 
-    def _update_rest(self, group: dict[str, Any], param: Tensor, weight: Tensor, into: Tensor) -> None:
+    def _update_deferred_columns(self, group: dict[str, Any], param: Tensor, weight: Tensor, out: Tensor) -> None:
         """One update of the columns that wait: in ``weight`` itself, or as the difference in ``into``."""
         state = self._state[param]
-        delayed = local(state["delayed"]).view(weight.shape)
-        mean, square = (local(state[key]).view(weight.shape) for key in ("exp_avg", "exp_avg_sq"))
+        delayed = to_local(state["delayed"]).view(weight.shape)
+        exp_avg, exp_avg_sq = (to_local(state[key]).view(weight.shape) for key in ("exp_avg", "exp_avg_sq"))
         columns = (~state["selected"]).nonzero().squeeze(1)
         delayed.div_(float(state["waiting"]))
-        _adam_columns(group, columns, weight, delayed, mean, square, state["column_steps"], into)
+        _adam_step_columns(group, columns, weight, delayed, exp_avg, exp_avg_sq, state["column_steps"], out)
         state["column_steps"][columns] += 1
         delayed.zero_()
         state["waiting"].zero_()
 
-    def _add_pending(self) -> None:
+    def _apply_pending(self) -> None:
         for param, state in self._state.items():
             pending = state.pop("pending", None)
             if pending is not None:
-                piece = local(param)
-                piece.add_(local(pending).view(piece.shape))
+                piece = to_local(param)
+                piece.add_(to_local(pending).view(piece.shape))
 
 
-def _has_columns(param: Tensor) -> bool:
-    cuts = [] if not isinstance(param, DTensor) else [cut_dim(p) for p in param.placements]
-    return param.ndim > 1 and param.numel() > 0 and all(cut in (None, 0) for cut in cuts)
+def _can_split_columns(param: Tensor) -> bool:
+    sharded_dims = [] if not isinstance(param, DTensor) else [sharded_dim(p) for p in param.placements]
+    return param.ndim > 1 and param.numel() > 0 and all(dim in (None, 0) for dim in sharded_dims)
 
 
-def _like_state(piece: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
+def _as_dtensor_like_state(piece: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
     like = state["exp_avg"]
     if not isinstance(like, DTensor):
         return piece.view(like.shape)
@@ -325,7 +325,7 @@ def _like_state(piece: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
     )
 
 
-def _bound(call: Callable[..., None], *args: Any) -> Callable[[], None]:
+def _bind(call: Callable[..., None], *args: Any) -> Callable[[], None]:
     return lambda: call(*args)
 
 
@@ -335,43 +335,43 @@ def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _adam_columns(
+def _adam_step_columns(
     group: dict[str, Any],
     columns: Tensor,
     weight: Tensor,
     grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     steps: Tensor,
-    into: Tensor,
+    out: Tensor,
 ) -> None:
     """Adam on some columns, a few rows at a time; ``into``: the weight itself, or where the change goes."""
-    before = steps[columns]
+    step_counts = steps[columns]
     decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
     for rows in _row_chunks(weight):
-        w, g, m, v = (t[rows].index_select(1, columns) for t in (weight, grad, mean, square))
-        old = None if into is weight else w.clone()
-        for chosen, count in _by_count(before):
+        w, g, m, v = (t[rows].index_select(1, columns) for t in (weight, grad, exp_avg, exp_avg_sq))
+        old = None if out is weight else w.clone()
+        for chosen, count in _group_by_step_count(step_counts):
             if chosen is None:
-                step_adam(group, w, g, m, v, count, weight_decay=decay)
+                fused_adam_step(group, w, g, m, v, count, weight_decay=decay)
             else:
                 some_w, some_g, some_m, some_v = (t.index_select(1, chosen) for t in (w, g, m, v))
-                step_adam(group, some_w, some_g, some_m, some_v, count, weight_decay=decay)
-                for whole, part in ((w, some_w), (m, some_m), (v, some_v)):
-                    whole.index_copy_(1, chosen, part)
-        mean[rows].index_copy_(1, columns, m)
-        square[rows].index_copy_(1, columns, v)
-        into[rows].index_copy_(1, columns, w if old is None else w.sub_(old))
+                fused_adam_step(group, some_w, some_g, some_m, some_v, count, weight_decay=decay)
+                for full, updated in ((w, some_w), (m, some_m), (v, some_v)):
+                    full.index_copy_(1, chosen, updated)
+        exp_avg[rows].index_copy_(1, columns, m)
+        exp_avg_sq[rows].index_copy_(1, columns, v)
+        out[rows].index_copy_(1, columns, w if old is None else w.sub_(old))
 
 
 def _row_chunks(matrix: Tensor) -> Iterator[slice]:
-    size = max(1, _CHUNK // max(1, matrix.shape[1]))
+    size = max(1, _CHUNK_ELEMENTS // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], size):
         yield slice(start, start + size)
 
 
-def _by_count(before: Tensor) -> Iterator[tuple[Tensor | None, float]]:
+def _group_by_step_count(step_counts: Tensor) -> Iterator[tuple[Tensor | None, float]]:
     """The columns that have had equally many updates, and how many; None for all of them."""
-    counts = before.unique().tolist()
+    counts = step_counts.unique().tolist()
     for count in counts:
-        yield (None if len(counts) == 1 else (before == count).nonzero().squeeze(1)), float(count)
+        yield (None if len(counts) == 1 else (step_counts == count).nonzero().squeeze(1)), float(count)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from thalweg.optim import foreach
-from thalweg.optim.local import Fp32State, LocalStep, like_param, local, working_copies
-from thalweg.optim.states import conform
+from thalweg.optim.local import Fp32StateMixin, LocalStepMixin, as_dtensor_like, to_local, working_copies
+from thalweg.optim.states import convert_moments
 
 # A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
-_LATE = 1e9
+_STEP_WITHOUT_CORRECTION = 1e9
 
 
-class _AdamBase(LocalStep):
+class _AdamBase(LocalStepMixin):
     """Adds ``bias_correction=False``, which torch's Adam does not have (DeepSpeed's does)."""
 
     def __init__(self, params: Any, *, bias_correction: bool = True, **hyper: Any) -> None:
@@ -34,14 +34,14 @@ class _AdamBase(LocalStep):
         for param in group["params"]:
             state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]
             if state:
-                conform(param, state, "fp32")  # a checkpoint may have brought it in fewer bits
-        found = super()._init_group(group, *lists, **named)
+                convert_moments(param, state, "fp32")  # a checkpoint may have brought it in fewer bits
+        result = super()._init_group(group, *lists, **named)
         if not group.get("bias_correction", True):
             steps = [*lists, *named.values()][-1]
             if steps:
                 foreach.add_(steps, 1.0)
-                steps[:] = [torch.full_like(step, _LATE) for step in steps]
-        return found
+                steps[:] = [torch.full_like(step, _STEP_WITHOUT_CORRECTION) for step in steps]
+        return result
 
 
 class Adam(_AdamBase, torch.optim.Adam):
@@ -52,39 +52,39 @@ class AdamW(_AdamBase, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
 
-class Adagrad(LocalStep, torch.optim.Adagrad):
+class Adagrad(LocalStepMixin, torch.optim.Adagrad):
     """Adagrad (Duchi et al., 2011)."""
 
 
-class Adadelta(LocalStep, torch.optim.Adadelta):
+class Adadelta(LocalStepMixin, torch.optim.Adadelta):
     """Adadelta (Zeiler, 2012)."""
 
 
-class Adamax(LocalStep, torch.optim.Adamax):
+class Adamax(LocalStepMixin, torch.optim.Adamax):
     """Adamax (Kingma and Ba, 2015, section 7)."""
 
 
-class ASGD(LocalStep, torch.optim.ASGD):
+class ASGD(LocalStepMixin, torch.optim.ASGD):
     """Averaged SGD (Polyak and Juditsky, 1992)."""
 
 
-class NAdam(LocalStep, torch.optim.NAdam):
+class NAdam(LocalStepMixin, torch.optim.NAdam):
     """Adam with Nesterov momentum (Dozat, 2016)."""
 
 
-class RAdam(LocalStep, torch.optim.RAdam):
+class RAdam(LocalStepMixin, torch.optim.RAdam):
     """Rectified Adam (Liu et al., 2020)."""
 
 
-class RMSprop(LocalStep, torch.optim.RMSprop):
+class RMSprop(LocalStepMixin, torch.optim.RMSprop):
     """RMSprop (Tieleman and Hinton, 2012)."""
 
 
-class Rprop(LocalStep, torch.optim.Rprop):
+class Rprop(LocalStepMixin, torch.optim.Rprop):
     """Resilient propagation (Riedmiller and Braun, 1993)."""
 
 
-class SGD(Fp32State, torch.optim.SGD):
+class SGD(Fp32StateMixin, torch.optim.SGD):
     """SGD with momentum.
 
     torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
@@ -102,7 +102,7 @@ class SGD(Fp32State, torch.optim.SGD):
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] if group["momentum"] else {} for p in params]
             buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
-            buffers = [b if b is None else local(b) for b in buffers]
+            buffers = [b if b is None else to_local(b) for b in buffers]
             with working_copies(params) as (work, grads):
                 keys = (
                     "weight_decay",
@@ -116,21 +116,21 @@ class SGD(Fp32State, torch.optim.SGD):
                 )
                 options = {key: group[key] for key in keys}
                 new = [i for i, buffer in enumerate(buffers) if buffer is None]
-                known = [i for i, buffer in enumerate(buffers) if buffer is not None]
-                for chosen in filter(None, (new, known)):  # the fused kernel wants all buffers or none
-                    own = [buffers[i] for i in chosen]
-                    pieces, slopes = [work[i] for i in chosen], [grads[i] for i in chosen]
-                    sgd(pieces, slopes, own, has_sparse_grad=False, **options)
-                    for i, buffer in zip(chosen, own, strict=True):
+                existing = [i for i, buffer in enumerate(buffers) if buffer is not None]
+                for chosen in filter(None, (new, existing)):  # the fused kernel wants all buffers or none
+                    momentum_buffers = [buffers[i] for i in chosen]
+                    pieces, chosen_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    sgd(pieces, chosen_grads, momentum_buffers, has_sparse_grad=False, **options)
+                    for i, buffer in zip(chosen, momentum_buffers, strict=True):
                         buffers[i] = buffer
             if group["momentum"]:
                 for param, state, buffer in zip(params, states, buffers, strict=True):
                     if buffer is not None and "momentum_buffer" not in state:
-                        state["momentum_buffer"] = like_param(buffer, param)
+                        state["momentum_buffer"] = as_dtensor_like(buffer, param)
         return loss
 
 
-ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
+ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
     for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
@@ -143,7 +143,7 @@ _FUSED_DEVICES = {
 }
 
 
-def can_fuse(name: str, params: Iterable[Tensor]) -> bool:
+def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:
     """Whether torch has a fused kernel of the optimiser ``name`` for all of ``params``."""
     devices = _FUSED_DEVICES.get(name, ())
     return all(p.device.type in devices and p.is_floating_point() for p in params)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.zero.logical import like
+from thalweg.zero.logical import distribute_if_sharded
 
 
-def parameter_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
+def groups_with_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
     """The user's parameter groups with names in place of parameters, which sharding will replace."""
     if isinstance(optimizer, torch.optim.Optimizer):
         source: Any = optimizer.param_groups
@@ -24,26 +24,26 @@ def parameter_names(optimizer: Any, model_parameters: Any, names: dict[int, str]
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         members = [member[1] if isinstance(member, tuple) else member for member in members]
-        foreign = sum(1 for member in members if id(member) not in names)
-        if foreign:
+        num_foreign = sum(1 for member in members if id(member) not in names)
+        if num_foreign:
             raise ValueError(
-                f"group {index} of the optimizer holds {foreign} of {len(members)} parameters that are not "
+                f"group {index} of the optimizer holds {num_foreign} of {len(members)} parameters that are not "
                 "the model's: build it from model.parameters() of the very model given to initialize()"
             )
         groups.append({**group, "params": [names[id(member)] for member in members]})
     return groups
 
 
-def rebind(
-    optimizer: torch.optim.Optimizer, chosen: list[list[nn.Parameter | None]]
+def rebind_params(
+    optimizer: torch.optim.Optimizer, new_params: list[list[nn.Parameter | None]]
 ) -> torch.optim.Optimizer:
     """Let the user's optimizer, with any state it has, work on the sharded parameters (None: not here)."""
     old_state = dict(optimizer.state)
     optimizer.state.clear()
-    for group, renewed in zip(optimizer.param_groups, chosen, strict=True):
-        for old, parameter in zip(group["params"], renewed, strict=True):
+    for group, new_group_params in zip(optimizer.param_groups, new_params, strict=True):
+        for old, parameter in zip(group["params"], new_group_params, strict=True):
             entries = old_state.pop(old, None)
             if entries and parameter is not None:
-                optimizer.state[parameter] = {key: like(v, parameter) for key, v in entries.items()}
-        group["params"] = [parameter for parameter in renewed if parameter is not None]
+                optimizer.state[parameter] = {key: distribute_if_sharded(v, parameter) for key, v in entries.items()}
+        group["params"] = [parameter for parameter in new_group_params if parameter is not None]
     return optimizer

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from thalweg.optim.lion import check_common
-from thalweg.optim.local import ExactState
+from thalweg.optim.lion import check_hyperparameters
+from thalweg.optim.local import ExactStateDtypeMixin
 
-_LATE = 1e9  # a step count at which nothing is left of the bias correction
+_STEP_WITHOUT_CORRECTION = 1e9  # a step count at which nothing is left of the bias correction
 
 
-class AdamOptions(ExactState, torch.optim.Optimizer):
+class AbstractAdam(ExactStateDtypeMixin, torch.optim.Optimizer):
     """Options of Adam (``decoupled_weight_decay``: of AdamW); subclasses say how a step goes."""
 
     def __init__(
@@ -29,10 +29,10 @@ class AdamOptions(ExactState, torch.optim.Optimizer):
         bias_correction: bool = True,
         maximize: bool = False,
     ) -> None:
-        check_common("Adam", lr, betas, weight_decay)
+        check_hyperparameters("Adam", lr, betas, weight_decay)
         if not eps >= 0:
             raise ValueError(f"Adam: eps must not be negative, got {eps!r}")
-        hyper = {
+        defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -41,17 +41,17 @@ class AdamOptions(ExactState, torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "maximize": maximize,
         }
-        super().__init__(params, hyper)
+        super().__init__(params, defaults)
 
 
-def step_adam(
+def fused_adam_step(
     group: dict[str, Any],
     weight: Tensor,
     grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    before: float,
-    **by: Any,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    num_previous_steps: float,
+    **overrides: Any,
 ) -> None:
     """Torch's kernel on one contiguous tensor, each element of which has had ``before`` updates.
 
@@ -59,12 +59,12 @@ def step_adam(
     """
     if not weight.numel():
         return
-    options = {**group, **by}
+    options = {**group, **overrides}
     fused = weight.device.type in ("cpu", "cuda")
-    count = before if options["bias_correction"] else _LATE
+    count = num_previous_steps if options["bias_correction"] else _STEP_WITHOUT_CORRECTION
     step = torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
     adam(
-        [weight], [grad], [mean], [square], [], [step],
+        [weight], [grad], [exp_avg], [exp_avg_sq], [], [step],
         fused=fused, foreach=not fused, amsgrad=False, maximize=options["maximize"],
         decoupled_weight_decay=options["decoupled_weight_decay"],
         beta1=options["betas"][0], beta2=options["betas"][1],

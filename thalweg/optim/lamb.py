@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from thalweg.optim import foreach
-from thalweg.optim.lion import check_common, loss_of
-from thalweg.optim.local import Fp32State, local, new_state, working_copies
+from thalweg.optim.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.local import Fp32StateMixin, to_local, zeros_state_like, working_copies
 from thalweg.optim.norms import square_sums
-from thalweg.optim.reduce import AllReduce, plain_all_reduce, reduce_over_spans, spans_of
+from thalweg.optim.reduce import AllReduce, default_all_reduce, all_reduce_rows, get_shard_groups
 
 
-class Lamb(Fp32State, torch.optim.Optimizer):
+class Lamb(Fp32StateMixin, torch.optim.Optimizer):
     """LAMB (arXiv:1904.00962, algorithm 2), with DeepSpeed's clamp on the trust ratio.
 
     A parameter or a direction of norm zero has a ratio of 1. ``bias_correction=False`` uses the moments as
@@ -46,7 +46,7 @@ class Lamb(Fp32State, torch.optim.Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        check_common("Lamb", lr, betas, weight_decay)
+        check_hyperparameters("Lamb", lr, betas, weight_decay)
         if not 0 <= min_coeff <= max_coeff:
             raise ValueError(
                 f"Lamb: 0 <= min_coeff <= max_coeff must hold, got {min_coeff!r} and {max_coeff!r}"
@@ -62,7 +62,7 @@ class Lamb(Fp32State, torch.optim.Optimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-        self.all_reduce: AllReduce = plain_all_reduce
+        self.all_reduce: AllReduce = default_all_reduce
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -71,17 +71,17 @@ class Lamb(Fp32State, torch.optim.Optimizer):
         One all-reduce for each process group that the parameters are spread over, with two numbers for each
         parameter, whether it has a gradient or not: all ranks must hold the same parameters.
         """
-        loss = loss_of(closure)
+        loss = evaluate_closure(closure)
         with ExitStack() as stack:
             stepped = []
             for group in self.param_groups:
                 params = [p for p in group["params"] if p.grad is not None]
                 work, grads = stack.enter_context(working_copies(params))
                 stepped.append((params, work, self._directions(group, params, work, grads) if params else []))
-            ratios = self._trust_ratios(stepped)
+            ratios = self._param_and_update_norms(stepped)
             for group, (params, work, directions) in zip(self.param_groups, stepped, strict=True):
                 if params:
-                    scales = [-float(group["lr"]) * self._clamped(group, *ratios[id(p)]) for p in params]
+                    scales = [-float(group["lr"]) * self._clamped_trust_ratio(group, *ratios[id(p)]) for p in params]
                     foreach.mul_(directions, scales)
                     foreach.add_(work, directions)
         return loss
@@ -95,12 +95,12 @@ class Lamb(Fp32State, torch.optim.Optimizer):
             if "exp_avg" not in state:
                 state.update(
                     step=torch.tensor(0.0, device="cpu"),
-                    exp_avg=new_state(param),
-                    exp_avg_sq=new_state(param),
+                    exp_avg=zeros_state_like(param),
+                    exp_avg_sq=zeros_state_like(param),
                 )
             state["step"] += 1
-        first = [local(self.state[p]["exp_avg"]) for p in params]
-        second = [local(self.state[p]["exp_avg_sq"]) for p in params]
+        first = [to_local(self.state[p]["exp_avg"]) for p in params]
+        second = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
         foreach.lerp_(first, grads, 1 - beta1)
         foreach.mul_(second, beta2)
         foreach.addcmul_(second, grads, grads, value=1 - beta2)
@@ -118,23 +118,23 @@ class Lamb(Fp32State, torch.optim.Optimizer):
             foreach.add_(directions, work, alpha=group["weight_decay"])
         return directions
 
-    def _trust_ratios(
+    def _param_and_update_norms(
         self, stepped: list[tuple[list[Tensor], list[Tensor], list[Tensor]]]
     ) -> dict[int, tuple[float, float]]:
         """Return (|p|, |r|) of the logical tensors, by the parameter's id."""
         params = [p for group in self.param_groups for p in group["params"]]
         position = {id(p): i for i, p in enumerate(params)}
-        rows = torch.zeros(len(params), 2, dtype=torch.float64, device=local(params[0]).device)
-        for owners, work, directions in stepped:
-            if owners:
-                chosen = torch.tensor([position[id(p)] for p in owners], device=rows.device)
+        rows = torch.zeros(len(params), 2, dtype=torch.float64, device=to_local(params[0]).device)
+        for group_params, work, directions in stepped:
+            if group_params:
+                chosen = torch.tensor([position[id(p)] for p in group_params], device=rows.device)
                 sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
                 rows.index_copy_(0, chosen, sums.to(rows.device))
-        rows = reduce_over_spans(rows, spans_of(params), all_reduce=self.all_reduce).sqrt()
+        rows = all_reduce_rows(rows, get_shard_groups(params), all_reduce=self.all_reduce).sqrt()
         return {id(p): (row[0], row[1]) for p, row in zip(params, rows.tolist(), strict=True)}
 
     @staticmethod
-    def _clamped(group: dict[str, Any], weight_norm: float, update_norm: float) -> float:
+    def _clamped_trust_ratio(group: dict[str, Any], weight_norm: float, update_norm: float) -> float:
         if not (weight_norm > 0 and update_norm > 0):
             return 1.0
         return min(max(weight_norm / update_norm, group["min_coeff"]), group["max_coeff"])

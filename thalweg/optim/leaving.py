@@ -40,19 +40,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim.local import local_grad
-from thalweg.optim.norms import Measured, measure
-from thalweg.optim.spill import GradSpill
-from thalweg.optim.tentative import Tentative
-from thalweg.optim.update import Update
-from thalweg.optim.window import Window
+from thalweg.optim.norms import PartialNorm, compute_partial_norm
+from thalweg.optim.spill import GradOffload
+from thalweg.optim.tentative import DoubleBufferedStep
+from thalweg.optim.update import StepStrategy
+from thalweg.optim.window import AccumulationWindow
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 # Units whose updates may wait for the disk while the backward pass goes on: each holds its gradients.
-PENDING = 2
+MAX_PENDING_UPDATES = 2
 
 
-class Leaving:
+class StepInBackward:
     """An :class:`.update.Update` around ``inner`` that takes units as :meth:`reduced` reports them.
 
     ``early``: updates may be made in place within the backward pass, ``changed(units)`` being told which;
@@ -63,32 +63,32 @@ class Leaving:
 
     def __init__(
         self,
-        inner: Update,
+        inner: StepStrategy,
         optimizer: torch.optim.Optimizer,
-        window: Window,
-        changed: Callable[[list[str]], None],
+        window: AccumulationWindow,
+        on_params_updated: Callable[[list[str]], None],
         *,
-        early: bool = True,
-        tentative: Tentative | None = None,
-        spill: GradSpill | None = None,
-        background: bool = False,
+        in_place: bool = True,
+        double_buffered: DoubleBufferedStep | None = None,
+        grad_offload: GradOffload | None = None,
+        use_thread: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        assert not (early and tentative is not None), "in place or tentative, not both"
+        assert not (in_place and double_buffered is not None), "in place or tentative, not both"
         self.inner, self.optimizer, self.window = inner, optimizer, window
-        self.measured: dict[Tensor, Measured] = {}
-        self.left_out: list[str] = []
-        self._changed, self._early, self._spill = changed, early, spill
-        self._tentative, self._group = tentative, group
-        self._sound = True
-        self._waiting: dict[str, list[Tensor]] = {}
+        self.partial_norms: dict[Tensor, PartialNorm] = {}
+        self.skipped_units: list[str] = []
+        self._on_params_updated, self._in_place, self._grad_offload = on_params_updated, in_place, grad_offload
+        self._double_buffered, self._group = double_buffered, group
+        self._loss_is_finite_everywhere = True
+        self._incomplete_units: dict[str, list[Tensor]] = {}
         # By unit: the parameters that left after it the last time, whose state is read ahead.
-        self._next: dict[str, frozenset[Tensor]] = {}
-        self._last = ""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-update") if background else None
-        self._pending: list[Future[None]] = []
-        window.before_backward.append(self._begin)
-        window.after_backward.append(self._sweep)
+        self._next_params: dict[str, frozenset[Tensor]] = {}
+        self._last_unit = ""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-update") if use_thread else None
+        self._pending_updates: list[Future[None]] = []
+        window.before_backward.append(self._before_backward)
+        window.after_backward.append(self._after_backward)
 
     # The face of an Update
 
@@ -96,26 +96,26 @@ class Leaving:
         self,
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
-        measured: Mapping[Tensor, Measured] | None = None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm, gradients that have left included; collective."""
-        self.settle()
-        resting = self._spill.measured() if self._spill is not None else {}
-        return self.inner.grad_norm(params, replicate_group, {**resting, **self.measured, **(measured or {})})
+        self.wait_for_updates()
+        offloaded_norms = self._grad_offload.partial_norms() if self._grad_offload is not None else {}
+        return self.inner.grad_norm(params, replicate_group, {**offloaded_norms, **self.partial_norms, **(partial_norms or {})})
 
-    def apply(self, factor: float, only: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
         """Let tentative updates stand, and update what is left."""
-        if self._tentative is not None:
-            self._tentative.commit()
-        self.inner.apply(factor, only)
+        if self._double_buffered is not None:
+            self._double_buffered.commit()
+        self.inner.apply(factor, subset)
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Uninitialised state of ``param``'s layout, where the inner update wants it."""
         return self.inner.state_like(param, key, dtype)
 
-    def place_state(self) -> None:
+    def offload_state(self) -> None:
         """Bring exchanged state to where it belongs."""
-        self.inner.place_state()
+        self.inner.offload_state()
 
     def release(self, tensor: Tensor) -> None:
         """Nobody reads or writes ``tensor`` for a while."""
@@ -123,93 +123,93 @@ class Leaving:
 
     # The backward pass
 
-    def reducing(self, params: Sequence[Tensor]) -> None:
+    def before_reduce(self, params: Sequence[Tensor]) -> None:
         """The gradients of ``params`` are about to be reduced."""
-        if self._spill is not None:
-            self._spill.set_aside(params)
+        if self._grad_offload is not None:
+            self._grad_offload.detach(params)
 
-    def reduced(self, unit: str, params: Sequence[Tensor], complete: bool) -> None:
+    def after_reduce(self, unit: str, params: Sequence[Tensor], complete: bool) -> None:
         """The gradients of ``unit`` have been reduced; ``complete`` if this backward adds no more to them."""
-        if self._spill is not None:
-            self._spill.bring(params)
-        mine = [param for param in params if param.grad is not None]
-        if not mine:
+        if self._grad_offload is not None:
+            self._grad_offload.accumulate(params)
+        with_grad = [param for param in params if param.grad is not None]
+        if not with_grad:
             return
-        if not self._may_update():
-            if self._spill is not None:
-                self._spill.put(mine)
+        if not self._can_step():
+            if self._grad_offload is not None:
+                self._grad_offload.offload(with_grad)
         elif complete:
-            self._leave(unit, mine)
+            self._step_unit(unit, with_grad)
         else:
-            self._waiting[unit] = mine
+            self._incomplete_units[unit] = with_grad
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait for the updates under way; raises what one of them has raised."""
-        if (error := self._wait()) is not None:
+        if (error := self._wait_for_updates()) is not None:
             raise error
 
-    def _wait(self) -> BaseException | None:
+    def _wait_for_updates(self) -> BaseException | None:
         """Return when no update is under way, with the first error of one."""
-        pending, self._pending = self._pending, []
+        pending, self._pending_updates = self._pending_updates, []
         return next((error for error in [future.exception() for future in pending] if error), None)
 
-    def close_step(self) -> None:
+    def end_step(self) -> None:
         """The step that these gradients belong to is over."""
-        if self.left_out and self._early:
+        if self.skipped_units and self._in_place:
             _log.warning(
                 "a gradient was not finite: %s kept their values, units that came before in the backward "
                 "pass are updated; with gradient_clipping a step is left out as a whole",
-                ", ".join(self.left_out),
+                ", ".join(self.skipped_units),
             )
-        self._forget()
+        self._reset()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """The user forgets this step's gradients, and with them what became of their updates."""
-        if (error := self._wait()) is not None:
+        if (error := self._wait_for_updates()) is not None:
             _log.warning("an update that is dropped had failed: %s", error)
-        if self.measured and self._early:
+        if self.partial_norms and self._in_place:
             _log.warning(
                 "zero_grad() after a backward pass that has updated %d parameters already: "
                 "offload_optimizer updates within the backward pass",
-                len(self.measured),
+                len(self.partial_norms),
             )
-        self._forget()
+        self._reset()
 
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
-    def _forget(self) -> None:
-        self.measured.clear()
-        self.left_out.clear()
-        self._waiting.clear()
-        self._last = ""
-        if self._tentative is not None:
-            self._tentative.discard()
-        if self._spill is not None:
-            self._spill.forget()
+    def _reset(self) -> None:
+        self.partial_norms.clear()
+        self.skipped_units.clear()
+        self._incomplete_units.clear()
+        self._last_unit = ""
+        if self._double_buffered is not None:
+            self._double_buffered.discard()
+        if self._grad_offload is not None:
+            self._grad_offload.reset()
 
-    def _may_update(self) -> bool:
+    def _can_step(self) -> bool:
         window, optimizer = self.window, self.optimizer
-        full = window.in_backward and window.is_last and not window.retained and window.is_even
+        is_full_window = window.in_backward and window.is_last and not window.retain_graph and window.needs_no_rescale
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        possible = self._tentative is not None or (self._early and self._sound)
-        return possible and full and not hooked
+        possible = self._double_buffered is not None or (self._in_place and self._loss_is_finite_everywhere)
+        return possible and is_full_window and not hooked
 
-    def _begin(self) -> None:
+    def _before_backward(self) -> None:
         """Before a backward pass."""
-        if self.measured:
-            self._wait()
-            self._forget()
+        if self.partial_norms:
+            self._wait_for_updates()
+            self._reset()
             raise ValueError(
                 "a second backward pass in one step: offload_optimizer has used the gradients of the first "
                 "up. Add the losses and call engine.backward() once, or pass retain_graph=True to all but "
                 "the last"
             )
-        self._sound = not (self._early and self.window.is_last) or self._loss_is_finite()
+        self._loss_is_finite_everywhere = not (self._in_place and self.window.is_last) or self._all_reduce_loss_is_finite()
 
-    def _loss_is_finite(self) -> bool:
+    def _all_reduce_loss_is_finite(self) -> bool:
         """Whether every rank's loss is; collective."""
         loss = self.window.loss
         broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
@@ -217,50 +217,50 @@ class Leaving:
             dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self._group)
         return not bool(broken)
 
-    def _sweep(self) -> None:
+    def _after_backward(self) -> None:
         """What the backward pass has left: units that were used more often than they were reduced."""
-        if self._may_update():
-            for unit, params in list(self._waiting.items()):
-                self._leave(unit, [param for param in params if param.grad is not None])
-        self._waiting.clear()
+        if self._can_step():
+            for unit, params in list(self._incomplete_units.items()):
+                self._step_unit(unit, [param for param in params if param.grad is not None])
+        self._incomplete_units.clear()
 
     @torch.no_grad()
-    def _leave(self, unit: str, params: list[Tensor]) -> None:
-        self._waiting.pop(unit, None)
-        if self._tentative is not None:
-            takes = self._tentative.takes
-            if self._spill is not None:
-                self._spill.put([param for param in params if not takes(param)])
-            params = [param for param in params if takes(param)]
+    def _step_unit(self, unit: str, params: list[Tensor]) -> None:
+        self._incomplete_units.pop(unit, None)
+        if self._double_buffered is not None:
+            can_step = self._double_buffered.can_step
+            if self._grad_offload is not None:
+                self._grad_offload.offload([param for param in params if not can_step(param)])
+            params = [param for param in params if can_step(param)]
         if not params:
             return
         finite = True
         for param in params:
-            self.measured[param] = found = measure(local_grad(param))
-            finite = finite and found.is_finite
-        if not finite or self.left_out:  # the step is lost: nothing more of it is worth doing
-            self.left_out.append(unit or "the root")
+            self.partial_norms[param] = partial_norm = compute_partial_norm(local_grad(param))
+            finite = finite and partial_norm.is_finite
+        if not finite or self.skipped_units:  # the step is lost: nothing more of it is worth doing
+            self.skipped_units.append(unit or "the root")
             for param in params:
                 param.grad = None
             return
-        if self._tentative is None:
+        if self._double_buffered is None:
             # What is in memory of it is outdated; what may be read meanwhile goes when the step ends.
-            self._changed([unit])
+            self._on_params_updated([unit])
         if self._thread is None:
-            self._step(params, None)
+            self._run_step(params, None)
         else:
-            while len(self._pending) >= PENDING:
-                self._pending.pop(0).result()
-            before, self._last = self._last, unit or "the root"
-            self._next[before] = frozenset(params)
-            self._pending.append(self._thread.submit(self._step, params, self._next.get(self._last)))
+            while len(self._pending_updates) >= MAX_PENDING_UPDATES:
+                self._pending_updates.pop(0).result()
+            previous_unit, self._last_unit = self._last_unit, unit or "the root"
+            self._next_params[previous_unit] = frozenset(params)
+            self._pending_updates.append(self._thread.submit(self._run_step, params, self._next_params.get(self._last_unit)))
 
     @torch.no_grad()
-    def _step(self, params: list[Tensor], following: Collection[Tensor] | None) -> None:
-        if self._tentative is not None:
-            self._tentative.apply(set(params))
-            if following:
-                self._tentative.expect(following)
+    def _run_step(self, params: list[Tensor], next_params: Collection[Tensor] | None) -> None:
+        if self._double_buffered is not None:
+            self._double_buffered.apply(set(params))
+            if next_params:
+                self._double_buffered.readahead(next_params)
         else:
             self.inner.apply(1.0, set(params))
         for param in params:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from thalweg.optim import foreach
-from thalweg.optim.local import Fp32State, local, new_state, working_copies
-from thalweg.optim.states import MOMENTS, conform
+from thalweg.optim.local import Fp32StateMixin, to_local, zeros_state_like, working_copies
+from thalweg.optim.states import ADAM_MOMENTS, convert_moments
 
 
-class Lion(Fp32State, torch.optim.Optimizer):
+class Lion(Fp32StateMixin, torch.optim.Optimizer):
     """``u = sign(b1 m + (1 - b1) g)``; ``p -= lr (u + weight_decay p)``; ``m = b2 m + (1 - b2) g``.
 
     One moment (``exp_avg``) for each parameter. Defaults are DeepSpeed's; the paper recommends betas of
@@ -27,13 +27,13 @@ class Lion(Fp32State, torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        check_common("Lion", lr, betas, weight_decay)
+        check_hyperparameters("Lion", lr, betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss if one is given."""
-        loss = loss_of(closure)
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -41,9 +41,9 @@ class Lion(Fp32State, torch.optim.Optimizer):
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             for param in params:
                 if "exp_avg" not in self.state[param]:
-                    self.state[param]["exp_avg"] = new_state(param)
-                conform(param, self.state[param], "fp32", MOMENTS[:1])  # a checkpoint may have less bits
-            moments = [local(self.state[p]["exp_avg"]) for p in params]
+                    self.state[param]["exp_avg"] = zeros_state_like(param)
+                convert_moments(param, self.state[param], "fp32", ADAM_MOMENTS[:1])  # a checkpoint may have less bits
+            moments = [to_local(self.state[p]["exp_avg"]) for p in params]
             with working_copies(params) as (work, grads):
                 update = foreach.lerp(moments, grads, 1 - beta1)
                 foreach.sign_(update)
@@ -54,7 +54,7 @@ class Lion(Fp32State, torch.optim.Optimizer):
         return loss
 
 
-def loss_of(closure: Callable[[], Any] | None) -> Any:
+def evaluate_closure(closure: Callable[[], Any] | None) -> Any:
     """Return the closure's loss, computed with gradients, or None."""
     if closure is None:
         return None
@@ -62,7 +62,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def check_common(name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+def check_hyperparameters(name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
     """Raise ``ValueError`` for rates that no step can use."""
     if not float(lr) >= 0:
         raise ValueError(f"{name}: lr must not be negative, got {lr!r}")

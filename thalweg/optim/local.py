@@ -30,7 +30,7 @@ from thalweg.optim import foreach
 from thalweg.utils.dtypes import HALF_DTYPES
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's piece of a ``DTensor``, or the plain tensor itself.
 
     ``DTensor.to_local()`` under ``no_grad`` is the same tensor behind 1 us of checks (and, for a parameter, a
@@ -45,16 +45,16 @@ def local_grad(param: Tensor) -> Tensor:
     assert grad is not None
     if not isinstance(grad, DTensor):
         return grad
-    if isinstance(param, DTensor) and not _same_layout(grad, param):
+    if isinstance(param, DTensor) and not _has_same_placements(grad, param):
         return grad.redistribute(param.device_mesh, param.placements).to_local()
     return grad._local_tensor
 
 
-def _same_layout(a: DTensor, b: DTensor) -> bool:
+def _has_same_placements(a: DTensor, b: DTensor) -> bool:
     return a.placements is b.placements or a.placements == b.placements
 
 
-def like_param(piece: Tensor, param: Tensor) -> Tensor:
+def as_dtensor_like(piece: Tensor, param: Tensor) -> Tensor:
     """Return ``piece`` with the layout of ``param``: the ``DTensor`` whose local tensor it is.
 
     Arithmetic and casts go through here and not through ``DTensor``, which gives their results a plain
@@ -67,28 +67,28 @@ def like_param(piece: Tensor, param: Tensor) -> Tensor:
     )
 
 
-def state_dtype(param: Tensor) -> torch.dtype:
+def default_state_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype in which moments of ``param`` are kept."""
     return torch.float32 if param.dtype in HALF_DTYPES else param.dtype
 
 
-def new_state(param: Tensor) -> Tensor:
+def zeros_state_like(param: Tensor) -> Tensor:
     """Return zeros with the layout of ``param`` in :func:`state_dtype`."""
-    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
+    return torch.zeros_like(param, dtype=default_state_dtype(param), requires_grad=False)
 
 
 @contextmanager
 def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield (pieces, gradient pieces) to compute on; fp32 copies of 16-bit pieces are rounded back after."""
-    pieces = [local(p) for p in params]
+    pieces = [to_local(p) for p in params]
     grads = [local_grad(p) for p in params]
-    work = [to_work(t) for t in pieces]
+    work = [upcast_half(t) for t in pieces]
     grads = [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
     yield work, grads
     write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
 
 
-def to_work(piece: Tensor) -> Tensor:
+def upcast_half(piece: Tensor) -> Tensor:
     """Return ``piece``, or its fp32 copy if it has 16 bits."""
     return piece.float() if piece.dtype in HALF_DTYPES else piece
 
@@ -104,7 +104,7 @@ def write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         foreach.copy_(pieces, work)
 
 
-class Fp32State:
+class Fp32StateMixin:
     """Mixin before an ``Optimizer``: loading does not round the fp32 state of 16-bit parameters."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -117,11 +117,11 @@ class Fp32State:
                 continue
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
-                    wide = local(value).to(device=param.device, dtype=torch.float32)
-                    self.state[param][key] = like_param(wide, value)  # pyright: ignore[reportAttributeAccessIssue]
+                    wide = to_local(value).to(device=param.device, dtype=torch.float32)
+                    self.state[param][key] = as_dtensor_like(wide, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class ExactState:
+class ExactStateDtypeMixin:
     """Mixin before an ``Optimizer``: loading leaves the state's tensors in the dtype they were saved in."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -132,11 +132,11 @@ class ExactState:
         for i, param in zip(ids, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    own = local(value).to(device=param.device, copy=True)
-                    self.state[param][key] = like_param(own, value)  # pyright: ignore[reportAttributeAccessIssue]
+                    copied = to_local(value).to(device=param.device, copy=True)
+                    self.state[param][key] = as_dtensor_like(copied, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class LocalStep(Fp32State):
+class LocalStepMixin(Fp32StateMixin):
     """Mixin before an elementwise ``torch.optim`` class: its kernels run on local pieces, its state stays
     logical.
 
@@ -147,20 +147,20 @@ class LocalStep(Fp32State):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
-        found = super()._init_group(group, *lists, **named)  # pyright: ignore[reportAttributeAccessIssue]
-        every = [*lists, *named.values()]
-        params, grads = every[0], every[1]
-        owners = list(params)
-        replaced = self._widen(owners)
-        for tensors in every[2:]:
-            tensors[:] = [local(replaced.get(id(t), t)) if isinstance(t, Tensor) else t for t in tensors]
-        grads[:] = [local_grad(p) for p in owners]
-        params[:] = [local(p) for p in owners]
+        result = super()._init_group(group, *lists, **named)  # pyright: ignore[reportAttributeAccessIssue]
+        all_lists = [*lists, *named.values()]
+        params, grads = all_lists[0], all_lists[1]
+        owner_params = list(params)
+        replaced = self._upcast_state(owner_params)
+        for tensors in all_lists[2:]:
+            tensors[:] = [to_local(replaced.get(id(t), t)) if isinstance(t, Tensor) else t for t in tensors]
+        grads[:] = [local_grad(p) for p in owner_params]
+        params[:] = [to_local(p) for p in owner_params]
         if replaced or any(p.dtype in HALF_DTYPES for p in params):
-            self._promote(params, grads)
-        return found
+            self._upcast_params(params, grads)
+        return result
 
-    def _widen(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _upcast_state(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
         """Make new 16-bit state fp32; returns what replaced it by the old tensor's id."""
         replaced: dict[int, Tensor] = {}
         for param in params:
@@ -169,16 +169,16 @@ class LocalStep(Fp32State):
             state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                    state[key] = replaced[id(value)] = like_param(local(value).float(), value)
+                    state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
         return replaced
 
-    def _promote(self, params: list[Tensor], grads: list[Tensor]) -> None:
+    def _upcast_params(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Exchange 16-bit pieces for fp32 copies, to be rounded back when the step is over."""
         if "_unrounded" not in self.__dict__:
             self._unrounded: list[tuple[Tensor, Tensor]] = []
             self.register_step_post_hook(_round_back)  # pyright: ignore[reportAttributeAccessIssue]
         for i, piece in enumerate(params):
-            work = to_work(piece)
+            work = upcast_half(piece)
             if work is not piece:
                 self._unrounded.append((piece, work))
                 params[i], grads[i] = work, grads[i].float()

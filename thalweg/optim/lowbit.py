@@ -18,47 +18,47 @@ import torch
 from torch import Tensor
 
 from thalweg.optim import foreach
-from thalweg.optim.kernel import AdamOptions, step_adam
-from thalweg.optim.lion import check_common, loss_of
-from thalweg.optim.local import ExactState, local, local_grad
+from thalweg.optim.kernel import AbstractAdam, fused_adam_step
+from thalweg.optim.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.local import ExactStateDtypeMixin, to_local, local_grad
 from thalweg.optim.states import (
-    MOMENTS,
-    SCALE,
-    Moment,
+    ADAM_MOMENTS,
+    SCALE_SUFFIX,
+    MomentSpec,
     check_state_dtype,
-    conform,
-    decode,
-    encode,
-    new_moment,
-    noise_of,
-    round_into,
+    convert_moments,
+    dequantize_moment,
+    quantize_moment,
+    zeros_moment,
+    hash_noise,
+    stochastic_round_into,
     row_length,
-    storage_of,
+    get_stored_dtype,
 )
 from thalweg.utils.dtypes import HALF_DTYPES
 
-CHUNK = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass
-class _Chunk:
+class _DecodedChunk:
     """Flat fp32 tensors of one chunk, and what must be stored when they have changed."""
 
     param: Tensor
     grad: Tensor
     moments: list[Tensor]
-    finish: Callable[[], None]
+    store: Callable[[], None]
 
 
-class _LowBit(ExactState, torch.optim.Optimizer):
+class _LowBitOptimizer(ExactStateDtypeMixin, torch.optim.Optimizer):
     """What the three have in common.  State: each moment, in int8 ``<moment>_scale`` too, and ``step``."""
 
-    moments: tuple[Moment, ...] = MOMENTS
+    moments: tuple[MomentSpec, ...] = ADAM_MOMENTS
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss if one is given."""
-        loss = loss_of(closure)
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -69,21 +69,21 @@ class _LowBit(ExactState, torch.optim.Optimizer):
         state = self.state[param]
         for moment in self.moments:
             if moment.key not in state:
-                state |= new_moment(param, moment, group["state_dtype"])
-        conform(param, state, group["state_dtype"], self.moments)
+                state |= zeros_moment(param, moment, group["state_dtype"])
+        convert_moments(param, state, group["state_dtype"], self.moments)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
         count = int(state["step"])
-        for chunk in _chunks(param, state, self.moments, group["state_dtype"], count):
+        for chunk in _iter_chunks(param, state, self.moments, group["state_dtype"], count):
             self._update(group, chunk, count)
-            chunk.finish()
+            chunk.store()
 
-    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
+    def _update(self, group: dict[str, Any], chunk: _DecodedChunk, count: int) -> None:
         raise NotImplementedError
 
 
-class LowBitAdam(_LowBit, AdamOptions):
+class LowBitAdam(_LowBitOptimizer, AbstractAdam):
     """Adam (decoupled decay: AdamW) with ``exp_avg`` and ``exp_avg_sq`` in ``state_dtype``.
 
     Computes what torch's fused Adam computes, on fp32 read from the stored moments; ``state_dtype="fp32"``
@@ -97,15 +97,15 @@ class LowBitAdam(_LowBit, AdamOptions):
         for group in self.param_groups:
             group.setdefault("state_dtype", state_dtype)
 
-    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
-        mean, square = chunk.moments
-        step_adam(group, chunk.param, chunk.grad, mean, square, float(count - 1))
+    def _update(self, group: dict[str, Any], chunk: _DecodedChunk, count: int) -> None:
+        exp_avg, exp_avg_sq = chunk.moments
+        fused_adam_step(group, chunk.param, chunk.grad, exp_avg, exp_avg_sq, float(count - 1))
 
 
-class LowBitLion(_LowBit):
+class LowBitLion(_LowBitOptimizer):
     """Lion (see ``lion.py``) with ``exp_avg`` in ``state_dtype``."""
 
-    moments = MOMENTS[:1]
+    moments = ADAM_MOMENTS[:1]
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class LowBitLion(_LowBit):
         *,
         state_dtype: str = "int8",
     ) -> None:
-        check_common("Lion", lr, betas, weight_decay)
+        check_hyperparameters("Lion", lr, betas, weight_decay)
         check_state_dtype("Lion", state_dtype)
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "state_dtype": state_dtype}
         )
 
-    def _update(self, group: dict[str, Any], chunk: _Chunk, count: int) -> None:
+    def _update(self, group: dict[str, Any], chunk: _DecodedChunk, count: int) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         update = foreach.lerp(chunk.moments, [chunk.grad], 1 - beta1)
         foreach.sign_(update)
@@ -132,71 +132,71 @@ class LowBitLion(_LowBit):
         foreach.lerp_(chunk.moments, [chunk.grad], 1 - beta2)
 
 
-def _chunks(
-    param: Tensor, state: dict[str, Any], moments: tuple[Moment, ...], kind: str, count: int
-) -> Iterator[_Chunk]:
+def _iter_chunks(
+    param: Tensor, state: dict[str, Any], moments: tuple[MomentSpec, ...], dtype_name: str, count: int
+) -> Iterator[_DecodedChunk]:
     """The chunks of this rank's piece, in order; each must be finished before the next is taken."""
-    piece, grad = local(param), local_grad(param)
+    piece, grad = to_local(param), local_grad(param)
     if piece.numel() == 0:
         return
-    kept = storage_of(param, kind)
-    whole = piece.contiguous()
-    flat, flat_grad = whole.view(-1), grad.reshape(-1)
-    row = row_length(param) if kept == "int8" else 1
-    size = max(row, CHUNK // row * row)
-    stored = [local(state[m.key]) for m in moments]
+    stored_dtype = get_stored_dtype(param, dtype_name)
+    contiguous = piece.contiguous()
+    flat, flat_grad = contiguous.view(-1), grad.reshape(-1)
+    row = row_length(param) if stored_dtype == "int8" else 1
+    size = max(row, CHUNK_ELEMENTS // row * row)
+    stored = [to_local(state[m.key]) for m in moments]
     stored = [t.view(-1) if t.is_contiguous() else t.contiguous().view(-1) for t in stored]
-    scales = [local(state[m.key + SCALE]) if kept == "int8" else None for m in moments]
+    scales = [to_local(state[m.key + SCALE_SUFFIX]) if stored_dtype == "int8" else None for m in moments]
     for start in range(0, flat.numel(), size):
-        part = slice(start, start + size)
+        elements = slice(start, start + size)
         rows = slice(start // row, (start + size) // row)
-        yield _chunk(
-            flat[part],
-            flat_grad[part],
-            [t[part] for t in stored],
+        yield _decode_chunk(
+            flat[elements],
+            flat_grad[elements],
+            [t[elements] for t in stored],
             [None if s is None else s[rows] for s in scales],
             moments,
             count,
         )
-    if whole is not piece:
-        piece.copy_(whole)
+    if contiguous is not piece:
+        piece.copy_(contiguous)
     for moment, t in zip(moments, stored, strict=True):
-        if t.data_ptr() != local(state[moment.key]).data_ptr():
-            local(state[moment.key]).copy_(t.view(piece.shape))
+        if t.data_ptr() != to_local(state[moment.key]).data_ptr():
+            to_local(state[moment.key]).copy_(t.view(piece.shape))
 
 
-def _chunk(
+def _decode_chunk(
     param: Tensor,
     grad: Tensor,
     stored: list[Tensor],
     scales: list[Tensor | None],
-    moments: tuple[Moment, ...],
+    moments: tuple[MomentSpec, ...],
     count: int,
-) -> _Chunk:
+) -> _DecodedChunk:
     work = param.float() if param.dtype in HALF_DTYPES else param
     wide_grad = grad.to(work.dtype)
     bf16 = stored[0].dtype == torch.bfloat16
-    noise = noise_of(wide_grad, work, count) if bf16 else None
+    noise = hash_noise(wide_grad, work, count) if bf16 else None
     wide: list[Tensor] = []
-    for kept, scale, moment in zip(stored, scales, moments, strict=True):
+    for stored_moment, scale, moment in zip(stored, scales, moments, strict=True):
         if scale is not None:
-            into = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
+            out = torch.empty(stored_moment.shape, dtype=torch.float32, device=stored_moment.device)
             rows = scale.shape[0]
-            decode(kept.view(rows, -1), scale, moment.signed, into.view(rows, -1))
-            wide.append(into)
+            dequantize_moment(stored_moment.view(rows, -1), scale, moment.signed, out.view(rows, -1))
+            wide.append(out)
         else:
-            wide.append(kept.float() if bf16 else kept)
+            wide.append(stored_moment.float() if bf16 else stored_moment)
 
-    def finish() -> None:
+    def store() -> None:
         bits = noise
-        for kept, scale, moment, now in zip(stored, scales, moments, wide, strict=True):
+        for stored_moment, scale, moment, updated in zip(stored, scales, moments, wide, strict=True):
             if scale is not None:
                 rows = scale.shape[0]
-                encode(now.view(rows, -1), kept.view(rows, -1), scale, moment.signed)
+                quantize_moment(updated.view(rows, -1), stored_moment.view(rows, -1), scale, moment.signed)
             elif bits is not None:
-                round_into(now, kept, bits)
+                stochastic_round_into(updated, stored_moment, bits)
                 bits = bits.bitwise_left_shift(16)  # the lower half serves the second moment
         if work is not param:
             param.copy_(work)
 
-    return _Chunk(work, wide_grad, wide, finish)
+    return _DecodedChunk(work, wide_grad, wide, store)

@@ -19,40 +19,40 @@ from torch import Tensor
 
 from thalweg.optim.clip import clip_factor
 from thalweg.optim.scaler import LossScaler
-from thalweg.optim.update import PlainUpdate, Update
-from thalweg.optim.window import Window
+from thalweg.optim.update import InMemoryStep, StepStrategy
+from thalweg.optim.window import AccumulationWindow
 
 
 @dataclass(frozen=True)
-class UpdateHooks:
+class ShardedModelHooks:
     """What an update asks of the sharded model.
 
     ``finish_window``: reduce and reshard whatever is left; ``set_loss_scale``: divide
     later gradients by it; ``drop_gradients``: forget unreduced ones.
     """
 
-    finish_window: Callable[[], None]
+    finalize_grads: Callable[[], None]
     set_loss_scale: Callable[[float], None]
     drop_gradients: Callable[[], None]
 
 
-class Peers(Protocol):
+class PipelinePeers(Protocol):
     """Ranks that update other parameters of the same model, and copies of some of ours."""
 
-    def add_up(self) -> None:
+    def sum_grad(self) -> None:
         """Bring the gradients of copies together, once they are reduced."""
         ...
 
-    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def owned_for_norm(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Those that this rank counts in the norm."""
         ...
 
-    def norm(self, own: float) -> float:
+    def norm(self, local_norm: float) -> float:
         """The norm over all of them, the same everywhere; ``own`` is that of what this rank counts."""
         ...
 
 
-class ManagedOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
     ``update`` says how ``inner`` steps where its tensors are not simply in memory (see ``update.py``).
@@ -64,13 +64,13 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        hooks: UpdateHooks,
-        window: Window,
+        hooks: ShardedModelHooks,
+        window: AccumulationWindow,
         scaler: LossScaler,
         *,
         max_norm: float = 0.0,
         replicate_group: dist.ProcessGroup | None = None,
-        update: Update | None = None,
+        strategy: StepStrategy | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
@@ -80,10 +80,10 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self.num_updates = 0
         self.grad_norm: float | None = None
         self._hooks, self._replicate_group = hooks, replicate_group
-        self._update = update or PlainUpdate(inner)
+        self._strategy = strategy or InMemoryStep(inner)
         # Set where parts of the model are updated elsewhere.
-        self.peers: Peers | None = None
-        self._after: list[Callable[[], None]] = []
+        self.pipeline_peers: PipelinePeers | None = None
+        self._step_callbacks: list[Callable[[], None]] = []
         hooks.set_loss_scale(scaler.scale)
 
     # The face of torch.optim.Optimizer
@@ -107,15 +107,15 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state dict."""
         self.inner.load_state_dict(state_dict)
-        self._update.place_state()
+        self._strategy.offload_state()
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Uninitialised state of ``param``'s layout, where this optimizer keeps ``key``."""
-        return self._update.state_like(param, key, dtype)
+        return self._strategy.state_like(param, key, dtype)
 
     def release(self, tensor: Tensor) -> None:
         """Give back the memory of (a part of) a parameter or of state that rests on a disk, for now."""
-        self._update.release(tensor)
+        self._strategy.release(tensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the sharded model's parameters."""
@@ -128,11 +128,11 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Schedule-free optimizers have this mode; others ignore it."""
-        getattr(self.inner, "train", _nothing)()
+        getattr(self.inner, "train", _noop)()
 
     def eval(self) -> None:
         """See :meth:`train`."""
-        getattr(self.inner, "eval", _nothing)()
+        getattr(self.inner, "eval", _noop)()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an engine's optimizer cannot be pickled; use engine.save_checkpoint")
@@ -147,9 +147,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """The factor that the next loss is multiplied with (1 except in fp16)."""
         return self.scaler.scale
 
-    def after_step(self, call: Callable[[], None]) -> None:
+    def add_step_callback(self, callback: Callable[[], None]) -> None:
         """Call ``call`` at the end of each :meth:`step`, skipped or not."""
-        self._after.append(call)
+        self._step_callbacks.append(callback)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -158,7 +158,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._hooks.finish_window()
+        self._hooks.finalize_grads()
         factor = self.window.final_factor()
         norm = self._norm() * factor
         self.overflow = not math.isfinite(norm)
@@ -168,22 +168,22 @@ class ManagedOptimizer(torch.optim.Optimizer):
         else:
             if self.max_norm > 0:
                 factor *= clip_factor(norm, self.max_norm)
-            self._update.apply(factor)
+            self._strategy.apply(factor)
             self.num_updates += 1
         self.scaler.update(self.overflow)
         self._hooks.set_loss_scale(self.scaler.scale)
         self.window.close()
-        for call in self._after:
-            call()
+        for callback in self._step_callbacks:
+            callback()
         return result
 
     def _norm(self) -> float:
         params = [p for group in self.param_groups for p in group["params"]]
-        if self.peers is None:
-            return self._update.grad_norm(params, self._replicate_group)
-        self.peers.add_up()
-        return self.peers.norm(self._update.grad_norm(self.peers.counted(params), self._replicate_group))
+        if self.pipeline_peers is None:
+            return self._strategy.grad_norm(params, self._replicate_group)
+        self.pipeline_peers.sum_grad()
+        return self.pipeline_peers.norm(self._strategy.grad_norm(self.pipeline_peers.owned_for_norm(params), self._replicate_group))
 
 
-def _nothing() -> None:
+def _noop() -> None:
     return None

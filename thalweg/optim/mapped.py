@@ -22,12 +22,12 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.clip import global_grad_norm
-from thalweg.optim.local import like_param, local
-from thalweg.optim.norms import Measured
+from thalweg.optim.local import as_dtensor_like, to_local
+from thalweg.optim.norms import PartialNorm
 from thalweg.store import SwapFile
 
 
-class MappedUpdate:
+class MmapStep:
     """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
     :class:`.streamed.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
     ``resident``: parameters whose state stays in memory; ``at_once``: for an optimiser whose update of one
@@ -38,41 +38,41 @@ class MappedUpdate:
         optimizer: torch.optim.Optimizer,
         swap: SwapFile,
         *,
-        copies: dict[Tensor, Tensor] | None = None,
+        compute_copies: dict[Tensor, Tensor] | None = None,
         state_in_memory: bool = False,
-        resident: Collection[Tensor] = (),
-        at_once: bool = False,
+        in_memory_params: Collection[Tensor] = (),
+        step_together: bool = False,
     ) -> None:
-        self._at_once = at_once
-        self.optimizer, self.swap, self.copies = optimizer, swap, dict(copies or {})
-        self._keeps_state, self._resident = state_in_memory, frozenset(resident)
-        self.place_state()
+        self._step_together = step_together
+        self.optimizer, self.swap, self.compute_copies = optimizer, swap, dict(compute_copies or {})
+        self._state_in_memory, self._in_memory_params = state_in_memory, frozenset(in_memory_params)
+        self.offload_state()
 
     def grad_norm(
         self,
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
-        measured: Mapping[Tensor, Measured] | None = None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm; collective."""
-        norm = float(global_grad_norm(params, replicate_group=replicate_group, measured=measured))
+        norm = float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
         for param in params:
             if param.grad is not None:
-                self._trim(local(param.grad))
+                self._trim_pages(to_local(param.grad))
         return norm
 
     @torch.no_grad()
-    def apply(self, factor: float = 1.0, only: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
         """Scale the gradients by ``factor`` and step, one parameter at a time."""
-        assert only is None, "which parameters go together is the optimiser's affair"
+        assert subset is None, "which parameters go together is the optimiser's affair"
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = [(param, param.grad) for param in params if param.grad is not None]
         try:
             for param, _ in grads:
                 param.grad = None
-            size = len(grads) if self._at_once else 1
+            size = len(grads) if self._step_together else 1
             for first in range(0, len(grads), size):
-                self._expect(grads[first + size : first + size + 1])
+                self._readahead(grads[first + size : first + size + 1])
                 self._step(grads[first : first + size], factor)
         finally:
             for param, grad in grads:
@@ -81,71 +81,71 @@ class MappedUpdate:
     def _step(self, grads: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
         for param, grad in grads:
             if factor != 1.0:
-                foreach.mul_([local(grad)], factor)
+                foreach.mul_([to_local(grad)], factor)
             param.grad = grad
         self.optimizer.step()
         for param, grad in grads:
-            self._place(param)
-            if param in self.copies:
-                self.copies[param].copy_(local(param))
-                self._trim(self.copies[param])
-            for tensor in (local(param), local(grad)):
-                self._trim(tensor)
+            self._offload_param_state(param)
+            if param in self.compute_copies:
+                self.compute_copies[param].copy_(to_local(param))
+                self._trim_pages(self.compute_copies[param])
+            for tensor in (to_local(param), to_local(grad)):
+                self._trim_pages(tensor)
             param.grad = None
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""
-        piece = local(param)
-        return like_param(
-            torch.empty_like(piece, dtype=dtype) if self._keeps(param) else self._room(piece, dtype), param
+        piece = to_local(param)
+        return as_dtensor_like(
+            torch.empty_like(piece, dtype=dtype) if self._is_state_in_memory(param) else self._allocate_state(piece, dtype), param
         )
 
     def release(self, tensor: Tensor) -> None:
         """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
-        self._trim(tensor)
+        self._trim_pages(tensor)
 
-    def place_state(self) -> None:
+    def offload_state(self) -> None:
         """Move state that lies in memory to the swap file."""
         for param in self.optimizer.state:
             if isinstance(param, Tensor):
-                self._place(param)
+                self._offload_param_state(param)
 
-    def _place(self, param: Tensor) -> None:
+    def _offload_param_state(self, param: Tensor) -> None:
         """Move the tensors of ``param``'s state that are as large as it, and trim those that are there."""
         state = self.optimizer.state[param]
         for key, value in state.items():
-            if not isinstance(value, Tensor) or local(value).shape != local(param).shape or not value.ndim:
+            if not isinstance(value, Tensor) or to_local(value).shape != to_local(param).shape or not value.ndim:
                 continue
-            piece = local(value)
-            if self.swap.locate(piece) is None and piece.numel() and not self._keeps(param):
-                placed = self._room(piece, piece.dtype)
-                placed.copy_(piece)
-                state[key] = like_param(placed, value)
-                piece = placed
-            self._trim(piece)
+            piece = to_local(value)
+            if self.swap.locate(piece) is None and piece.numel() and not self._is_state_in_memory(param):
+                offloaded = self._allocate_state(piece, piece.dtype)
+                offloaded.copy_(piece)
+                state[key] = as_dtensor_like(offloaded, value)
+                piece = offloaded
+            self._trim_pages(piece)
 
-    def _expect(self, coming: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _readahead(self, upcoming: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Let the disk read what the next parameter needs while this one is computed."""
-        for param, grad in coming:
+        for param, grad in upcoming:
             state = (
                 value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value)
             )
             for tensor in (param, grad, *state):
-                piece = local(tensor)
+                piece = to_local(tensor)
                 offset = self.swap.locate(piece)
                 if offset is not None:
-                    self.swap.expect(offset, piece.nbytes)
+                    self.swap.readahead(offset, piece.nbytes)
 
-    def _keeps(self, param: Tensor) -> bool:
+    def _is_state_in_memory(self, param: Tensor) -> bool:
         """Whether the state of ``param`` stays in memory."""
-        return self._keeps_state or param in self._resident
+        return self._state_in_memory or param in self._in_memory_params
 
-    def _room(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    def _allocate_state(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         if piece.numel() == 0:
             return torch.empty_like(piece, dtype=dtype)
-        return self.swap.view(self.swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
+        return self.swap.view(self.swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
 
-    def _trim(self, tensor: Tensor) -> None:
+    def _trim_pages(self, tensor: Tensor) -> None:
         offset = self.swap.locate(tensor)
         if offset is not None:
             self.swap.trim(offset, tensor.nbytes)

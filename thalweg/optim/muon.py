@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
-from thalweg.optim.lion import check_common, loss_of
-from thalweg.optim.local import Fp32State, local, local_grad, new_state, to_work, working_copies
+from thalweg.optim.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.local import Fp32StateMixin, to_local, local_grad, zeros_state_like, upcast_half, working_copies
 from thalweg.optim.muon_params import split_group
 from thalweg.optim.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
-from thalweg.optim.owners import Cut, on_owners, place_of
+from thalweg.optim.owners import MatrixSharding, compute_on_owners, get_matrix_placement
 from thalweg.utils.dtypes import parse_dtype
 
 
-class Muon(Fp32State, torch.optim.Optimizer):
+class Muon(Fp32StateMixin, torch.optim.Optimizer):
     """Muon on hidden matrices, AdamW on the others.
 
     ``lr`` is for both, ``muon_lr`` and ``adam_lr`` go before it; without any of them 0.02 and 3e-4
@@ -72,9 +72,9 @@ class Muon(Fp32State, torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        rates = {True: _first(muon_lr, lr, 0.02), False: _first(adam_lr, lr, 3e-4)}
+        rates = {True: _first_not_none(muon_lr, lr, 0.02), False: _first_not_none(adam_lr, lr, 3e-4)}
         for rate in rates.values():
-            check_common("Muon", rate, betas, weight_decay)
+            check_hyperparameters("Muon", rate, betas, weight_decay)
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon: momentum must be in [0, 1), got {momentum!r}")
         if ns_method not in METHODS:
@@ -108,7 +108,7 @@ class Muon(Fp32State, torch.optim.Optimizer):
         for half in split_group(param_group, self._rates):
             super().add_param_group(half)
 
-    def take_over(self, replicate_group: dist.ProcessGroup | None) -> None:
+    def configure_like_torch(self, replicate_group: dist.ProcessGroup | None) -> None:
         """Go on with the groups of a ``torch.optim.Muon``: only matrices, the plain iteration, in bf16."""
         self._replicate_group = replicate_group
         self._ns_dtype = torch.bfloat16
@@ -122,7 +122,7 @@ class Muon(Fp32State, torch.optim.Optimizer):
 
         Two all-to-alls for each round of matrices, and one small all-reduce, on each process group.
         """
-        loss = loss_of(closure)
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             if group["use_muon"]:
                 self._step_matrices(group)
@@ -131,85 +131,85 @@ class Muon(Fp32State, torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        by_group: dict[dist.ProcessGroup | None, list[tuple[Tensor, Cut]]] = {}
+        by_group: dict[dist.ProcessGroup | None, list[tuple[Tensor, MatrixSharding]]] = {}
         for param in group["params"]:
-            place = place_of(param, self._replicate_group)
-            if place.general:
+            placement = get_matrix_placement(param, self._replicate_group)
+            if placement.needs_gather:
                 if param.grad is not None:
-                    self._step_general(group, param)
+                    self._step_gathered(group, param)
                 continue
-            by_group.setdefault(place.group, []).append((param, place.cut))
+            by_group.setdefault(placement.group, []).append((param, placement.sharding))
         for process_group, members in by_group.items():
             members = self._with_grad(members, process_group)
             if members:
-                self._step_cut(group, members, process_group)
+                self._step_sharded(group, members, process_group)
 
     @staticmethod
     def _with_grad(
-        members: list[tuple[Tensor, Cut]], process_group: dist.ProcessGroup | None
-    ) -> list[tuple[Tensor, Cut]]:
+        members: list[tuple[Tensor, MatrixSharding]], process_group: dist.ProcessGroup | None
+    ) -> list[tuple[Tensor, MatrixSharding]]:
         """Return the members that have a gradient on any rank: all ranks must exchange the same matrices."""
         flags = [param.grad is not None for param, _ in members]
         if process_group is not None and dist.get_world_size(process_group) > 1:
-            has = torch.tensor(flags, dtype=torch.int32, device=local(members[0][0]).device)
+            has = torch.tensor(flags, dtype=torch.int32, device=to_local(members[0][0]).device)
             dist.all_reduce(has, dist.ReduceOp.MAX, process_group)
             flags = [flag > 0 for flag in has.tolist()]
         return [member for member, flag in zip(members, flags, strict=True) if flag]
 
-    def _step_cut(
+    def _step_sharded(
         self,
         group: dict[str, Any],
-        members: Sequence[tuple[Tensor, Cut]],
+        members: Sequence[tuple[Tensor, MatrixSharding]],
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        params, cuts = [p for p, _ in members], [cut for _, cut in members]
-        directions = {i: self._direction(group, param) for i, param in enumerate(params)}
-        device = local(params[0]).device
-        finished = on_owners(
-            cuts,
+        params, shardings = [p for p, _ in members], [sharding for _, sharding in members]
+        directions = {i: self._update_momentum(group, param) for i, param in enumerate(params)}
+        device = to_local(params[0]).device
+        finished = compute_on_owners(
+            shardings,
             process_group,
             lambda i: directions.pop(i)(),
-            lambda i, whole: self._orthogonal(group, whole),
-            dtype=self._dtype_on(device),
+            lambda i, whole: self._orthogonalize(group, whole),
+            dtype=self._compute_dtype(device),
             device=device,
         )
         for i, piece in finished:
             self._apply(group, params[i], piece)
 
-    def _step_general(self, group: dict[str, Any], param: Tensor) -> None:
+    def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
         """A layout that ``owners.py`` does not know: every rank gathers the matrix and computes all of it."""
         assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
-        piece = self._direction(group, param)()
-        whole = DTensor.from_local(
+        piece = self._update_momentum(group, param)()
+        full_matrix = DTensor.from_local(
             piece, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
         ).full_tensor()
-        result = DTensor.from_local(self._orthogonal(group, whole), mesh, [Replicate()] * mesh.ndim)
+        result = DTensor.from_local(self._orthogonalize(group, full_matrix), mesh, [Replicate()] * mesh.ndim)
         self._apply(group, param, result.redistribute(mesh, placements).to_local())
 
-    def _direction(self, group: dict[str, Any], param: Tensor) -> Callable[[], Tensor]:
+    def _update_momentum(self, group: dict[str, Any], param: Tensor) -> Callable[[], Tensor]:
         """Update the momentum of the local piece; returns what gives the piece to orthogonalise."""
         state = self.state[param]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = new_state(param)
-        buffer, momentum = local(state["momentum_buffer"]), group["momentum"]
+            state["momentum_buffer"] = zeros_state_like(param)
+        buffer, momentum = to_local(state["momentum_buffer"]), group["momentum"]
         grad = torch.zeros_like(buffer) if param.grad is None else local_grad(param).to(buffer.dtype)
         buffer.lerp_(grad, 1 - momentum)
         return (lambda: grad.lerp(buffer, momentum)) if group["nesterov"] else (lambda: buffer)
 
-    def _dtype_on(self, device: torch.device) -> torch.dtype:
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
         return self._ns_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
-    def _orthogonal(self, group: dict[str, Any], whole: Tensor) -> Tensor:
-        matrix = whole.reshape(whole.size(0), -1)
+    def _orthogonalize(self, group: dict[str, Any], full_matrix: Tensor) -> Tensor:
+        matrix = full_matrix.reshape(full_matrix.size(0), -1)
         result = orthogonalize(
             matrix,
             steps=group["ns_steps"],
             coefficients=group["ns_coefficients"],
             method=group["ns_method"],
-            dtype=self._dtype_on(whole.device),
+            dtype=self._compute_dtype(full_matrix.device),
         )
-        return result.reshape(whole.shape)
+        return result.reshape(full_matrix.shape)
 
     @staticmethod
     def _apply(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
@@ -218,8 +218,8 @@ class Muon(Fp32State, torch.optim.Optimizer):
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, cols))
         lr = float(group["lr"])
-        piece = local(param)
-        work = to_work(piece)
+        piece = to_local(param)
+        work = upcast_half(piece)
         work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
         if work is not piece:
             piece.copy_(work)
@@ -230,8 +230,8 @@ class Muon(Fp32State, torch.optim.Optimizer):
             return
         for param in params:
             if "exp_avg" not in self.state[param]:
-                fresh = {"exp_avg": new_state(param), "exp_avg_sq": new_state(param)}
-                self.state[param].update(step=torch.tensor(0.0, device=local(param).device), **fresh)
+                fresh = {"exp_avg": zeros_state_like(param), "exp_avg_sq": zeros_state_like(param)}
+                self.state[param].update(step=torch.tensor(0.0, device=to_local(param).device), **fresh)
         states = [self.state[p] for p in params]
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
         beta1, beta2 = group["betas"]
@@ -239,8 +239,8 @@ class Muon(Fp32State, torch.optim.Optimizer):
             adamw(
                 work,
                 grads,
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
+                [to_local(state["exp_avg"]) for state in states],
+                [to_local(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
                 fused=fused,
@@ -254,5 +254,5 @@ class Muon(Fp32State, torch.optim.Optimizer):
             )
 
 
-def _first(*values: float | None) -> float:
+def _first_not_none(*values: float | None) -> float:
     return next(value for value in values if value is not None)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_TABLE_NAMES = ("wte", "wpe", "lm_head", "head", "output_layer", "classifier", "score")
+_EMBEDDING_AND_HEAD_NAMES = ("wte", "wpe", "lm_head", "head", "output_layer", "classifier", "score")
 # A vocabulary is many times the width; no hidden matrix of a transformer is this tall.
-_TABLE_ASPECT = 8
+_MIN_EMBEDDING_ASPECT = 8
 
 
 def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
@@ -20,10 +20,10 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     """
     if param.ndim < 2:
         return False
-    parts = (name or "").lower().split(".")
-    if any("emb" in part for part in parts) or any(part in _TABLE_NAMES for part in parts[-2:]):
+    name_parts = (name or "").lower().split(".")
+    if any("emb" in part for part in name_parts) or any(part in _EMBEDDING_AND_HEAD_NAMES for part in name_parts[-2:]):
         return False
-    return param.shape[0] < _TABLE_ASPECT * param.shape[1:].numel()
+    return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
 
 
 def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
     settings kept; by default all that are not frozen, with their names. A group that says ``use_muon`` stays
     whole; groups that would be empty are left out.
     """
-    tables = _tables(model)
+    excluded_ids = _embedding_and_head_ids(model)
     if groups is None:
         groups = [{"params": [(name, p) for name, p in model.named_parameters() if p.requires_grad]}]
     halves: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
             halves.append(dict(group))
             continue
         members = list(group["params"])
-        matrix = [p.ndim >= 2 and id(p) not in tables for p in map(parameter_of, members)]
+        matrix = [p.ndim >= 2 and id(p) not in excluded_ids for p in map(get_param, members)]
         for use_muon in (True, False):
             half = [
                 member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon
@@ -52,16 +52,16 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
     return [half for half in halves if half["params"]]
 
 
-def _tables(model: nn.Module) -> set[int]:
+def _embedding_and_head_ids(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of embeddings and of the head."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    tables = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
+    ids = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     vocabulary = max((module.num_embeddings for module in embeddings), default=None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    return tables | {id(p) for head in heads[-1:] for p in head.parameters(recurse=False)}
+    return ids | {id(p) for head in heads[-1:] for p in head.parameters(recurse=False)}
 
 
-def parameter_of(member: Any) -> Tensor:
+def get_param(member: Any) -> Tensor:
     """Return the parameter of a member of a group: itself, or the second of a (name, parameter) pair."""
     return member[1] if isinstance(member, tuple) else member
 
@@ -71,8 +71,8 @@ def split_group(group: Mapping[str, Any], rates: Mapping[bool, float]) -> list[d
 
     ``rates``: the learning rate of Muon's half (True) and of AdamW's, where the group itself sets none.
     """
-    given = group["params"]
-    members: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    group_params = group["params"]
+    members: list[Any] = [group_params] if isinstance(group_params, Tensor) else list(group_params)
     halves: dict[bool, list[Any]] = {True: [], False: []}
     for member in members:
         halves[_belongs_to_muon(group, member)].append(member)

@@ -22,8 +22,8 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 METHODS = ("gram", "standard")
 _EPS = 1e-7
-_RESTART = 2
-_GAINS_FROM = 1.5
+_RESTART_STEP = 2
+_MIN_GRAM_ASPECT = 1.5
 
 
 def orthogonalize(
@@ -43,7 +43,7 @@ def orthogonalize(
     x = matrix.to(dtype)
     x = x.mT if tall else x
     x = x / x.norm().clamp(min=_EPS)
-    if method == "gram" and x.size(1) > _GAINS_FROM * x.size(0):
+    if method == "gram" and x.size(1) > _MIN_GRAM_ASPECT * x.size(0):
         x = _gram(x, steps, coefficients)
     else:
         x = _standard(x, steps, coefficients)
@@ -60,7 +60,7 @@ def _standard(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
 
 def _gram(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
     a, b, c = coefficients
-    for count in (min(_RESTART, steps), max(0, steps - _RESTART)):
+    for count in (min(_RESTART_STEP, steps), max(0, steps - _RESTART_STEP)):
         gram = x @ x.mT if count else x
         product: Tensor | None = None
         for step in range(count):
@@ -73,7 +73,7 @@ def _gram(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
     return x
 
 
-def multiply_adds(rows: int, cols: int) -> int:
+def orthogonalize_cost(rows: int, cols: int) -> int:
     """Return a matrix's cost, up to a factor that all matrices share: what the owners are balanced by."""
     n, m = sorted((rows, cols))
     return n * n * (m + n)

@@ -27,49 +27,49 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from thalweg.optim.newton_schulz import multiply_adds
-from thalweg.optim.reduce import chunked, cut_dim, cuts_of
+from thalweg.optim.newton_schulz import orthogonalize_cost
+from thalweg.optim.reduce import is_chunk_sharded, sharded_dim, get_sharded_axes
 
-ROUND_ELEMENTS = 2**24
+MAX_ROUND_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
-class Cut:
+class MatrixSharding:
     """How a matrix lies over a group of ``world`` ranks: in chunks along ``dim``, or as copies (None)."""
 
     shape: torch.Size
     dim: int | None
-    world: int
+    world_size: int
 
-    def piece_shape(self, rank: int) -> list[int]:
+    def shard_shape(self, rank: int) -> list[int]:
         """Return the shape of ``rank``'s piece: chunks of equal size, the last ones shorter or empty."""
         shape = list(self.shape)
         if self.dim is not None:
             size = shape[self.dim]
-            chunk = -(-size // self.world)
+            chunk = -(-size // self.world_size)
             shape[self.dim] = max(0, min(chunk, size - rank * chunk))
         return shape
 
-    def num_elements(self, rank: int) -> int:
+    def shard_numel(self, rank: int) -> int:
         """Return the number of elements of ``rank``'s piece."""
-        return torch.Size(self.piece_shape(rank)).numel()
+        return torch.Size(self.shard_shape(rank)).numel()
 
-    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole of it from the pieces of all ranks, flat, in rank order."""
         assert self.dim is not None
-        shaped = [piece.view(self.piece_shape(rank)) for rank, piece in enumerate(pieces)]
+        shaped = [piece.view(self.shard_shape(rank)) for rank, piece in enumerate(shards)]
         return torch.cat(shaped, dim=self.dim)
 
-    def split(self, whole: Tensor) -> list[Tensor]:
+    def shard(self, matrix: Tensor) -> list[Tensor]:
         """Return the pieces of all ranks, flat, in rank order."""
         if self.dim is None:
-            return [whole.reshape(-1)] * self.world
-        sizes = [self.piece_shape(rank)[self.dim] for rank in range(self.world)]
-        return [piece.reshape(-1) for piece in whole.split(sizes, dim=self.dim)]
+            return [matrix.reshape(-1)] * self.world_size
+        sizes = [self.shard_shape(rank)[self.dim] for rank in range(self.world_size)]
+        return [piece.reshape(-1) for piece in matrix.split(sizes, dim=self.dim)]
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixPlacement:
     """Where a matrix lies: its group (None: whole on this rank, and nobody to share with) and its cut.
 
     ``general`` marks layouts beyond one chunked axis; those are gathered by ``DTensor`` itself, on every
@@ -77,19 +77,19 @@ class Place:
     """
 
     group: dist.ProcessGroup | None
-    cut: Cut
-    general: bool = False
+    sharding: MatrixSharding
+    needs_gather: bool = False
 
 
-def place_of(param: Tensor, replicate_group: dist.ProcessGroup | None) -> Place:
+def get_matrix_placement(param: Tensor, replicate_group: dist.ProcessGroup | None) -> MatrixPlacement:
     """Return where ``param`` lies; plain tensors are copies within ``replicate_group`` if one is given."""
-    cuts = cuts_of(param)
-    known = all(cut_dim(placement) is None or chunked(placement) for placement in _placements(param))
-    if len(cuts) > 1 or not known:
-        return Place(None, Cut(param.shape, None, 1), general=True)
-    group, dim = cuts[0] if cuts else (None if isinstance(param, DTensor) else replicate_group, None)
-    world = 1 if group is None else dist.get_world_size(group)
-    return Place(group, Cut(param.shape, dim, world))
+    sharded_axes = get_sharded_axes(param)
+    is_supported = all(sharded_dim(placement) is None or is_chunk_sharded(placement) for placement in _placements(param))
+    if len(sharded_axes) > 1 or not is_supported:
+        return MatrixPlacement(None, MatrixSharding(param.shape, None, 1), needs_gather=True)
+    group, dim = sharded_axes[0] if sharded_axes else (None if isinstance(param, DTensor) else replicate_group, None)
+    world_size = 1 if group is None else dist.get_world_size(group)
+    return MatrixPlacement(group, MatrixSharding(param.shape, dim, world_size))
 
 
 def _placements(param: Tensor) -> tuple[Placement, ...]:
@@ -97,47 +97,47 @@ def _placements(param: Tensor) -> tuple[Placement, ...]:
 
 
 @dataclass(frozen=True)
-class Round:
+class ExchangeRound:
     """The matrices (by index into the caller's list) of one exchange, each with its owner's rank."""
 
     indices: tuple[int, ...]
     owners: tuple[int, ...]
 
 
-def plan_rounds(shapes: Sequence[torch.Size], world: int, capacity: int = ROUND_ELEMENTS) -> list[Round]:
+def plan_rounds(shapes: Sequence[torch.Size], world_size: int, capacity: int = MAX_ROUND_ELEMENTS) -> list[ExchangeRound]:
     """Cut the matrices into rounds of at most ``capacity`` elements (or one matrix) and give each an owner.
 
     Largest first, each to the rank with the least work so far in its round (then in all): the greedy rule of
     longest processing time. Deterministic.
     """
-    cost = [multiply_adds(shape[0], shape[1:].numel()) for shape in shapes]
+    cost = [orthogonalize_cost(shape[0], shape[1:].numel()) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda i: (-cost[i], i))
     batches: list[list[int]] = []
-    room = 0
+    elements_left = 0
     for i in order:
-        if not batches or shapes[i].numel() > room:
+        if not batches or shapes[i].numel() > elements_left:
             batches.append([])
-            room = capacity
+            elements_left = capacity
         batches[-1].append(i)
-        room -= shapes[i].numel()
-    total = [0] * world
+        elements_left -= shapes[i].numel()
+    total = [0] * world_size
     rounds = []
     for batch in batches:
-        load = [0] * world
+        load = [0] * world_size
         owners = []
         for i in batch:
-            owner = min(range(world), key=lambda rank: (load[rank], total[rank], rank))
+            owner = min(range(world_size), key=lambda rank: (load[rank], total[rank], rank))
             load[owner] += cost[i]
             total[owner] += cost[i]
             owners.append(owner)
-        rounds.append(Round(tuple(batch), tuple(owners)))
+        rounds.append(ExchangeRound(tuple(batch), tuple(owners)))
     return rounds
 
 
-def on_owners(
-    cuts: Sequence[Cut],
+def compute_on_owners(
+    shardings: Sequence[MatrixSharding],
     group: dist.ProcessGroup | None,
-    piece_of: Callable[[int], Tensor],
+    get_shard: Callable[[int], Tensor],
     compute: Callable[[int, Tensor], Tensor],
     *,
     dtype: torch.dtype,
@@ -149,73 +149,73 @@ def on_owners(
     shape) to one of the same shape and runs on the owner only. Pieces travel in ``dtype``. All ranks of
     ``group`` must iterate to the end, over the same ``cuts``.
     """
-    world = 1 if group is None else dist.get_world_size(group)
-    if group is None or world == 1:
-        for i in range(len(cuts)):
-            yield i, compute(i, piece_of(i).view(cuts[i].shape))
+    world_size = 1 if group is None else dist.get_world_size(group)
+    if group is None or world_size == 1:
+        for i in range(len(shardings)):
+            yield i, compute(i, get_shard(i).view(shardings[i].shape))
         return
-    me = dist.get_rank(group)
-    for plan in plan_rounds([cut.shape for cut in cuts], world):
-        mine = [i for i, owner in zip(plan.indices, plan.owners, strict=True) if owner == me]
-        wholes = _bring(plan, mine, cuts, group, me, piece_of, dtype, device)
-        results = {i: compute(i, wholes.pop(i)) for i in mine}
-        yield from _take_back(plan, results, cuts, group, me, dtype, device)
+    my_rank = dist.get_rank(group)
+    for exchange_round in plan_rounds([sharding.shape for sharding in shardings], world_size):
+        my_indices = [i for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True) if owner == my_rank]
+        matrices = _gather_to_owners(exchange_round, my_indices, shardings, group, my_rank, get_shard, dtype, device)
+        results = {i: compute(i, matrices.pop(i)) for i in my_indices}
+        yield from _scatter_results(exchange_round, results, shardings, group, my_rank, dtype, device)
 
 
-def _bring(
-    plan: Round,
-    mine: Sequence[int],
-    cuts: Sequence[Cut],
+def _gather_to_owners(
+    exchange_round: ExchangeRound,
+    my_indices: Sequence[int],
+    shardings: Sequence[MatrixSharding],
     group: dist.ProcessGroup,
-    me: int,
-    piece_of: Callable[[int], Tensor],
+    my_rank: int,
+    get_shard: Callable[[int], Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[int, Tensor]:
     """Phase 1: the whole matrices that this rank owns."""
-    world = dist.get_world_size(group)
-    wholes: dict[int, Tensor] = {}
-    outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-    for i, owner in zip(plan.indices, plan.owners, strict=True):
-        if cuts[i].dim is None:
-            if owner == me:
-                wholes[i] = piece_of(i)
+    world_size = dist.get_world_size(group)
+    matrices: dict[int, Tensor] = {}
+    outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True):
+        if shardings[i].dim is None:
+            if owner == my_rank:
+                matrices[i] = get_shard(i)
         else:
-            outgoing[owner].append(piece_of(i).reshape(-1).to(dtype))
-    cut_mine = [i for i in mine if cuts[i].dim is not None]
-    sizes = [[cuts[i].num_elements(rank) for i in cut_mine] for rank in range(world)]
-    received = _exchange(outgoing, sizes, group, dtype, device)
-    for k, i in enumerate(cut_mine):
-        wholes[i] = cuts[i].join([received[rank][k] for rank in range(world)])
-    return wholes
+            outgoing[owner].append(get_shard(i).reshape(-1).to(dtype))
+    my_sharded_indices = [i for i in my_indices if shardings[i].dim is not None]
+    sizes = [[shardings[i].shard_numel(rank) for i in my_sharded_indices] for rank in range(world_size)]
+    received = _all_to_all(outgoing, sizes, group, dtype, device)
+    for k, i in enumerate(my_sharded_indices):
+        matrices[i] = shardings[i].unshard([received[rank][k] for rank in range(world_size)])
+    return matrices
 
 
-def _take_back(
-    plan: Round,
+def _scatter_results(
+    exchange_round: ExchangeRound,
     results: dict[int, Tensor],
-    cuts: Sequence[Cut],
+    shardings: Sequence[MatrixSharding],
     group: dist.ProcessGroup,
-    me: int,
+    my_rank: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[tuple[int, Tensor]]:
     """Phase 3: this rank's pieces of all results of the round."""
-    world = dist.get_world_size(group)
-    outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-    owned: list[list[int]] = [[] for _ in range(world)]
-    for i, owner in zip(plan.indices, plan.owners, strict=True):
-        owned[owner].append(i)
-        if owner == me:
-            for rank, piece in enumerate(cuts[i].split(results[i])):
+    world_size = dist.get_world_size(group)
+    outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
+    indices_by_owner: list[list[int]] = [[] for _ in range(world_size)]
+    for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True):
+        indices_by_owner[owner].append(i)
+        if owner == my_rank:
+            for rank, piece in enumerate(shardings[i].shard(results[i])):
                 outgoing[rank].append(piece.to(dtype))
-    sizes = [[cuts[i].num_elements(me) for i in indices] for indices in owned]
-    received = _exchange(outgoing, sizes, group, dtype, device)
-    for indices, pieces in zip(owned, received, strict=True):
+    sizes = [[shardings[i].shard_numel(my_rank) for i in indices] for indices in indices_by_owner]
+    received = _all_to_all(outgoing, sizes, group, dtype, device)
+    for indices, pieces in zip(indices_by_owner, received, strict=True):
         for i, piece in zip(indices, pieces, strict=True):
-            yield i, piece.view(cuts[i].piece_shape(me))
+            yield i, piece.view(shardings[i].shard_shape(my_rank))
 
 
-def _exchange(
+def _all_to_all(
     outgoing: Sequence[Sequence[Tensor]],
     sizes: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
@@ -230,5 +230,5 @@ def _exchange(
     received = torch.empty(sum(counts), dtype=dtype, device=device)
     dist.all_to_all_single(received, sent, counts, send_counts, group=group)
     return [
-        list(part.split(list(pieces))) for part, pieces in zip(received.split(counts), sizes, strict=True)
+        list(received_part.split(list(pieces))) for received_part, pieces in zip(received.split(counts), sizes, strict=True)
     ]

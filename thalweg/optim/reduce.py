@@ -14,55 +14,55 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-Span = tuple[dist.ProcessGroup, ...]
+ShardGroups = tuple[dist.ProcessGroup, ...]
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], object]
 
 
-def plain_all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+def default_all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """The default collective: ``torch.distributed.all_reduce`` in place."""
     dist.all_reduce(tensor, op=op, group=group)
 
 
-def cut_dim(placement: Placement) -> int | None:
+def sharded_dim(placement: Placement) -> int | None:
     """Return the tensor dim that ``placement`` cuts over its mesh axis, or None."""
-    whole = placement.is_replicate() or placement.is_partial()
-    return None if whole else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+    not_sharded = placement.is_replicate() or placement.is_partial()
+    return None if not_sharded else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def chunked(placement: Placement) -> bool:
+def is_chunk_sharded(placement: Placement) -> bool:
     """Return whether ``placement`` cuts a dim as ``torch.chunk`` does."""
     return type(placement) is Shard or bool(getattr(placement, "chunked", False))
 
 
-def cuts_of(param: Tensor) -> tuple[tuple[dist.ProcessGroup, int], ...]:
+def get_sharded_axes(param: Tensor) -> tuple[tuple[dist.ProcessGroup, int], ...]:
     """Return (process group, tensor dim) for each mesh axis of more than one rank that cuts ``param``."""
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    dims = [(axis, cut_dim(placement)) for axis, placement in enumerate(param.placements)]
+    dims = [(axis, sharded_dim(placement)) for axis, placement in enumerate(param.placements)]
     return tuple((mesh.get_group(axis), dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1)
 
 
-def spans_of(params: Iterable[Tensor]) -> list[Span]:
+def get_shard_groups(params: Iterable[Tensor]) -> list[ShardGroups]:
     """Return the span of each parameter; equal layouts share one look-up."""
-    known: dict[tuple[object, object], Span] = {}
-    spans = []
+    cache: dict[tuple[object, object], ShardGroups] = {}
+    shard_groups = []
     for param in params:
         if not isinstance(param, DTensor):
-            spans.append(())
+            shard_groups.append(())
             continue
         key = (param.device_mesh, param.placements)
-        if key not in known:
-            known[key] = tuple(group for group, _ in cuts_of(param))
-        spans.append(known[key])
-    return spans
+        if key not in cache:
+            cache[key] = tuple(group for group, _ in get_sharded_axes(param))
+        shard_groups.append(cache[key])
+    return shard_groups
 
 
-def reduce_over_spans(
+def all_reduce_rows(
     rows: Tensor,
-    spans: Sequence[Span],
+    shard_groups: Sequence[ShardGroups],
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    all_reduce: AllReduce = plain_all_reduce,
+    all_reduce: AllReduce = default_all_reduce,
 ) -> Tensor:
     """Complete each row of partial results over the groups of its span.
 
@@ -70,28 +70,28 @@ def reduce_over_spans(
     all-reduce; a row whose span has two groups (two axes of a mesh) passes through both. Every rank of a
     group must hold the same spans in the same order, which it does if the ranks hold the same parameters.
     """
-    groups = list(dict.fromkeys(group for span in spans for group in span))
+    groups = list(dict.fromkeys(group for row_groups in shard_groups for group in row_groups))
     for group in groups:
-        chosen = [i for i, span in enumerate(spans) if group in span]
-        if len(chosen) == len(spans):
+        chosen = [i for i, span in enumerate(shard_groups) if group in span]
+        if len(chosen) == len(shard_groups):
             all_reduce(rows, op, group)
             continue
         index = torch.tensor(chosen, device=rows.device)
-        part = rows.index_select(0, index)
-        all_reduce(part, op, group)
-        rows.index_copy_(0, index, part)
+        group_rows = rows.index_select(0, index)
+        all_reduce(group_rows, op, group)
+        rows.index_copy_(0, index, group_rows)
     return rows
 
 
-def reduce_tensors_(
-    tensors: Sequence[Tensor], spans: Sequence[Span], all_reduce: AllReduce = plain_all_reduce
+def all_reduce_tensors_(
+    tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups], all_reduce: AllReduce = default_all_reduce
 ) -> None:
     """Add up each tensor over the groups of its span, in place; shapes may differ, the dtype may not.
 
     All tensors of one group travel in one all-reduce. Same condition as :func:`reduce_over_spans`.
     """
-    for group in dict.fromkeys(group for span in spans for group in span):
-        chosen = [tensor for tensor, span in zip(tensors, spans, strict=True) if group in span]
+    for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
+        chosen = [tensor for tensor, span in zip(tensors, shard_groups, strict=True) if group in span]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         all_reduce(flat, dist.ReduceOp.SUM, group)
         for tensor, total in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):

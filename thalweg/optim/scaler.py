@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FACTOR = 2.0
-_CEILING = 2.0**64
+_MAX_SCALE = 2.0**64
 
 
 class LossScaleFloorError(RuntimeError):
@@ -32,41 +32,41 @@ class LossScaleFloorError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ScalePolicy:
+class LossScalePolicy:
     """The ``fp16`` section's rules; ``static`` > 0 fixes the scale, 0 makes it dynamic."""
 
-    static: float = 0.0
-    initial: float = 2.0**16
-    window: int = 1000
+    static_scale: float = 0.0
+    initial_scale: float = 2.0**16
+    growth_interval: int = 1000
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
-    minimum: float = 1.0
+    min_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.static) and self.static >= 0):
-            raise ValueError(f"fp16.loss_scale must be 0 (dynamic) or a positive number, not {self.static!r}")
-        if not (math.isfinite(self.minimum) and self.minimum > 0):
-            raise ValueError(f"fp16.min_loss_scale must be a positive number, not {self.minimum!r}")
-        if self.window < 1:
-            raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {self.window!r}")
+        if not (math.isfinite(self.static_scale) and self.static_scale >= 0):
+            raise ValueError(f"fp16.loss_scale must be 0 (dynamic) or a positive number, not {self.static_scale!r}")
+        if not (math.isfinite(self.min_scale) and self.min_scale > 0):
+            raise ValueError(f"fp16.min_loss_scale must be a positive number, not {self.min_scale!r}")
+        if self.growth_interval < 1:
+            raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {self.growth_interval!r}")
         if self.hysteresis < 1:
             raise ValueError(f"fp16.hysteresis must be at least 1 overflow, not {self.hysteresis!r}")
-        if not self.static and not (math.isfinite(self.initial) and self.initial >= self.minimum):
+        if not self.static_scale and not (math.isfinite(self.initial_scale) and self.initial_scale >= self.min_scale):
             raise ValueError(
-                f"fp16.initial_scale_power gives a first loss scale of {self.initial:g}, below "
-                f"fp16.min_loss_scale = {self.minimum:g}: raise the one or lower the other"
+                f"fp16.initial_scale_power gives a first loss scale of {self.initial_scale:g}, below "
+                f"fp16.min_loss_scale = {self.min_scale:g}: raise the one or lower the other"
             )
 
 
 class LossScaler:
     """The loss scale of one engine. ``scale`` is a float; ``update`` moves the machine by one step."""
 
-    def __init__(self, policy: ScalePolicy | None = None) -> None:
-        self.policy = policy or ScalePolicy()
-        self._scale = self.policy.static or self.policy.initial
+    def __init__(self, policy: LossScalePolicy | None = None) -> None:
+        self.policy = policy or LossScalePolicy()
+        self._scale = self.policy.static_scale or self.policy.initial_scale
         self._iteration = 0
-        self._overflowed = -1
-        self._allowance = self.policy.hysteresis
+        self._last_overflow = -1
+        self._remaining_hysteresis = self.policy.hysteresis
 
     @classmethod
     def from_config(cls, section: Any) -> LossScaler:
@@ -82,15 +82,15 @@ class LossScaler:
             return default if value is None else value
 
         if section is None or not read("enabled", False):
-            return cls(ScalePolicy(static=1.0))
+            return cls(LossScalePolicy(static_scale=1.0))
         return cls(
-            ScalePolicy(
-                static=float(read("loss_scale", 0.0)),
-                initial=2.0 ** float(read("initial_scale_power", 16)),
-                window=int(read("loss_scale_window", 1000)),
+            LossScalePolicy(
+                static_scale=float(read("loss_scale", 0.0)),
+                initial_scale=2.0 ** float(read("initial_scale_power", 16)),
+                growth_interval=int(read("loss_scale_window", 1000)),
                 hysteresis=int(read("hysteresis", 2)),
                 consecutive_hysteresis=bool(read("consecutive_hysteresis", False)),
-                minimum=float(read("min_loss_scale", 1.0)),
+                min_scale=float(read("min_loss_scale", 1.0)),
             )
         )
 
@@ -102,9 +102,9 @@ class LossScaler:
     @property
     def dynamic(self) -> bool:
         """Whether overflows move the scale."""
-        return not self.policy.static
+        return not self.policy.static_scale
 
-    def update(self, found_nonfinite: bool) -> None:
+    def update(self, found_inf: bool) -> None:
         """Take the verdict on the step just finished: True means its gradients held inf or NaN (step
         skipped).
 
@@ -114,17 +114,17 @@ class LossScaler:
         if not self.dynamic:
             self._iteration += 1
             return
-        if found_nonfinite:
+        if found_inf:
             self._shrink()
-            self._overflowed = self._iteration
+            self._last_overflow = self._iteration
         else:
             self._grow()
         self._iteration += 1
 
     def _shrink(self) -> None:
-        if self._allowance > 1:
-            self._allowance -= 1
-        elif self._scale <= self.policy.minimum:
+        if self._remaining_hysteresis > 1:
+            self._remaining_hysteresis -= 1
+        elif self._scale <= self.policy.min_scale:
             raise LossScaleFloorError(
                 f"the fp16 gradients overflow at a loss scale of {self._scale:g}, which is "
                 "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
@@ -133,23 +133,23 @@ class LossScaler:
                 "gradients are huge but finite"
             )
         else:
-            self._scale = max(self._scale / _FACTOR, self.policy.minimum)
+            self._scale = max(self._scale / _FACTOR, self.policy.min_scale)
 
     def _grow(self) -> None:
         if self.policy.consecutive_hysteresis:
-            self._allowance = self.policy.hysteresis
-        stable = self._iteration - self._overflowed - 1
-        if stable > 0 and stable % self.policy.window == 0:
-            self._allowance = self.policy.hysteresis
-            self._scale = max(self._scale, min(self._scale * _FACTOR, _CEILING))
+            self._remaining_hysteresis = self.policy.hysteresis
+        stable = self._iteration - self._last_overflow - 1
+        if stable > 0 and stable % self.policy.growth_interval == 0:
+            self._remaining_hysteresis = self.policy.hysteresis
+            self._scale = max(self._scale, min(self._scale * _FACTOR, _MAX_SCALE))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""
         return {
             "scale": self._scale,
             "iteration": self._iteration,
-            "overflowed": self._overflowed,
-            "allowance": self._allowance,
+            "overflowed": self._last_overflow,
+            "allowance": self._remaining_hysteresis,
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
@@ -158,7 +158,7 @@ class LossScaler:
         if missing:
             raise ValueError(f"the loss scaler's saved state lacks {sorted(missing)}")
         self._iteration = int(state["iteration"])
-        self._overflowed = int(state["overflowed"])
-        self._allowance = min(int(state["allowance"]), self.policy.hysteresis)
+        self._last_overflow = int(state["overflowed"])
+        self._remaining_hysteresis = min(int(state["allowance"]), self.policy.hysteresis)
         if self.dynamic:
-            self._scale = max(float(state["scale"]), self.policy.minimum)
+            self._scale = max(float(state["scale"]), self.policy.min_scale)

@@ -30,14 +30,14 @@ import torch
 Rates = float | Sequence[float]
 
 
-class Schedule:
+class LRScheduler:
     """Base: keeps ``last_batch_iteration`` and writes ``lrs``/``momenta`` of it into the parameter groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] = []
-        self._apply()
+        self._set_rates()
 
     def lrs(self, n: int) -> list[float]:
         """Return the learning rate of each parameter group at iteration ``n`` >= -1."""
@@ -52,7 +52,7 @@ class Schedule:
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
-        self._apply()
+        self._set_rates()
 
     def get_lr(self) -> list[float]:
         """Return the rates at the present iteration, one for each parameter group."""
@@ -72,9 +72,9 @@ class Schedule:
         if "last_batch_iteration" not in state:
             raise ValueError("the schedule's saved state lacks 'last_batch_iteration'")
         self.last_batch_iteration = int(state["last_batch_iteration"])
-        self._apply()
+        self._set_rates()
 
-    def _apply(self) -> None:
+    def _set_rates(self) -> None:
         groups = self.optimizer.param_groups
         self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr, strict=True):
@@ -90,7 +90,7 @@ class Schedule:
                 elif "momentum" in group:
                     group["momentum"] = momentum
 
-    def _per_group(self, value: Rates, key: str, *, below: float = math.inf) -> list[float]:
+    def _per_group(self, value: Rates, key: str, *, upper: float = math.inf) -> list[float]:
         """Return ``value`` once for each parameter group, checked to be finite numbers in [0, below)."""
         count = len(self.optimizer.param_groups)
         values = (
@@ -98,21 +98,21 @@ class Schedule:
         )
         if len(values) != count:
             raise ValueError(f"{key} has {len(values)} entries, the optimiser has {count} parameter groups")
-        return [_number(item, key, low=0.0, below=below) for item in values]
+        return [_check_float(item, key, low=0.0, upper=upper) for item in values]
 
 
-def _number(value: Any, key: str, *, low: float = -math.inf, below: float = math.inf) -> float:
+def _check_float(value: Any, key: str, *, low: float = -math.inf, upper: float = math.inf) -> float:
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not low <= value < below:
+    if not valid or not low <= value < upper:
         limit = f" of at least {low:g}" if low > -math.inf else ""
-        limit += f" and below {below:g}" if below < math.inf else ""
+        limit += f" and below {upper:g}" if upper < math.inf else ""
         raise ValueError(f"{key} must be a finite number{limit}, not {value!r}")
     return float(value)
 
 
-def _count(value: Any, key: str, *, low: int) -> int:
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not whole or isinstance(value, bool) or value < low:
+def _check_int(value: Any, key: str, *, low: int) -> int:
+    is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_integer or isinstance(value, bool) or value < low:
         raise ValueError(f"{key} must be a whole number of at least {low}, not {value!r}")
     return int(value)
 
@@ -124,19 +124,19 @@ def _current_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
 class _Warmup:
     """The rise from 0 to 1 over ``steps`` iterations: ``log(n + 1) / log(steps)`` or ``n / steps``."""
 
-    def __init__(self, steps: Any, shape: Any) -> None:
-        if shape not in ("log", "linear"):
-            raise ValueError(f"warmup_type must be 'log' or 'linear', not {shape!r}")
-        self.steps = max(2, _count(steps, "warmup_num_steps", low=1))
-        self.shape = shape
+    def __init__(self, steps: Any, warmup_type: Any) -> None:
+        if warmup_type not in ("log", "linear"):
+            raise ValueError(f"warmup_type must be 'log' or 'linear', not {warmup_type!r}")
+        self.steps = max(2, _check_int(steps, "warmup_num_steps", low=1))
+        self.warmup_type = warmup_type
 
     def __call__(self, n: int) -> float:
-        if self.shape == "log":
+        if self.warmup_type == "log":
             return math.log(n + 1) / math.log(self.steps)
         return n / self.steps
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRScheduler):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` (default: the group's own rate) in ``warmup_num_steps``."""
 
     def __init__(
@@ -157,9 +157,9 @@ class WarmupLR(Schedule):
 
     def gamma(self, n: int) -> float:
         """Return how far between the two rates iteration ``n`` >= 0 is."""
-        return self.warmup(n) if n < self.warmup.steps else self.plateau(n)
+        return self.warmup(n) if n < self.warmup.steps else self.gamma_after_warmup(n)
 
-    def plateau(self, n: int) -> float:
+    def gamma_after_warmup(self, n: int) -> float:
         """Return ``gamma`` after the warm-up."""
         return 1.0
 
@@ -182,17 +182,17 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = _count(total_num_steps, "total_num_steps", low=1)
+        self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
-    def plateau(self, n: int) -> float:
+    def gamma_after_warmup(self, n: int) -> float:
         """Return the share of the decay that is still to come."""
         return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup.steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRScheduler):
     """Ratios of a group's own rate: up from ``warmup_min_ratio``, half a cosine to ``cos_min_ratio``."""
 
     def __init__(
@@ -205,10 +205,10 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = _count(total_num_steps, "total_num_steps", low=1)
+        self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_min_ratio = _number(warmup_min_ratio, "warmup_min_ratio", low=0.0)
-        self.cos_min_ratio = _number(cos_min_ratio, "cos_min_ratio", low=0.0)
+        self.warmup_min_ratio = _check_float(warmup_min_ratio, "warmup_min_ratio", low=0.0)
+        self.cos_min_ratio = _check_float(cos_min_ratio, "cos_min_ratio", low=0.0)
         self.base_lrs = _current_lrs(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -227,7 +227,7 @@ class WarmupCosineLR(Schedule):
         return [base * self.ratio(n) for base in self.base_lrs]
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRScheduler):
     """``min_lr * (1 + step_rate * (n + 1) / step_size)``: a ramp, or stairs, to where training breaks."""
 
     def __init__(
@@ -241,8 +241,8 @@ class LRRangeTest(Schedule):
     ) -> None:
         self.optimizer = optimizer
         self.min_lrs = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size = _count(lr_range_test_step_size, "lr_range_test_step_size", low=1)
-        self.step_rate = _number(lr_range_test_step_rate, "lr_range_test_step_rate", low=0.0)
+        self.step_size = _check_int(lr_range_test_step_size, "lr_range_test_step_size", low=1)
+        self.step_rate = _check_float(lr_range_test_step_rate, "lr_range_test_step_rate", low=0.0)
         self.staircase = bool(lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -253,7 +253,7 @@ class LRRangeTest(Schedule):
         return [low * factor for low in self.min_lrs]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRScheduler):
     """One triangle of the rate with the momentum mirrored, then a decay of both (Smith, 2018, section 4).
 
     The first half takes ``cycle_first_step_size`` iterations, the second ``cycle_second_step_size`` (default:
@@ -283,35 +283,35 @@ class OneCycle(Schedule):
         self.optimizer = optimizer
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom", below=1.0)
-        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom", below=1.0)
+        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom", upper=1.0)
+        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom", upper=1.0)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         second_stairs = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         )
-        self.first = _count(cycle_first_step_size, "cycle_first_step_size", low=1)
-        self.second = _count(second, "cycle_second_step_size", low=1)
-        self.first_stairs = _count(cycle_first_stair_count, "cycle_first_stair_count", low=0)
-        self.second_stairs = _count(second_stairs, "cycle_second_stair_count", low=0)
-        self.decay_step_size = _count(decay_step_size, "decay_step_size", low=0)
-        self.decay_lr_rate = _number(decay_lr_rate, "decay_lr_rate", low=0.0)
-        self.decay_mom_rate = _number(decay_mom_rate, "decay_mom_rate")
+        self.first_half_steps = _check_int(cycle_first_step_size, "cycle_first_step_size", low=1)
+        self.second_half_steps = _check_int(second, "cycle_second_step_size", low=1)
+        self.first_stairs = _check_int(cycle_first_stair_count, "cycle_first_stair_count", low=0)
+        self.second_stairs = _check_int(second_stairs, "cycle_second_stair_count", low=0)
+        self.decay_step_size = _check_int(decay_step_size, "decay_step_size", low=0)
+        self.decay_lr_rate = _check_float(decay_lr_rate, "decay_lr_rate", low=0.0)
+        self.decay_mom_rate = _check_float(decay_mom_rate, "decay_mom_rate")
         groups = optimizer.param_groups
         self.cycle_momentum = bool(cycle_momentum) and all("betas" in g or "momentum" in g for g in groups)
         super().__init__(optimizer, last_batch_iteration)
 
-    def height(self, n: int) -> float:
+    def triangle_height(self, n: int) -> float:
         """Return the triangle's height, 0 at its feet and 1 at its peak, at iteration ``n`` of the cycle."""
-        position = (n + 1) % (self.first + self.second)
-        if position <= self.first:
-            rise, length, stairs = position, self.first, self.first_stairs
+        position = (n + 1) % (self.first_half_steps + self.second_half_steps)
+        if position <= self.first_half_steps:
+            rise, length, stairs = position, self.first_half_steps, self.first_stairs
         else:
-            rise, length, stairs = self.first + self.second - position, self.second, self.second_stairs
+            rise, length, stairs = self.first_half_steps + self.second_half_steps - position, self.second_half_steps, self.second_stairs
         return math.floor(rise * stairs / length) / stairs if stairs else rise / length
 
     def _decay(self, n: int, rate: float) -> float | None:
         """Return None inside the cycle, else the factor of the decay phase."""
-        total = self.first + self.second
+        total = self.first_half_steps + self.second_half_steps
         if n < total:
             return None
         return 1.0 if self.decay_step_size == 0 else 1 + rate * (n - total + 1) / self.decay_step_size
@@ -321,7 +321,7 @@ class OneCycle(Schedule):
         decay = self._decay(n, self.decay_lr_rate)
         if decay is not None:
             return [low / decay for low in self.min_lrs]
-        height = self.height(n)
+        height = self.triangle_height(n)
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def momenta(self, n: int) -> list[float] | None:
@@ -337,5 +337,5 @@ class OneCycle(Schedule):
         decay = self._decay(n, self.decay_mom_rate)
         if decay is not None:
             return [high * decay for high in self.max_moms]
-        height = self.height(n)
+        height = self.triangle_height(n)
         return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]

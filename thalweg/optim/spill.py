@@ -18,123 +18,123 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thalweg.optim.local import like_param, local
-from thalweg.optim.norms import Measured, measure
-from thalweg.store import Ring, SwapFile, Ticket
+from thalweg.optim.local import as_dtensor_like, to_local
+from thalweg.optim.norms import PartialNorm, compute_partial_norm
+from thalweg.store import BufferRing, SwapFile, IoFuture
 from thalweg.store.regions import round_up
 
 BUFFER_BYTES = 16 << 20
 
 
-def spill_bytes(optimizer: torch.optim.Optimizer) -> int:
+def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return sum(round_up(local(p).numel() * p.dtype.itemsize) for p in params)
+    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in params)
 
 
-class GradSpill:
+class GradOffload:
     """Moves gradients to ``swap`` and adds them up there."""
 
     def __init__(self, swap: SwapFile) -> None:
         self._swap = swap
-        self._ring: Ring | None = None
+        self._buffer_ring: BufferRing | None = None
         self._views: dict[Tensor, Tensor] = {}
-        self._aside: dict[Tensor, Tensor] = {}
-        self._measured: dict[Tensor, tuple[Measured, int]] = {}
+        self._detached: dict[Tensor, Tensor] = {}
+        self._partial_norms: dict[Tensor, tuple[PartialNorm, int]] = {}
 
-    def set_aside(self, params: Sequence[Tensor]) -> None:
+    def detach(self, params: Sequence[Tensor]) -> None:
         """Before a reduction: take away what rests in the file, so that the reduction gives what is new."""
         for param in params:
             view = self._views.get(param)
             if view is not None and param.grad is view:
-                self._aside[param] = view
+                self._detached[param] = view
                 param.grad = None
 
     @torch.no_grad()
-    def bring(self, params: Sequence[Tensor]) -> None:
+    def accumulate(self, params: Sequence[Tensor]) -> None:
         """After a reduction: add what was set aside to what is new, in memory."""
         for param in params:
-            view = self._aside.pop(param, None)
+            view = self._detached.pop(param, None)
             if view is None:
                 continue
             if param.grad is None:
                 param.grad = view
             else:
-                self._add(local(view), local(param.grad))
+                self._add_from_file(to_local(view), to_local(param.grad))
 
     @torch.no_grad()
-    def put(self, params: Sequence[Tensor]) -> None:
+    def offload(self, params: Sequence[Tensor]) -> None:
         """Move the gradients of ``params`` that are in memory to the file."""
         for param in params:
             grad = param.grad
-            if grad is None or grad is self._views.get(param) or local(grad).numel() == 0:
+            if grad is None or grad is self._views.get(param) or to_local(grad).numel() == 0:
                 continue
             view = self._views.get(param)
             if view is None or view.dtype != grad.dtype:
-                piece = local(grad)
-                place = self._swap.region(piece.nbytes)
-                view = self._views[param] = like_param(
-                    self._swap.view(place, piece.shape, piece.dtype), param
+                piece = to_local(grad)
+                offset = self._swap.allocate(piece.nbytes)
+                view = self._views[param] = as_dtensor_like(
+                    self._swap.view(offset, piece.shape, piece.dtype), param
                 )
-            self._write(local(grad), local(view))
-            self._measured[param] = measure(local(grad)), local(view)._version
+            self._write_to_file(to_local(grad), to_local(view))
+            self._partial_norms[param] = compute_partial_norm(to_local(grad)), to_local(view)._version
             param.grad = view
-        if self._ring is not None:
-            self._ring.drop()
+        if self._buffer_ring is not None:
+            self._buffer_ring.release_memory()
 
-    def measured(self) -> dict[Tensor, Measured]:
+    def partial_norms(self) -> dict[Tensor, PartialNorm]:
         """What the gradients in the file add to the norm, of those that nobody has written to since."""
         return {
-            param: found
-            for param, (found, version) in self._measured.items()
-            if param.grad is self._views[param] and local(self._views[param])._version == version
+            param: partial_norm
+            for param, (partial_norm, version) in self._partial_norms.items()
+            if param.grad is self._views[param] and to_local(self._views[param])._version == version
         }
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The gradients are dropped."""
-        self._aside.clear()
-        self._measured.clear()
+        self._detached.clear()
+        self._partial_norms.clear()
 
-    def _buffers(self) -> Ring:
-        self._ring = self._ring or Ring(3, BUFFER_BYTES)
-        return self._ring
+    def _get_buffer_ring(self) -> BufferRing:
+        self._buffer_ring = self._buffer_ring or BufferRing(3, BUFFER_BYTES)
+        return self._buffer_ring
 
-    def _pieces(self, flat: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    def _split_into_buffers(self, flat: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """(first element, piece, buffer) of a flat tensor."""
-        step, ring = BUFFER_BYTES // flat.itemsize, self._buffers()
+        step, ring = BUFFER_BYTES // flat.itemsize, self._get_buffer_ring()
         pieces = enumerate(range(0, flat.numel(), step))
-        found = []
+        split = []
         for turn, first in pieces:
             piece = flat[first : first + step]
-            found.append((first, piece, ring[turn].view(flat.dtype)[: piece.numel()]))
-        return found
+            split.append((first, piece, ring[turn].view(flat.dtype)[: piece.numel()]))
+        return split
 
-    def _write(self, grad: Tensor, view: Tensor) -> None:
+    def _write_to_file(self, grad: Tensor, view: Tensor) -> None:
         offset = self._offset(view)
-        tickets: list[Ticket] = []
-        for turn, (first, piece, buffer) in enumerate(self._pieces(grad.reshape(-1))):
-            if turn >= len(self._buffers()):
-                tickets[turn - len(self._buffers())].wait()
+        futures: list[IoFuture] = []
+        for turn, (first, piece, buffer) in enumerate(self._split_into_buffers(grad.reshape(-1))):
+            if turn >= len(self._get_buffer_ring()):
+                futures[turn - len(self._get_buffer_ring())].wait()
             buffer.copy_(piece)
-            tickets.append(self._swap.write(offset + first * grad.itemsize, buffer))
-        for ticket in tickets:
-            ticket.wait()
+            futures.append(self._swap.write(offset + first * grad.itemsize, buffer))
+        for future in futures:
+            future.wait()
 
-    def _add(self, view: Tensor, grad: Tensor) -> None:
+    def _add_from_file(self, view: Tensor, grad: Tensor) -> None:
         offset = self._offset(view)
-        pieces = self._pieces(grad.view(-1))
-        ahead = len(self._buffers()) - 1
+        pieces = self._split_into_buffers(grad.view(-1))
+        num_ahead = len(self._get_buffer_ring()) - 1
 
-        def begin(index: int) -> Ticket:
+        def start_read(index: int) -> IoFuture:
             first, _, buffer = pieces[index]
             return self._swap.read(offset + first * grad.itemsize, buffer)
 
-        tickets = [begin(index) for index in range(min(ahead, len(pieces)))]
+        futures = [start_read(index) for index in range(min(num_ahead, len(pieces)))]
         for index, (_, piece, buffer) in enumerate(pieces):
-            tickets[index].wait()
+            futures[index].wait()
             piece.add_(buffer)
-            if index + ahead < len(pieces):
-                tickets.append(begin(index + ahead))
+            if index + num_ahead < len(pieces):
+                futures.append(start_read(index + num_ahead))
 
     def _offset(self, view: Tensor) -> int:
         offset = self._swap.locate(view)

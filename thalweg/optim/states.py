@@ -30,34 +30,34 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thalweg.optim.local import like_param, local, state_dtype
-from thalweg.optim.reduce import chunked, cut_dim
+from thalweg.optim.local import as_dtensor_like, to_local, default_state_dtype
+from thalweg.optim.reduce import is_chunk_sharded, sharded_dim
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
-BLOCK = 256
-_LEAST_NUMEL = 4096
-_LEAST_ROW = 64
-SCALE = "_scale"
+BLOCK_SIZE = 256
+_MIN_NUMEL = 4096
+_MIN_ROW_LENGTH = 64
+SCALE_SUFFIX = "_scale"
 
 
-def check_state_dtype(name: str, kind: Any) -> None:
+def check_state_dtype(name: str, dtype_name: Any) -> None:
     """Raise ``ValueError`` for a state dtype that there is none of."""
-    if kind not in STATE_DTYPES:
+    if dtype_name not in STATE_DTYPES:
         raise ValueError(
-            f"{name}: state_dtype is {kind!r}; it must be one of {', '.join(map(repr, STATE_DTYPES))}"
+            f"{name}: state_dtype is {dtype_name!r}; it must be one of {', '.join(map(repr, STATE_DTYPES))}"
         )
 
 
-def storage_of(param: Tensor, kind: str) -> str:
+def get_stored_dtype(param: Tensor, dtype_name: str) -> str:
     """What the state of ``param`` is really kept in where ``kind`` is asked for."""
-    if kind == "fp32" or param.numel() < _LEAST_NUMEL or not param.is_floating_point():
+    if dtype_name == "fp32" or param.numel() < _MIN_NUMEL or not param.is_floating_point():
         return "fp32"
-    if kind == "bf16":
-        return kind
-    by_rows = not isinstance(param, DTensor) or all(
-        isinstance(p, Replicate) or (chunked(p) and cut_dim(p) == 0) for p in param.placements
+    if dtype_name == "bf16":
+        return dtype_name
+    is_row_sharded = not isinstance(param, DTensor) or all(
+        isinstance(p, Replicate) or (is_chunk_sharded(p) and sharded_dim(p) == 0) for p in param.placements
     )
-    return kind if param.ndim > 1 and row_length(param) >= _LEAST_ROW and by_rows else "fp32"
+    return dtype_name if param.ndim > 1 and row_length(param) >= _MIN_ROW_LENGTH and is_row_sharded else "fp32"
 
 
 def row_length(param: Tensor) -> int:
@@ -69,7 +69,7 @@ def row_length(param: Tensor) -> int:
 
 
 @cache
-def _code_values(signed: bool) -> Tensor:
+def _dynamic_tree_codes(signed: bool) -> Tensor:
     """The 256 values of dynamic trees, ascending: e leading zeros mean 10^-e, the bits behind the first one a
     linear fraction of [0.1, 1]; 0 and 1 besides.  Without a sign there is one bit more for the fraction."""
     values = [0.0, 1.0]
@@ -82,9 +82,9 @@ def _code_values(signed: bool) -> Tensor:
 
 
 @cache
-def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def _codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """(the value of each code, the code nearest to each bf16 number by its bits)."""
-    values = _code_values(signed)
+    values = _dynamic_tree_codes(signed)
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     numbers = bits.view(torch.bfloat16).float().nan_to_num(0.0).clamp(-1, 1)
     middles = (values[1:] + values[:-1]) / 2
@@ -96,40 +96,40 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return values.to(device), by_bits.to(device)
 
 
-def encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
+def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     """Quantise fp32 ``values`` (rows, columns) into ``codes`` (the same) and ``scales`` (rows, blocks)."""
-    _, by_bits = _tables(signed, values.device)
+    _, by_bits = _codebook(signed, values.device)
     rows, columns = values.shape
-    whole = columns // BLOCK * BLOCK
-    for start, stop, size in ((0, whole, BLOCK), (whole, columns, columns - whole)):
+    full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
+    for start, stop, size in ((0, full_columns, BLOCK_SIZE), (full_columns, columns, columns - full_columns)):
         if start == stop:
             continue
-        part = values[:, start:stop].reshape(rows, -1, size)
-        scale = part.abs().amax(-1) if signed else part.amax(-1)
-        scales[:, start // BLOCK : start // BLOCK + scale.shape[1]] = scale
+        blocks = values[:, start:stop].reshape(rows, -1, size)
+        scale = blocks.abs().amax(-1) if signed else blocks.amax(-1)
+        scales[:, start // BLOCK_SIZE : start // BLOCK_SIZE + scale.shape[1]] = scale
         inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-        near = (part * inverse.unsqueeze(-1)).to(torch.bfloat16)
-        index = near.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+        rounded = (blocks * inverse.unsqueeze(-1)).to(torch.bfloat16)
+        index = rounded.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
         # index_select takes 0.56 ns for an element where indexing takes 2.2.
         codes[:, start:stop] = by_bits.index_select(0, index.view(-1)).view(rows, -1)
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
+def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     """The inverse of :func:`encode`, into ``out`` (rows, columns) fp32."""
-    values, _ = _tables(signed, codes.device)
+    values, _ = _codebook(signed, codes.device)
     rows, columns = codes.shape
-    whole = columns // BLOCK * BLOCK
+    full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
     torch.index_select(values, 0, codes.to(torch.int32).view(-1), out=out.view(-1))
-    if whole:
-        out[:, :whole].view(rows, -1, BLOCK).mul_(scales[:, : whole // BLOCK].unsqueeze(-1))
-    if whole < columns:
-        out[:, whole:].mul_(scales[:, whole // BLOCK :])
+    if full_columns:
+        out[:, :full_columns].view(rows, -1, BLOCK_SIZE).mul_(scales[:, : full_columns // BLOCK_SIZE].unsqueeze(-1))
+    if full_columns < columns:
+        out[:, full_columns:].mul_(scales[:, full_columns // BLOCK_SIZE :])
 
 
 # Rounding to bf16
 
 
-def noise_of(grad: Tensor, param: Tensor, step: int) -> Tensor:
+def hash_noise(grad: Tensor, param: Tensor, step: int) -> Tensor:
     """32 bits for each element, well mixed (two rounds of Knuth's multiplicative hash), from fp32 tensors."""
     bits = param.view(torch.int32) * -1640531535
     bits.bitwise_xor_(grad.view(torch.int32))
@@ -140,7 +140,7 @@ def noise_of(grad: Tensor, param: Tensor, step: int) -> Tensor:
     return bits.mul_(-1028477379)
 
 
-def round_into(values: Tensor, bf16: Tensor, noise: Tensor) -> None:
+def stochastic_round_into(values: Tensor, bf16: Tensor, noise: Tensor) -> None:
     """Store fp32 ``values`` (overwritten) in ``bf16``: up with the probability of what is cut off.
 
     ``noise``: int32, of which the upper half is used.
@@ -154,30 +154,30 @@ def round_into(values: Tensor, bf16: Tensor, noise: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MomentSpec:
     """A moment of one parameter: its name in the state, and whether it has a sign."""
 
     key: str
     signed: bool
 
 
-MOMENTS = (Moment("exp_avg", True), Moment("exp_avg_sq", False))
+ADAM_MOMENTS = (MomentSpec("exp_avg", True), MomentSpec("exp_avg_sq", False))
 
 
-def new_moment(param: Tensor, moment: Moment, kind: str) -> dict[str, Tensor]:
+def zeros_moment(param: Tensor, moment: MomentSpec, dtype_name: str) -> dict[str, Tensor]:
     """Zeros of ``param``'s layout: the moment, and its scales in int8."""
-    kept = storage_of(param, kind)
-    if kept == "int8":
-        zero = int(_code_values(moment.signed).eq(0).nonzero())
+    stored_dtype = get_stored_dtype(param, dtype_name)
+    if stored_dtype == "int8":
+        zero = int(_dynamic_tree_codes(moment.signed).eq(0).nonzero())
         codes = torch.full_like(param, zero, dtype=torch.uint8, requires_grad=False)
-        return {moment.key: codes, moment.key + SCALE: _new_scales(param)}
-    dtype = torch.bfloat16 if kept == "bf16" else state_dtype(param)
+        return {moment.key: codes, moment.key + SCALE_SUFFIX: _new_scales(param)}
+    dtype = torch.bfloat16 if stored_dtype == "bf16" else default_state_dtype(param)
     return {moment.key: torch.zeros_like(param, dtype=dtype, requires_grad=False)}
 
 
 def _new_scales(param: Tensor) -> Tensor:
-    blocks = -(-row_length(param) // BLOCK)
-    piece = local(param)
+    blocks = -(-row_length(param) // BLOCK_SIZE)
+    piece = to_local(param)
     scales = torch.zeros(piece.shape[0], blocks, dtype=torch.float32, device=piece.device)
     if not isinstance(param, DTensor):
         return scales
@@ -187,48 +187,48 @@ def _new_scales(param: Tensor) -> Tensor:
     )
 
 
-def fits(param: Tensor, state: Mapping[str, Any], moment: Moment, kind: str) -> bool:
+def is_stored_as(param: Tensor, state: Mapping[str, Any], moment: MomentSpec, dtype_name: str) -> bool:
     """Whether the moment is stored as ``kind`` wants it."""
-    kept, found = storage_of(param, kind), state[moment.key]
-    wanted = {"fp32": state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[kept]
-    return found.dtype == wanted and (kept == "int8") == (moment.key + SCALE in state)
+    stored_dtype, stored = get_stored_dtype(param, dtype_name), state[moment.key]
+    expected_dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[stored_dtype]
+    return stored.dtype == expected_dtype and (stored_dtype == "int8") == (moment.key + SCALE_SUFFIX in state)
 
 
-def conform(param: Tensor, state: dict[str, Any], kind: str, moments: tuple[Moment, ...] = MOMENTS) -> None:
+def convert_moments(param: Tensor, state: dict[str, Any], dtype_name: str, moments: tuple[MomentSpec, ...] = ADAM_MOMENTS) -> None:
     """Bring moments that a checkpoint stored otherwise into ``kind``; new ones are not made."""
     for moment in moments:
-        if moment.key not in state or fits(param, state, moment, kind):
+        if moment.key not in state or is_stored_as(param, state, moment, dtype_name):
             continue
-        wide = read_moment(param, state, moment)
-        state.pop(moment.key + SCALE, None)
-        state |= new_moment(param, moment, kind)
-        kept = state[moment.key]
-        if storage_of(param, kind) == "int8":
-            rows = wide.shape[0]
-            encode(
-                wide.view(rows, -1),
-                local(kept).view(rows, -1),
-                local(state[moment.key + SCALE]),
+        fp32_values = read_moment_fp32(param, state, moment)
+        state.pop(moment.key + SCALE_SUFFIX, None)
+        state |= zeros_moment(param, moment, dtype_name)
+        stored = state[moment.key]
+        if get_stored_dtype(param, dtype_name) == "int8":
+            rows = fp32_values.shape[0]
+            quantize_moment(
+                fp32_values.view(rows, -1),
+                to_local(stored).view(rows, -1),
+                to_local(state[moment.key + SCALE_SUFFIX]),
                 moment.signed,
             )
         else:
-            local(kept).copy_(wide)
+            to_local(stored).copy_(fp32_values)
 
 
-def read_moment(param: Tensor, state: Mapping[str, Any], moment: Moment) -> Tensor:
+def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: MomentSpec) -> Tensor:
     """This rank's piece of a moment in fp32, whatever it is stored in (a copy)."""
-    piece = local(state[moment.key])
-    scales = state.get(moment.key + SCALE)
+    piece = to_local(state[moment.key])
+    scales = state.get(moment.key + SCALE_SUFFIX)
     if scales is None:
         return piece.to(torch.float32, copy=True)
-    wide = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
+    fp32_values = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
     if piece.shape[0]:
         rows = piece.shape[0]
-        decode(piece.view(rows, -1), local(_laid_out(scales, param)), moment.signed, wide.view(rows, -1))
-    return wide
+        dequantize_moment(piece.view(rows, -1), to_local(_match_layout(scales, param)), moment.signed, fp32_values.view(rows, -1))
+    return fp32_values
 
 
-def _laid_out(scales: Tensor, param: Tensor) -> Tensor:
+def _match_layout(scales: Tensor, param: Tensor) -> Tensor:
     """Scales cut along dim 0 as ``param`` is; a checkpoint may have brought them in another layout."""
     if not isinstance(param, DTensor):
         return scales
@@ -240,6 +240,6 @@ def _laid_out(scales: Tensor, param: Tensor) -> Tensor:
     return scales.redistribute(param.device_mesh, param.placements)
 
 
-def logical(param: Tensor, state: Mapping[str, Any], moment: Moment) -> Tensor:
+def logical(param: Tensor, state: Mapping[str, Any], moment: MomentSpec) -> Tensor:
     """The moment in fp32 with ``param``'s layout, for whoever wants to look at it."""
-    return like_param(read_moment(param, state, moment), param)
+    return as_dtensor_like(read_moment_fp32(param, state, moment), param)

@@ -20,108 +20,108 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.optim.chunks import Chunk
-from thalweg.store import IoThreads, Ring, SwapFile, Ticket
+from thalweg.optim.chunks import IoChunk
+from thalweg.store import IoThreadPool, BufferRing, SwapFile, IoFuture
 from thalweg.utils.log import get_logger
-from thalweg.utils.threads import use_one_core
+from thalweg.utils.threads import set_single_threaded
 
 _log = get_logger("optim")
-_SLOW = 300e6  # bytes a second; below this a disk is worth a word
+_SLOW_DISK_RATE = 300e6  # bytes a second; below this a disk is worth a word
 
-Work = Callable[[Chunk, Tensor], None]
+ChunkFn = Callable[[IoChunk, Tensor], None]
 
 
-class Stream:
+class IoPipeline:
     """``ring``: at least two buffers, each large enough for any chunk; ``waited``: seconds of the last run in
     which the work waited for the disk."""
 
-    def __init__(self, swap: SwapFile, ring: Ring) -> None:
+    def __init__(self, swap: SwapFile, ring: BufferRing) -> None:
         assert len(ring) >= 2, "one buffer cannot read and write at once"
         self._swap, self._ring = swap, ring
-        self.waited = 0.0
-        self._thread = IoThreads(1, "thalweg-stream", begin=use_one_core)
-        self._ahead: list[tuple[Chunk, Ticket]] = []
-        self._told = False
+        self.io_wait_seconds = 0.0
+        self._thread = IoThreadPool(1, "thalweg-stream", initializer=set_single_threaded)
+        self._prefetched: list[tuple[IoChunk, IoFuture]] = []
+        self._warned = False
 
-    def run(self, chunks: Sequence[Chunk], work: Work) -> None:
+    def run(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn) -> None:
         """Call ``work(chunk, buffer)`` for each chunk, in order.
 
         Raises:
             SwapError: a transfer failed; some chunks are then written and others not.
         """
         if chunks:
-            self._thread.submit(self._pump, chunks, work).result()
+            self._thread.submit(self._run_chunks, chunks, chunk_fn).result()
 
-    def expect(self, chunks: Sequence[Chunk]) -> None:
+    def readahead(self, chunks: Sequence[IoChunk]) -> None:
         """Begin to read what :meth:`run` is likely to be called with next; returns at once."""
-        self._thread.submit(self._read_ahead, list(chunks)[: len(self._ring)])
+        self._thread.submit(self._start_readahead, list(chunks)[: len(self._ring)])
 
-    def expect_nothing(self) -> None:
+    def cancel_readahead(self) -> None:
         """What was expected does not come, or may be written before it does."""
-        self._thread.submit(self._forget)
+        self._thread.submit(self._discard_prefetched)
 
-    def _read_ahead(self, chunks: Sequence[Chunk]) -> None:
-        self._forget()
+    def _start_readahead(self, chunks: Sequence[IoChunk]) -> None:
+        self._discard_prefetched()
         for turn, chunk in enumerate(chunks):
-            self._ahead.append((chunk, chunk.begin_read(self._swap, self._ring[turn])))
+            self._prefetched.append((chunk, chunk.begin_read(self._swap, self._ring[turn])))
 
-    def _forget(self) -> None:
-        ahead, self._ahead = self._ahead, []
-        for _, ticket in ahead:
-            ticket.settle()
+    def _discard_prefetched(self) -> None:
+        prefetched, self._prefetched = self._prefetched, []
+        for _, future in prefetched:
+            future.wait_ignoring_errors()
 
-    def _expected(self, chunks: Sequence[Chunk]) -> dict[int, Ticket]:
+    def _pop_prefetched(self, chunks: Sequence[IoChunk]) -> dict[int, IoFuture]:
         """Reads under way of the first of ``chunks``, if these are what was expected."""
-        same = all(a.reads == b.reads for (a, _), b in zip(self._ahead, chunks, strict=False))
-        if not same or len(chunks) < len(self._ahead):
-            self._forget()
-        ahead, self._ahead = self._ahead, []
-        return {turn: ticket for turn, (_, ticket) in enumerate(ahead)}
+        same = all(a.reads == b.reads for (a, _), b in zip(self._prefetched, chunks, strict=False))
+        if not same or len(chunks) < len(self._prefetched):
+            self._discard_prefetched()
+        prefetched, self._prefetched = self._prefetched, []
+        return {turn: future for turn, (_, future) in enumerate(prefetched)}
 
     @torch.no_grad()
-    def _pump(self, chunks: Sequence[Chunk], work: Work) -> None:
+    def _run_chunks(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn) -> None:
         swap, ring, depth = self._swap, self._ring, len(self._ring)
-        begun, moved = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
-        self.waited = 0.0
-        reads = self._expected(chunks)
-        writes = [Ticket() for _ in range(depth)]
+        start_time, start_bytes = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
+        self.io_wait_seconds = 0.0
+        reads = self._pop_prefetched(chunks)
+        writes = [IoFuture() for _ in range(depth)]
 
-        def begin(turn: int) -> None:
+        def start_read(turn: int) -> None:
             if turn < len(chunks) and turn not in reads:
-                self._wait(writes[turn % depth])
+                self._timed_wait(writes[turn % depth])
                 reads[turn] = chunks[turn].begin_read(swap, ring[turn])
 
         try:
             for turn in range(depth - 1):
-                begin(turn)
+                start_read(turn)
             for turn, chunk in enumerate(chunks):
-                self._wait(reads.pop(turn))
-                work(chunk, ring[turn])
+                self._timed_wait(reads.pop(turn))
+                chunk_fn(chunk, ring[turn])
                 writes[turn % depth] = chunk.begin_write(swap, ring[turn])
-                begin(turn + depth - 1)
-            for ticket in writes:
-                self._wait(ticket)
+                start_read(turn + depth - 1)
+            for future in writes:
+                self._timed_wait(future)
         finally:
-            for ticket in [*reads.values(), *writes]:
-                ticket.settle()
-        self._report(time.perf_counter() - begun, swap.reads.nbytes + swap.writes.nbytes - moved)
+            for future in [*reads.values(), *writes]:
+                future.wait_ignoring_errors()
+        self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _timed_wait(self, future: IoFuture) -> None:
         start = time.perf_counter()
-        ticket.wait()
-        self.waited += time.perf_counter() - start
+        future.wait()
+        self.io_wait_seconds += time.perf_counter() - start
 
-    def _report(self, seconds: float, nbytes: int) -> None:
+    def _warn_if_slow(self, seconds: float, nbytes: int) -> None:
         """Say once that the disk is what a step waits for, if it is a slow one."""
-        if self._told or nbytes < (64 << 20) or self.waited < 0.5 * seconds or nbytes / seconds > _SLOW:
+        if self._warned or nbytes < (64 << 20) or self.io_wait_seconds < 0.5 * seconds or nbytes / seconds > _SLOW_DISK_RATE:
             return
-        self._told = True
+        self._warned = True
         _log.warning(
             "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
             "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
             self._swap.folder,
             nbytes / seconds / 1e6,
             nbytes / 1e6,
-            self.waited,
+            self.io_wait_seconds,
             seconds,
         )

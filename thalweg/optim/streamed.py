@@ -32,19 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.optim.chunks import GRAIN, Chunk, Item, Operand, Piece, batches, cut_chunks
+from thalweg.optim.chunks import ALIGN_ELEMENTS, IoChunk, ParamStep, StepTensor, ParamSlice, split_into_batches, split_into_chunks
 from thalweg.optim.clip import global_grad_norm
-from thalweg.optim.local import like_param, local, local_grad
-from thalweg.optim.norms import ROW, Measured, Rows, full_rows, rows
-from thalweg.optim.stream import Stream
-from thalweg.optim.worker import Job, Worker
-from thalweg.store import Ring, SwapFile
+from thalweg.optim.local import as_dtensor_like, to_local, local_grad
+from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, full_row_norms, compute_row_norms
+from thalweg.optim.stream import IoPipeline
+from thalweg.optim.worker import SliceStep, PiecewiseOptimizer
+from thalweg.store import BufferRing, SwapFile
 from thalweg.store.regions import PAGE, round_up
 from thalweg.utils.dtypes import HALF_DTYPES
 
 
 @dataclass(frozen=True)
-class StreamPolicy:
+class NvmeStepPolicy:
     """``chunk_elements``: elements of parameters that share a buffer, at most (where nothing is swapped, of
     one call); ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are
     widened or copies written."""
@@ -53,7 +53,7 @@ class StreamPolicy:
     batch_elements: int = 1 << 19
 
 
-class StreamedUpdate:
+class NvmeStep:
     """Steps an elementwise ``optimizer`` whose tensors may lie in ``swap``.
 
     ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
@@ -74,28 +74,28 @@ class StreamedUpdate:
         self,
         optimizer: torch.optim.Optimizer,
         swap: SwapFile | None = None,
-        buffers: Ring | None = None,
+        buffers: BufferRing | None = None,
         *,
-        copies: Mapping[Tensor, Tensor] | None = None,
-        policy: StreamPolicy | None = None,
+        compute_copies: Mapping[Tensor, Tensor] | None = None,
+        policy: NvmeStepPolicy | None = None,
         state_in_memory: bool = False,
-        resident: Collection[Tensor] = (),
+        in_memory_params: Collection[Tensor] = (),
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
         self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
-        self._stream = None if swap is None or buffers is None else Stream(swap, buffers)
-        self.copies = dict(copies or {})
-        self.policy = policy or StreamPolicy()
+        self._io_pipeline = None if swap is None or buffers is None else IoPipeline(swap, buffers)
+        self.compute_copies = dict(compute_copies or {})
+        self.policy = policy or NvmeStepPolicy()
         self._state_swap = None if state_in_memory else swap
-        self.resident = frozenset(resident)
-        self._worker = Worker(optimizer)
+        self.in_memory_params = frozenset(in_memory_params)
+        self._piecewise = PiecewiseOptimizer(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.place_state()
+        self.offload_state()
 
     @property
-    def waited(self) -> float:
+    def io_wait_seconds(self) -> float:
         """Seconds of the last step in which the arithmetic waited for the disk."""
-        return 0.0 if self._stream is None else self._stream.waited
+        return 0.0 if self._io_pipeline is None else self._io_pipeline.io_wait_seconds
 
     # The face of an Update
 
@@ -103,201 +103,201 @@ class StreamedUpdate:
         self,
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
-        measured: Mapping[Tensor, Measured] | None = None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
-        known = self._streamed_rows([p for p in params if p.grad is not None and p not in (measured or {})])
+        known = self._read_row_norms([p for p in params if p.grad is not None and p not in (partial_norms or {})])
 
-        def rows_of(piece: Tensor) -> Rows:
-            found = known.get(piece.data_ptr())
-            return rows(piece) if found is None else found
+        def row_norms_fn(piece: Tensor) -> RowNorms:
+            row_norms = known.get(piece.data_ptr())
+            return compute_row_norms(piece) if row_norms is None else row_norms
 
         return float(
-            global_grad_norm(params, replicate_group=replicate_group, rows_of=rows_of, measured=measured)
+            global_grad_norm(params, replicate_group=replicate_group, row_norms_fn=row_norms_fn, partial_norms=partial_norms)
         )
 
     @torch.no_grad()
-    def apply(self, factor: float = 1.0, only: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
         """Scale the gradients by ``factor`` and update every parameter (``only`` of these) that has one."""
         for hook in self.optimizer._optimizer_step_pre_hooks.values():
             hook(self.optimizer, (), {})
-        items = self.items(only)
-        self.carry_out(items, factor)
-        self.show(items)
+        items = self.build_param_steps(subset)
+        self.execute(items, factor)
+        self.publish_state(items)
         for hook in self.optimizer._optimizer_step_post_hooks.values():
             hook(self.optimizer, (), {})
 
     # Its parts, for whoever wants new values elsewhere first (tentative.py)
 
-    def items(self, only: Collection[Tensor] | None) -> list[Item]:
+    def build_param_steps(self, subset: Collection[Tensor] | None) -> list[ParamStep]:
         """What a step over these parameters reads and writes."""
-        return [item for group in self.optimizer.param_groups for item in self._items(group, only)]
+        return [item for group in self.optimizer.param_groups for item in self._build_group_steps(group, subset)]
 
-    def carry_out(self, items: Sequence[Item], factor: float) -> None:
+    def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
         """Read, update and write."""
-        chunks = self._chunks(items)
-        if self._stream is None:
+        chunks = self._split_into_chunks(param_steps)
+        if self._io_pipeline is None:
             for chunk in chunks:
                 self._update(factor, chunk, None)
         else:
-            self._stream.run(chunks, partial(self._update, factor))
+            self._io_pipeline.run(chunks, partial(self._update, factor))
 
-    def expect(self, params: Collection[Tensor]) -> None:
+    def readahead(self, params: Collection[Tensor]) -> None:
         """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the
         hint back, as must be done before anything else may write to them."""
-        if self._stream is not None and not params:
-            self._stream.expect_nothing()
-        if self._stream is None or not params or any(not self.optimizer.state.get(param) for param in params):
+        if self._io_pipeline is not None and not params:
+            self._io_pipeline.cancel_readahead()
+        if self._io_pipeline is None or not params or any(not self.optimizer.state.get(param) for param in params):
             return
         groups = self.optimizer.param_groups
-        items = [item for group in groups for item in self._items(group, params, needs_grad=False)]
-        self._stream.expect(self._chunks(items))
+        items = [item for group in groups for item in self._build_group_steps(group, params, needs_grad=False)]
+        self._io_pipeline.readahead(self._split_into_chunks(items))
 
-    def _chunks(self, items: Sequence[Item]) -> list[Chunk]:
-        buffer_bytes = self.buffers.nbytes if self.buffers is not None else 0
-        return cut_chunks(items, buffer_bytes, max(self.policy.chunk_elements, GRAIN))
+    def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
+        buffer_bytes = self.buffers.buffer_bytes if self.buffers is not None else 0
+        return split_into_chunks(param_steps, buffer_bytes, max(self.policy.chunk_elements, ALIGN_ELEMENTS))
 
-    def show(self, items: Sequence[Item]) -> None:
+    def publish_state(self, param_steps: Sequence[ParamStep]) -> None:
         """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
-        for item in items:
-            self._finish(item)
+        for item in param_steps:
+            self._publish_param_state(item)
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """State of ``param``'s layout in the swap file, of undefined value."""
-        return like_param(self._room(param, local(param), dtype), param)
+        return as_dtensor_like(self._allocate_state(param, to_local(param), dtype), param)
 
     def release(self, tensor: Tensor) -> None:
         """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
-        self._trim(tensor)
+        self._trim_pages(tensor)
 
-    def place_state(self) -> None:
+    def offload_state(self) -> None:
         """Move state that lies in memory to the swap file."""
         if self._state_swap is None:
             return
         for param, state in self.optimizer.state.items():
-            if param in self.resident:
+            if param in self.in_memory_params:
                 continue
-            piece = local(param)
+            piece = to_local(param)
             for key, value in state.items():
-                if not _is_cut(value, piece) or self._state_swap.locate(local(value)) is not None:
+                if not _is_per_element(value, piece) or self._state_swap.locate(to_local(value)) is not None:
                     continue
-                placed = self._room(param, piece, value.dtype)
-                placed.copy_(local(value))
-                state[key] = like_param(placed, param)
-                self._trim(placed)
+                offloaded = self._allocate_state(param, piece, value.dtype)
+                offloaded.copy_(to_local(value))
+                state[key] = as_dtensor_like(offloaded, param)
+                self._trim_pages(offloaded)
 
     # One step
 
-    def _streamed_rows(self, params: Sequence[Tensor]) -> dict[int, Rows]:
+    def _read_row_norms(self, params: Sequence[Tensor]) -> dict[int, RowNorms]:
         """What the norm needs to know of the gradients that lie in the swap file, by their address."""
-        if self._stream is None:
+        if self._io_pipeline is None:
             return {}
         assert self.buffers is not None
         items = []
         for param in params:
-            operand = self._operand(local_grad(param))
-            if operand.offset is not None:
-                items.append(Item({}, param, operand.tensor.numel(), {"grad": operand}, (), {}, False))
-        known: dict[int, Rows] = {}
+            step_tensor = self._make_step_tensor(local_grad(param))
+            if step_tensor.file_offset is not None:
+                items.append(ParamStep({}, param, step_tensor.tensor.numel(), {"grad": step_tensor}, (), {}, False))
+        known: dict[int, RowNorms] = {}
 
-        def collect(chunk: Chunk, buffer: Tensor) -> None:
-            for piece in chunk.pieces:
-                whole = piece.item.operands["grad"].tensor
-                full, rest = known.setdefault(whole.data_ptr(), ([], []))
-                flat = piece.tensor("grad", buffer)
-                cut = flat.numel() // ROW * ROW if whole.numel() >= 2 * ROW else 0
-                if cut:
-                    full += full_rows(flat[:cut])
-                if cut < flat.numel():
-                    left = flat[cut:]
-                    rest.append(left.float() if left.dtype in HALF_DTYPES else left.clone())
+        def collect(chunk: IoChunk, buffer: Tensor) -> None:
+            for piece in chunk.slices:
+                grad = piece.param_step.step_tensors["grad"].tensor
+                full, rest = known.setdefault(grad.data_ptr(), ([], []))
+                flat = piece.get_tensor("grad", buffer)
+                full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH if grad.numel() >= 2 * ROW_LENGTH else 0
+                if full_size:
+                    full += full_row_norms(flat[:full_size])
+                if full_size < flat.numel():
+                    remainder = flat[full_size:]
+                    rest.append(remainder.float() if remainder.dtype in HALF_DTYPES else remainder.clone())
 
-        self._stream.run(cut_chunks(items, self.buffers.nbytes, 1 << 62), collect)
+        self._io_pipeline.run(split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
         return known
 
-    def _update(self, factor: float, chunk: Chunk, buffer: Tensor | None) -> None:
-        if any(self._in_parts(piece.item, factor) for piece in chunk.pieces):
-            for batch in batches(chunk.pieces, max(self.policy.batch_elements, GRAIN)):
+    def _update(self, factor: float, chunk: IoChunk, buffer: Tensor | None) -> None:
+        if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
+            for batch in split_into_batches(chunk.slices, max(self.policy.batch_elements, ALIGN_ELEMENTS)):
                 self._step(batch, buffer, factor)
         else:
-            self._step(chunk.pieces, buffer, factor)
+            self._step(chunk.slices, buffer, factor)
 
     @staticmethod
-    def _in_parts(item: Item, factor: float) -> bool:
+    def _needs_batches(param_step: ParamStep, factor: float) -> bool:
         """Whether anything but the kernel itself passes over the item's elements."""
-        operands = item.operands
-        widened = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
-        return factor != 1.0 or widened or "copy" in operands
+        operands = param_step.step_tensors
+        is_upcast = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
+        return factor != 1.0 or is_upcast or "copy" in operands
 
-    def _step(self, pieces: Sequence[Piece], buffer: Tensor | None, factor: float) -> None:
+    def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor | None, factor: float) -> None:
         jobs, used = [], 0
         for piece in pieces:
-            item = piece.item
-            master, grad = piece.tensor("master", buffer), piece.tensor("grad", buffer)
+            item = piece.param_step
+            master, grad = piece.get_tensor("master", buffer), piece.get_tensor("grad", buffer)
             if factor != 1.0:
                 grad.mul_(factor)
             if grad.dtype != master.dtype:
-                wide = self._scratch_of(master.dtype, used, grad.numel())
+                wide = self._get_scratch(master.dtype, used, grad.numel())
                 used += grad.numel()
                 grad = wide.copy_(grad)
             state: dict[str, Any] = {}
-            if not item.fresh:
-                state = {key: _own(value) for key, value in item.scalars.items()}
-                state |= {key: piece.tensor(key, buffer) for key in item.keys}
-            jobs.append(Job(item.group, master, grad, state))
-        self._worker.step(jobs)
+            if not item.is_new_state:
+                state = {key: _clone_if_tensor(value) for key, value in item.scalar_state.items()}
+                state |= {key: piece.get_tensor(key, buffer) for key in item.state_keys}
+            jobs.append(SliceStep(item.group, master, grad, state))
+        self._piecewise.step(jobs)
         for piece, job in zip(pieces, jobs, strict=True):
-            item = piece.item
+            item = piece.param_step
             for key, value in job.state.items():
-                if key not in item.keys:
-                    item.new_scalars[key] = value
-                elif item.fresh:
-                    piece.tensor(key, buffer).copy_(value)
-            if "copy" in item.operands:
-                piece.tensor("copy", buffer).copy_(job.master)
+                if key not in item.state_keys:
+                    item.new_scalar_state[key] = value
+                elif item.is_new_state:
+                    piece.get_tensor(key, buffer).copy_(value)
+            if "copy" in item.step_tensors:
+                piece.get_tensor("copy", buffer).copy_(job.master)
 
-    def _scratch_of(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
+    def _get_scratch(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
         have = self._scratch.get(dtype)
         if have is None or have.numel() < start + count:
-            need = max(start + count, self.policy.batch_elements + GRAIN)
+            need = max(start + count, self.policy.batch_elements + ALIGN_ELEMENTS)
             have = self._scratch[dtype] = torch.empty(need, dtype=dtype)
         return have[start : start + count]
 
     # Items: what a step works on
 
-    def _items(
-        self, group: dict[str, Any], only: Collection[Tensor] | None, needs_grad: bool = True
-    ) -> list[Item]:
+    def _build_group_steps(
+        self, group: dict[str, Any], subset: Collection[Tensor] | None, needs_grad: bool = True
+    ) -> list[ParamStep]:
         schemas: dict[torch.dtype, dict[str, torch.dtype | None]] = {}
-        found = []
+        param_steps = []
         for param in group["params"]:
-            if (needs_grad and param.grad is None) or (only is not None and param not in only):
+            if (needs_grad and param.grad is None) or (subset is not None and param not in subset):
                 continue
-            master = local(param).detach()
+            master = to_local(param).detach()
             state = self.optimizer.state.get(param, {})
-            fresh = not state
-            if (fresh or master.ndim == 0) and master.dtype not in schemas:
-                schemas[master.dtype] = self._worker.schema(group, master.dtype)
-            if fresh:
+            is_new_state = not state
+            if (is_new_state or master.ndim == 0) and master.dtype not in schemas:
+                schemas[master.dtype] = self._piecewise.state_schema(group, master.dtype)
+            if is_new_state:
                 kinds = schemas[master.dtype].items()
-                cut = {k: self._room(param, master, d) for k, d in kinds if d is not None}
+                state_tensors = {k: self._allocate_state(param, master, d) for k, d in kinds if d is not None}
                 scalars = {key: None for key, dtype in schemas[master.dtype].items() if dtype is None}
             else:
                 # A 0-dim parameter's moment looks like a counter: what a first step makes tells them apart.
                 known = schemas[master.dtype] if master.ndim == 0 else {}
-                cut = {k: local(v) for k, v in state.items() if _is_cut(v, master) or known.get(k)}
-                scalars = {k: v for k, v in state.items() if k not in cut}
+                state_tensors = {k: to_local(v) for k, v in state.items() if _is_per_element(v, master) or known.get(k)}
+                scalars = {k: v for k, v in state.items() if k not in state_tensors}
             operands = {
-                "master": self._operand(master, write=True),
-                **({} if param.grad is None else {"grad": self._operand(local_grad(param))}),
-                **{key: self._operand(value, read=not fresh, write=True) for key, value in cut.items()},
+                "master": self._make_step_tensor(master, write=True),
+                **({} if param.grad is None else {"grad": self._make_step_tensor(local_grad(param))}),
+                **{key: self._make_step_tensor(value, read=not is_new_state, write=True) for key, value in state_tensors.items()},
             }
-            if param in self.copies:
-                operands["copy"] = self._operand(self.copies[param], read=False, write=True)
-            found.append(Item(group, param, master.numel(), operands, tuple(cut), scalars, fresh))
-        return found
+            if param in self.compute_copies:
+                operands["copy"] = self._make_step_tensor(self.compute_copies[param], read=False, write=True)
+            param_steps.append(ParamStep(group, param, master.numel(), operands, tuple(state_tensors), scalars, is_new_state))
+        return param_steps
 
-    def _operand(self, tensor: Tensor, read: bool = True, write: bool = False) -> Operand:
+    def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> StepTensor:
         offset = self.swap.locate(tensor) if self.swap is not None else None
         if offset is not None and offset % PAGE:
             offset = None
@@ -306,58 +306,58 @@ class StreamedUpdate:
                 f"a tensor of shape {list(tensor.shape)} is not contiguous and cannot be streamed: call "
                 ".contiguous() on the parameter before the engine is made"
             )
-        return Operand(tensor.view(-1), offset, read, write)
+        return StepTensor(tensor.view(-1), offset, read, write)
 
-    def _room(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    def _allocate_state(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory or swap of the shape of ``param``'s ``piece``, of undefined value."""
-        swap = None if param in self.resident else self._state_swap
+        swap = None if param in self.in_memory_params else self._state_swap
         if swap is None or piece.numel() == 0:
             return torch.empty_like(piece, dtype=dtype)
-        return swap.view(swap.region(piece.numel() * dtype.itemsize), piece.shape, dtype)
+        return swap.view(swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
 
-    def _finish(self, item: Item) -> None:
-        state, piece = self.optimizer.state[item.param], local(item.param)
-        if item.fresh:
-            views = {k: item.operands[k].tensor.view(piece.shape) for k in item.keys}
-            shown = {k: like_param(v, item.param) for k, v in views.items()}
-            state.update({k: shown.get(k, item.new_scalars.get(k)) for k in [*item.scalars, *item.keys]})
+    def _publish_param_state(self, param_step: ParamStep) -> None:
+        state, piece = self.optimizer.state[param_step.param], to_local(param_step.param)
+        if param_step.is_new_state:
+            views = {k: param_step.step_tensors[k].tensor.view(piece.shape) for k in param_step.state_keys}
+            shown = {k: as_dtensor_like(v, param_step.param) for k, v in views.items()}
+            state.update({k: shown.get(k, param_step.new_scalar_state.get(k)) for k in [*param_step.scalar_state, *param_step.state_keys]})
             return
-        for key, value in item.new_scalars.items():
+        for key, value in param_step.new_scalar_state.items():
             old = state[key]
             if isinstance(old, Tensor) and isinstance(value, Tensor):
                 old.copy_(value)
             else:
                 state[key] = value
 
-    def _trim(self, tensor: Tensor) -> None:
+    def _trim_pages(self, tensor: Tensor) -> None:
         offset = self.swap.locate(tensor) if self.swap is not None else None
         if self.swap is not None and offset is not None:
             self.swap.trim(offset, tensor.nbytes)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer, resident: Collection[Tensor] = ()) -> int:
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:
     """Bytes of swap file that the state of an elementwise ``optimizer`` takes, in pages; that of ``resident``
     parameters is elsewhere."""
-    worker, total = Worker(optimizer), 0
+    worker, total = PiecewiseOptimizer(optimizer), 0
     for group in optimizer.param_groups:
         schemas: dict[torch.dtype, list[torch.dtype]] = {}
         for param in group["params"]:
-            if not param.requires_grad or param in resident:
+            if not param.requires_grad or param in in_memory_params:
                 continue
             if param.dtype not in schemas:
-                found = worker.schema(group, param.dtype).values()
-                schemas[param.dtype] = [dtype for dtype in found if dtype is not None]
-            count = local(param).numel()
+                state_dtypes = worker.state_schema(group, param.dtype).values()
+                schemas[param.dtype] = [dtype for dtype in state_dtypes if dtype is not None]
+            count = to_local(param).numel()
             total += sum(round_up(count * dtype.itemsize) for dtype in schemas[param.dtype])
     return total
 
 
-def _is_cut(value: Any, piece: Tensor) -> bool:
+def _is_per_element(value: Any, piece: Tensor) -> bool:
     """Whether a state entry has an element for each of the parameter's."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return False
-    return local(value).shape == piece.shape
+    return to_local(value).shape == piece.shape
 
 
-def _own(value: Any) -> Any:
+def _clone_if_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

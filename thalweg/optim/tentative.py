@@ -22,29 +22,29 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from thalweg.optim.chunks import Item
-from thalweg.optim.local import local
-from thalweg.optim.streamed import StreamedUpdate, state_bytes
+from thalweg.optim.chunks import ParamStep
+from thalweg.optim.local import to_local
+from thalweg.optim.streamed import NvmeStep, optimizer_state_bytes
 from thalweg.store import SwapFile
 from thalweg.store.regions import PAGE, round_up
 
 
-class Tentative:
+class DoubleBufferedStep:
     """Steps parameters of ``update``, all of whose tensors lie in ``swap``, until :meth:`commit` or
     :meth:`discard`.  One step at a time; not from two threads at once."""
 
-    def __init__(self, update: StreamedUpdate, swap: SwapFile) -> None:
-        self._update, self._swap = update, swap
-        self._twins: dict[int, int] = {}
-        self._open: list[Item] = []
+    def __init__(self, nvme_step: NvmeStep, swap: SwapFile) -> None:
+        self._nvme_step, self._swap = nvme_step, swap
+        self._shadow_offsets: dict[int, int] = {}
+        self._uncommitted: list[ParamStep] = []
 
-    def takes(self, param: Tensor) -> bool:
+    def can_step(self, param: Tensor) -> bool:
         """Whether all that an update of ``param`` writes lies in the swap file."""
-        copy = self._update.copies.get(param)
+        copy = self._nvme_step.compute_copies.get(param)
         return (
             param.ndim > 0
-            and param not in self._update.resident
-            and all(self._is_paged(tensor) for tensor in (local(param), copy) if tensor is not None)
+            and param not in self._nvme_step.in_memory_params
+            and all(self._is_page_aligned(tensor) for tensor in (to_local(param), copy) if tensor is not None)
         )
 
     @torch.no_grad()
@@ -54,17 +54,17 @@ class Tentative:
         Raises:
             SwapError: a transfer failed; nothing that was there before has changed.
         """
-        items = self._update.items(params)
-        self._open += items
-        self._find_twins(items)
-        self._update.carry_out(items, 1.0)
+        items = self._nvme_step.build_param_steps(params)
+        self._uncommitted += items
+        self._assign_shadows(items)
+        self._nvme_step.execute(items, 1.0)
         for item in items:  # what is open lives as long as the step; gradients must not
-            del item.operands["grad"]
+            del item.step_tensors["grad"]
 
-    def expect(self, params: Collection[Tensor]) -> None:
+    def readahead(self, params: Collection[Tensor]) -> None:
         """A hint that ``params`` come next."""
-        if all(map(self.takes, params)):
-            self._update.expect(params)
+        if all(map(self.can_step, params)):
+            self._nvme_step.readahead(params)
 
     def commit(self) -> None:
         """Let all new values appear in their tensors.
@@ -72,63 +72,63 @@ class Tentative:
         Raises:
             OSError: the system could not map the file anew; the step is then in part taken.
         """
-        items, self._open = self._open, []
+        items, self._uncommitted = self._uncommitted, []
         ranges = sorted(
-            (operand.offset, operand.twin, operand.room)
+            (operand.file_offset, operand.shadow_offset, operand.padded_bytes)
             for item in items
-            for operand in item.operands.values()
-            if operand.offset is not None and operand.twin is not None
+            for operand in item.step_tensors.values()
+            if operand.file_offset is not None and operand.shadow_offset is not None
         )
-        for first, second, nbytes in _joined(ranges):
-            self._swap.exchange(first, second, nbytes)
-        self._update.show(items)
+        for first, second, nbytes in _merge_adjacent(ranges):
+            self._swap.swap_ranges(first, second, nbytes)
+        self._nvme_step.publish_state(items)
 
     def discard(self) -> None:
         """Forget the new values, and what was expected."""
-        self._update.expect(())
-        items, self._open = self._open, []
+        self._nvme_step.readahead(())
+        items, self._uncommitted = self._uncommitted, []
         for item in items:
-            for key in item.keys if item.fresh else ():
-                if (offset := item.operands[key].offset) is not None:
+            for key in item.state_keys if item.is_new_state else ():
+                if (offset := item.step_tensors[key].file_offset) is not None:
                     self._swap.free(offset)
 
-    def _find_twins(self, items: list[Item]) -> None:
-        kept = [
+    def _assign_shadows(self, items: list[ParamStep]) -> None:
+        written = [
             operand
             for item in items
-            for name, operand in item.operands.items()
-            if operand.write and operand.offset is not None and not (item.fresh and name in item.keys)
+            for name, operand in item.step_tensors.items()
+            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
         ]
         # In the order of the file, so that what is written at once has its twins side by side.
-        for operand in sorted(kept, key=lambda operand: operand.offset or 0):
-            assert operand.offset is not None
-            if operand.offset not in self._twins:
-                self._twins[operand.offset] = self._swap.region(operand.room)
-            operand.twin = self._twins[operand.offset]
+        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
+            assert operand.file_offset is not None
+            if operand.file_offset not in self._shadow_offsets:
+                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
+            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
 
-    def _is_paged(self, tensor: Tensor) -> bool:
+    def _is_page_aligned(self, tensor: Tensor) -> bool:
         if not tensor.numel():
             return True
         offset = self._swap.locate(tensor)
         return offset is not None and offset % PAGE == 0
 
 
-def tentative_bytes(optimizer: torch.optim.Optimizer, swap: SwapFile, copies: Mapping[Tensor, Tensor]) -> int:
+def double_buffer_bytes(optimizer: torch.optim.Optimizer, swap: SwapFile, compute_copies: Mapping[Tensor, Tensor]) -> int:
     """Bytes of swap file for the second places of all that an elementwise ``optimizer`` writes."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    paged = [p for p in params if swap.locate(local(p)) is not None]
-    written = [local(p) for p in paged] + [copies[p] for p in paged if p in copies]
-    return state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
+    on_disk = [p for p in params if swap.locate(to_local(p)) is not None]
+    written = [to_local(p) for p in on_disk] + [compute_copies[p] for p in on_disk if p in compute_copies]
+    return optimizer_state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
 
 
-def _joined(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _merge_adjacent(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """(first, second, bytes) of ranges that follow one another in both places, made one."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for first, second, nbytes in ranges:
-        if found:
-            one, other, size = found[-1]
-            if one + size == first and other + size == second:
-                found[-1] = one, other, size + nbytes
+        if merged:
+            last_first, last_second, size = merged[-1]
+            if last_first + size == first and last_second + size == second:
+                merged[-1] = last_first, last_second, size + nbytes
                 continue
-        found.append((first, second, nbytes))
-    return found
+        merged.append((first, second, nbytes))
+    return merged

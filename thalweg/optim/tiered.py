@@ -20,34 +20,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.verdict import all_or_none
+from thalweg.comm.verdict import all_ranks_or_raise
 from thalweg.config import Config
-from thalweg.optim.delayed import DelayedAdam
-from thalweg.optim.leaving import Leaving
-from thalweg.optim.local import local
-from thalweg.optim.managed import ManagedOptimizer, UpdateHooks
-from thalweg.optim.mapped import MappedUpdate
+from thalweg.optim.delayed import ZenFlowAdam
+from thalweg.optim.leaving import StepInBackward
+from thalweg.optim.local import to_local
+from thalweg.optim.managed import EngineOptimizer, ShardedModelHooks
+from thalweg.optim.mapped import MmapStep
 from thalweg.optim.scaler import LossScaler
-from thalweg.optim.spill import GradSpill, spill_bytes
-from thalweg.optim.streamed import StreamedUpdate, state_bytes
-from thalweg.optim.tentative import Tentative, tentative_bytes
-from thalweg.optim.update import PlainUpdate, Update
-from thalweg.optim.window import Window
+from thalweg.optim.spill import GradOffload, grad_offload_bytes
+from thalweg.optim.streamed import NvmeStep, optimizer_state_bytes
+from thalweg.optim.tentative import DoubleBufferedStep, double_buffer_bytes
+from thalweg.optim.update import InMemoryStep, StepStrategy
+from thalweg.optim.window import AccumulationWindow
 from thalweg.optim.worker import is_elementwise
-from thalweg.store import Ring, SwapFile
+from thalweg.store import BufferRing, SwapFile
 from thalweg.store.regions import round_up
 from thalweg.utils.log import get_logger
-from thalweg.zero.offload import CAPACITY_TO_COME
-from thalweg.zero.shard import Sharded
+from thalweg.zero.offload import OPTIMIZER_CAPACITY_BYTES
+from thalweg.zero.shard import ShardedModel
 
 _log = get_logger("optim")
 # Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
 _BUFFER_BYTES = 32 << 20
-_LEAST_BUFFER = 1 << 20
+_MIN_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class StateTier:
+class OptimizerOffloadPolicy:
     """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
     that is the state of at least ``ratio`` of the elements.
 
@@ -57,94 +57,94 @@ class StateTier:
 
     device: Literal["none", "cpu", "nvme"] = "none"
     folder: str = ""
-    buffers: int = 4
+    num_buffers: int = 4
     buffer_elements: int = 100_000_000
     pin: bool = True
     ratio: float = 1.0
-    early: bool = False
+    step_in_backward: bool = False
     in_place: bool = False
 
     @property
-    def ring(self) -> tuple[int, int]:
+    def buffer_ring_args(self) -> tuple[int, int]:
         """Buffers, and bytes of each."""
         size = min(_BUFFER_BYTES, max(1, self.buffer_elements) * 4)
-        return max(2, self.buffers), max(size, _LEAST_BUFFER)
+        return max(2, self.num_buffers), max(size, _MIN_BUFFER_BYTES)
 
 
-def manage(
+def build_engine_optimizer(
     inner: torch.optim.Optimizer,
-    sharded: Sharded,
+    sharded: ShardedModel,
     config: Config,
-    window: Window,
+    window: AccumulationWindow,
     scaler: LossScaler,
     replicate_group: dist.ProcessGroup | None,
-) -> ManagedOptimizer:
+) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
-    tier = state_tier(config, on_cpu=sharded.device.type == "cpu")
-    build = partial(
-        build_update,
+    policy = offload_policy_from_config(config, on_cpu=sharded.device.type == "cpu")
+    build_strategy = partial(
+        build_step_strategy,
         inner,
-        tier,
+        policy,
         window,
         swap=sharded.swap,
-        copies=sharded.copies(),
-        changed=sharded.changed,
+        copies=sharded.get_compute_copies(),
+        changed=sharded.mark_params_updated,
         group=replicate_group,
     )
-    ranks = replicate_group if tier.device == "nvme" else None
-    update, swap = all_or_none(build, "a swap file for its optimiser state", ranks)
+    ranks = replicate_group if policy.device == "nvme" else None
+    strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
     if swap is not None:
-        sharded.on_close(swap.close)
-    leaving = update if isinstance(update, Leaving) else None
+        sharded.add_close_callback(swap.close)
+    step_in_backward = strategy if isinstance(strategy, StepInBackward) else None
 
     def drop_gradients() -> None:
-        if leaving is not None:
-            leaving.drop()
-        sharded.drop_gradients()
+        if step_in_backward is not None:
+            step_in_backward.discard()
+        sharded.clear_unreduced_grads()
 
-    managed = ManagedOptimizer(
+    engine_optimizer = EngineOptimizer(
         inner,
-        UpdateHooks(sharded.finish_window, sharded.set_loss_scale, drop_gradients),
+        ShardedModelHooks(sharded.finalize_grads, sharded.set_loss_scale, drop_gradients),
         window,
         scaler,
         max_norm=config.gradient_clipping,
         replicate_group=replicate_group,
-        update=update,
+        strategy=strategy,
     )
-    if leaving is not None:
-        sharded.on_reduced(leaving.reducing, leaving.reduced)
-        managed.after_step(leaving.close_step)
-    managed.after_step(sharded.changed)
-    return managed
+    if step_in_backward is not None:
+        sharded.add_reduction_callbacks(step_in_backward.before_reduce, step_in_backward.after_reduce)
+        engine_optimizer.add_step_callback(step_in_backward.end_step)
+    engine_optimizer.add_step_callback(sharded.mark_params_updated)
+    return engine_optimizer
 
 
-def state_tier(config: Config, *, on_cpu: bool) -> StateTier:
+def offload_policy_from_config(config: Config, *, on_cpu: bool) -> OptimizerOffloadPolicy:
     """The tier that a config asks for, of ranks that compute on the CPU or not."""
     section = config.zero_optimization.offload_optimizer
     # Gradients on their way from a GPU arrive when the backward pass is over.
-    waits = config.gradient_clipping > 0 or not on_cpu
-    return StateTier(
+    must_wait = config.gradient_clipping > 0 or not on_cpu
+    return OptimizerOffloadPolicy(
         device=section.device,
         folder=section.nvme_path or "",
-        buffers=section.buffer_count,
+        num_buffers=section.buffer_count,
         buffer_elements=section.buffer_size,
         pin=section.pin_memory,
         ratio=section.ratio,
-        early=not waits,
-        in_place=not waits and not config.fp16.enabled,
+        step_in_backward=not must_wait,
+        in_place=not must_wait and not config.fp16.enabled,
     )
 
 
-def build_update(
+def build_step_strategy(
     optimizer: torch.optim.Optimizer,
-    tier: StateTier,
-    window: Window,
+    policy: OptimizerOffloadPolicy,
+    window: AccumulationWindow,
     *,
     swap: SwapFile | None = None,
     copies: Mapping[Tensor, Tensor] | None = None,
     changed: Callable[[list[str]], None] = lambda units: None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Update, SwapFile | None]:
+) -> tuple[StepStrategy, SwapFile | None]:
     """The update, and the swap file if one was made here.
 
     ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.streamed.StreamedUpdate`;
@@ -153,60 +153,60 @@ def build_update(
     Raises:
         ValueError: the swap file's folder or disk does not do.
     """
-    elementwise, made = is_elementwise(optimizer), None
-    on_disk = tier.device == "nvme"
-    resident = _resident(optimizer, tier.ratio) if on_disk else frozenset()
+    elementwise, new_swap = is_elementwise(optimizer), None
+    on_disk = policy.device == "nvme"
+    in_memory_params = _params_with_state_in_memory(optimizer, policy.ratio) if on_disk else frozenset()
     if on_disk:
-        size = state_bytes if elementwise else _bound
-        needed = size(optimizer, resident) + spill_bytes(optimizer)
+        size = optimizer_state_bytes if elementwise else _max_state_bytes
+        needed = size(optimizer, in_memory_params) + grad_offload_bytes(optimizer)
         if swap is None:
-            swap = made = SwapFile(tier.folder, needed, capacity=needed + CAPACITY_TO_COME)
+            swap = new_swap = SwapFile(policy.folder, needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
         else:
             swap.extend(needed)
     if swap is None:
-        update: Update = PlainUpdate(optimizer)
+        strategy: StepStrategy = InMemoryStep(optimizer)
     elif elementwise:
-        ring, keeps = Ring(*tier.ring, pin=tier.pin), not on_disk
-        update = StreamedUpdate(
-            optimizer, swap, ring, copies=copies, state_in_memory=keeps, resident=resident
+        ring, state_in_memory = BufferRing(*policy.buffer_ring_args, pin=policy.pin), not on_disk
+        strategy = NvmeStep(
+            optimizer, swap, ring, compute_copies=copies, state_in_memory=state_in_memory, in_memory_params=in_memory_params
         )
     else:
-        update = MappedUpdate(
+        strategy = MmapStep(
             optimizer,
             swap,
-            copies=dict(copies or {}),
+            compute_copies=dict(copies or {}),
             state_in_memory=not on_disk,
-            resident=resident,
-            at_once=isinstance(optimizer, DelayedAdam),
+            in_memory_params=in_memory_params,
+            step_together=isinstance(optimizer, ZenFlowAdam),
         )
-    early = tier.device == "cpu" and tier.in_place and elementwise
-    spill = GradSpill(swap) if on_disk and swap is not None else None
-    tentative = None
-    if on_disk and tier.early and isinstance(update, StreamedUpdate):
-        tentative = _tentative(update, optimizer)
-    if early or spill is not None:
-        update = Leaving(
-            update,
+    in_place = policy.device == "cpu" and policy.in_place and elementwise
+    grad_offload = GradOffload(swap) if on_disk and swap is not None else None
+    double_buffered = None
+    if on_disk and policy.step_in_backward and isinstance(strategy, NvmeStep):
+        double_buffered = _make_double_buffered_step(strategy, optimizer)
+    if in_place or grad_offload is not None:
+        strategy = StepInBackward(
+            strategy,
             optimizer,
             window,
             changed,
-            early=early,
-            tentative=tentative,
-            spill=spill,
-            background=swap is not None and (early or tentative is not None),
+            in_place=in_place,
+            double_buffered=double_buffered,
+            grad_offload=grad_offload,
+            use_thread=swap is not None and (in_place or double_buffered is not None),
             group=group,
         )
-    return update, made
+    return strategy, new_swap
 
 
-def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tentative | None:
+def _make_double_buffered_step(nvme_step: NvmeStep, optimizer: torch.optim.Optimizer) -> DoubleBufferedStep | None:
     """Second places for what an update writes; None where there is nothing to gain, or no room."""
-    swap = update.swap
+    swap = nvme_step.swap
     assert swap is not None
-    tentative = Tentative(update, swap)
-    if not any(map(tentative.takes, _trained(optimizer))) or not swap.can_exchange():
+    double_buffered = DoubleBufferedStep(nvme_step, swap)
+    if not any(map(double_buffered.can_step, _trainable_params(optimizer))) or not swap.can_swap_ranges():
         return None
-    needed = tentative_bytes(optimizer, swap, update.copies)
+    needed = double_buffer_bytes(optimizer, swap, nvme_step.compute_copies)
     # As much is left for others (checkpoints) as is taken.
     if not swap.extend_if_free(needed, 2 * needed):
         _log.info(
@@ -216,17 +216,17 @@ def _tentative(update: StreamedUpdate, optimizer: torch.optim.Optimizer) -> Tent
             swap.folder,
         )
         return None
-    return tentative
+    return double_buffered
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _resident(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:
+def _params_with_state_in_memory(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:
     """The parameters whose state stays in memory: the first of the model that ``1 - ratio`` of the elements
     have room for, as the backward pass comes to them last and their transfers would be waited for."""
-    params = _trained(optimizer)
+    params = _trainable_params(optimizer)
     budget = (1.0 - ratio) * sum(p.numel() for p in params)
     chosen: set[Tensor] = set()
     for param in params:
@@ -236,7 +236,7 @@ def _resident(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tenso
     return frozenset(chosen)
 
 
-def _bound(optimizer: torch.optim.Optimizer, resident: Collection[Tensor]) -> int:
+def _max_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor]) -> int:
     """Bytes for state of an optimiser that is not elementwise: two fp32 tensors like each parameter."""
-    params = [p for p in _trained(optimizer) if p not in resident]
-    return sum(2 * round_up(local(p).numel() * max(4, p.dtype.itemsize)) for p in params)
+    params = [p for p in _trainable_params(optimizer) if p not in in_memory_params]
+    return sum(2 * round_up(to_local(p).numel() * max(4, p.dtype.itemsize)) for p in params)

@@ -18,23 +18,23 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.clip import global_grad_norm
-from thalweg.optim.local import local
-from thalweg.optim.norms import Measured
+from thalweg.optim.local import to_local
+from thalweg.optim.norms import PartialNorm
 
 
-class Update(Protocol):
+class StepStrategy(Protocol):
     """One optimiser's way to step."""
 
     def grad_norm(
         self,
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
-        measured: Mapping[Tensor, Measured] | None = None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm of the gradients of ``params``, of which some may be ``measured``; collective."""
         ...
 
-    def apply(self, factor: float, only: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
         """Multiply the gradients (``only`` of these parameters) by ``factor`` and step."""
         ...
 
@@ -42,7 +42,7 @@ class Update(Protocol):
         """Uninitialised state of ``param``'s layout, where this update wants it (used to load into)."""
         ...
 
-    def place_state(self) -> None:
+    def offload_state(self) -> None:
         """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
         ...
 
@@ -51,7 +51,7 @@ class Update(Protocol):
         ...
 
 
-class PlainUpdate:
+class InMemoryStep:
     """Everything is in memory: scale, then step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,23 +61,23 @@ class PlainUpdate:
         self,
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
-        measured: Mapping[Tensor, Measured] | None = None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm; collective."""
-        return float(global_grad_norm(params, replicate_group=replicate_group, measured=measured))
+        return float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
 
-    def apply(self, factor: float, only: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
         """Scale the gradients in place and step."""
-        with seen_alone(self.optimizer, only):
+        with restrict_params(self.optimizer, subset):
             if factor != 1.0:
-                scale_gradients(self.optimizer, factor)
+                scale_grads(self.optimizer, factor)
             self.optimizer.step()
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Memory of the parameter's layout."""
         return torch.empty_like(param.detach(), dtype=dtype)
 
-    def place_state(self) -> None:
+    def offload_state(self) -> None:
         """Nothing to do."""
 
     def release(self, tensor: Tensor) -> None:
@@ -85,23 +85,23 @@ class PlainUpdate:
 
 
 @contextmanager
-def seen_alone(optimizer: torch.optim.Optimizer, only: Collection[Tensor] | None) -> Iterator[None]:
+def restrict_params(optimizer: torch.optim.Optimizer, subset: Collection[Tensor] | None) -> Iterator[None]:
     """Let the optimizer see ``only`` these parameters (None: all) for a while."""
-    if only is None:
+    if subset is None:
         yield
         return
     groups = optimizer.param_groups
-    parts = [{**group, "params": [p for p in group["params"] if p in only]} for group in groups]
-    optimizer.param_groups = [part for part in parts if part["params"]]
+    restricted = [{**group, "params": [p for p in group["params"] if p in subset]} for group in groups]
+    optimizer.param_groups = [restricted_group for restricted_group in restricted if restricted_group["params"]]
     try:
         yield
     finally:
         optimizer.param_groups = groups
 
 
-def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def scale_grads(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Multiply all gradients by ``factor``, in place."""
     params = (p for group in optimizer.param_groups for p in group["params"])
-    pieces = [local(p.grad) for p in params if p.grad is not None]
+    pieces = [to_local(p.grad) for p in params if p.grad is not None]
     if pieces:
         foreach.mul_(pieces, factor)

@@ -14,39 +14,39 @@ from contextlib import contextmanager
 from torch import Tensor
 
 
-class Window:
+class AccumulationWindow:
     """Counts micro-batches; ``size`` is ``gradient_accumulation_steps``."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, num_micro_batches: int) -> None:
+        self.num_micro_batches = num_micro_batches
         self.micro_steps = 0
         # Micro-batches of the window closed last; a loop that never counts them is taken to fill it.
-        self.last_size = size
-        self._seen = 0
-        self._open = False
-        self._scaled = False
-        self._forced: bool | None = None
+        self.last_num_micro_batches = num_micro_batches
+        self._num_ended = 0
+        self._backward_started = False
+        self._loss_divided = False
+        self._is_last_override: bool | None = None
         # True while the engine itself runs a backward pass, whose loss it has scaled.
         self.in_backward = False
         # Whether that pass keeps its graph, so that another may follow on it.
-        self.retained = False
+        self.retain_graph = False
         # The loss of that pass as it came from the model, on this rank.
         self.loss: Tensor | None = None
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
-        self.at_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         # What the gradient of a window that ends must be multiplied by, where only its end tells; collective.
-        self.factor_at_end: Callable[[], float] | None = None
+        self.final_factor_fn: Callable[[], float] | None = None
 
-    def between_passes(self, call: Callable[[], None]) -> None:
+    def add_pass_callback(self, callback: Callable[[], None]) -> None:
         """Call ``call`` before and after each of the engine's backward passes, and after each update."""
-        for calls in (self.before_backward, self.after_backward, self.at_close):
-            calls.append(call)
+        for callbacks in (self.before_backward, self.after_backward, self.on_close):
+            callbacks.append(callback)
 
     @property
     def is_last(self) -> bool:
         """Whether the micro-batch at hand is expected to be the window's last."""
-        return self._seen + 1 >= self.size if self._forced is None else self._forced
+        return self._num_ended + 1 >= self.num_micro_batches if self._is_last_override is None else self._is_last_override
 
     @property
     def mean_factor(self) -> float:
@@ -55,45 +55,45 @@ class Window:
         Losses were divided by ``size`` in the backward pass, when the number that would
         come was not known yet.
         """
-        seen = self._num_seen
-        return self.size / seen if self._scaled and 0 < seen != self.size else 1.0
+        num_done = self._num_done
+        return self.num_micro_batches / num_done if self._loss_divided and 0 < num_done != self.num_micro_batches else 1.0
 
     @property
-    def is_even(self) -> bool:
+    def needs_no_rescale(self) -> bool:
         """Whether the gradient will be the window's mean as soon as its last backward pass has run."""
-        return self.mean_factor == 1.0 and (self.factor_at_end is None or self.size == 1)
+        return self.mean_factor == 1.0 and (self.final_factor_fn is None or self.num_micro_batches == 1)
 
     def final_factor(self) -> float:
         """:attr:`mean_factor`, of a window that ends now; collective."""
-        return self.mean_factor if self.factor_at_end is None else self.factor_at_end()
+        return self.mean_factor if self.final_factor_fn is None else self.final_factor_fn()
 
     @property
-    def _num_seen(self) -> int:
-        return self._seen + (1 if self._open else 0)
+    def _num_done(self) -> int:
+        return self._num_ended + (1 if self._backward_started else 0)
 
-    def force(self, last: bool | None) -> None:
+    def set_is_last(self, is_last: bool | None) -> None:
         """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
-        self._forced = last
+        self._is_last_override = is_last
 
     @contextmanager
     def backward(
-        self, *, scaled: bool, retained: bool, count: int = 0, loss: Tensor | None = None
+        self, *, loss_divided: bool, retain_graph: bool, num_micro_batches: int = 0, loss: Tensor | None = None
     ) -> Iterator[None]:
         """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not.
 
         ``count``: those of as many micro-batches at once, which it then counts too.
         """
         self.loss = None if loss is None else loss.detach()
-        for call in self.before_backward:
-            call()
-        self._open = True
-        self._scaled = self._scaled or scaled
-        self.in_backward, self.retained = True, retained
+        for callback in self.before_backward:
+            callback()
+        self._backward_started = True
+        self._loss_divided = self._loss_divided or loss_divided
+        self.in_backward, self.retain_graph = True, retain_graph
         try:
             yield
-            for call in self.after_backward:
-                call()
-            for _ in range(count):
+            for callback in self.after_backward:
+                callback()
+            for _ in range(num_micro_batches):
                 self.end_micro_batch()
         finally:
             self.in_backward, self.loss = False, None
@@ -101,16 +101,16 @@ class Window:
     def end_micro_batch(self) -> bool:
         """Count the micro-batch; whether it completes the window."""
         last = self.is_last
-        self._seen += 1
+        self._num_ended += 1
         self.micro_steps += 1
-        self._open = False
+        self._backward_started = False
         return last
 
     def close(self) -> None:
         """Begin a new window."""
-        self.last_size = self._num_seen or self.size
-        self._seen = 0
-        self._open = self._scaled = False
-        self._forced = None
-        for call in self.at_close:
-            call()
+        self.last_num_micro_batches = self._num_done or self.num_micro_batches
+        self._num_ended = 0
+        self._backward_started = self._loss_divided = False
+        self._is_last_override = None
+        for callback in self.on_close:
+            callback()

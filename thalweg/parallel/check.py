@@ -14,106 +14,106 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.parallel.logits import VocabularyShards
-from thalweg.parallel.plans import Plan, Refused
-from thalweg.parallel.sample import Sample, evaluating, sample_of
-from thalweg.parallel.team import Team
+from thalweg.parallel.logits import VocabParallelLogits
+from thalweg.parallel.plans import TpPlan, UnshardableModelError
+from thalweg.parallel.sample import DummyInputs, eval_mode, make_dummy_inputs
+from thalweg.parallel.team import ParallelGroup
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-_AGREED = ("row", "embedding", "experts")
+_REPLICATED_KINDS = ("row", "embedding", "experts")
 
 
 @dataclass
-class Outputs:
+class RunOutputs:
     """What a run gave: by module, in order of execution, and at the end."""
 
-    modules: dict[str, Tensor]
-    final: Tensor | None
+    by_module: dict[str, Tensor]
+    final_output: Tensor | None
 
 
 @dataclass(frozen=True)
-class Probe:
+class ParityCheck:
     """A small random batch for a model, and the modules to look at."""
 
-    sample: Sample | None
-    watched: tuple[str, ...]
+    inputs: DummyInputs | None
+    module_names: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan) -> Probe:
+    def from_model(cls, model: nn.Module, plan: TpPlan) -> ParityCheck:
         """Inputs that the model takes as it is."""
-        watched = tuple(name for name, layer in plan.layers.items() if layer.kind in _AGREED)
-        return cls(sample_of(model), watched)
+        module_names = tuple(name for name, layer in plan.layers.items() if layer.kind in _REPLICATED_KINDS)
+        return cls(make_dummy_inputs(model), module_names)
 
-    def run(self, model: nn.Module) -> Outputs | None:
+    def run(self, model: nn.Module) -> RunOutputs | None:
         """Forward in evaluation mode, without gradients; None where the model takes other inputs."""
-        if self.sample is None:
+        if self.inputs is None:
             _log.warning(
                 "the tensor-parallel plan was not checked: no inputs were found that the model takes"
             )
             return None
-        outputs = Outputs({}, None)
-        with torch.no_grad(), evaluating(model), self._watching(model, outputs):
+        outputs = RunOutputs({}, None)
+        with torch.no_grad(), eval_mode(model), self._recording(model, outputs):
             try:
-                result = self.sample.call(model)
+                result = self.inputs.call(model)
             except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
                 _log.warning("the tensor-parallel plan was not checked: %s", error)
                 return None
-        outputs.final = _main(result)
+        outputs.final_output = _main_output(result)
         return outputs
 
     @contextmanager
-    def _watching(self, model: nn.Module, outputs: Outputs) -> Iterator[None]:
-        def keep(name: str) -> Any:
+    def _recording(self, model: nn.Module, outputs: RunOutputs) -> Iterator[None]:
+        def record(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                outputs.modules.setdefault(name, output.detach().clone())
+                outputs.by_module.setdefault(name, output.detach().clone())
 
             return hook
 
-        handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in self.watched]
+        handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in self.module_names]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def compare(self, model: nn.Module, expected: Outputs, plan: Plan, team: Team) -> None:
+    def compare(self, model: nn.Module, expected: RunOutputs, plan: TpPlan, tp_group: ParallelGroup) -> None:
         """Run the cut model and compare.
 
         Raises:
             Refused: it computes something else; the message names the first module that differs.
         """
         try:
-            found = self.run(model)
+            actual = self.run(model)
         except RuntimeError as error:
-            raise Refused(
-                f"{plan.source} does not fit {type(model).__name__} at {team.size} tensor ranks: {error}"
+            raise UnshardableModelError(
+                f"{plan.source} does not fit {type(model).__name__} at {tp_group.size} tensor ranks: {error}"
             ) from error
-        if found is None:
-            raise Refused(f"{plan.source} does not fit {type(model).__name__}: its forward no longer runs")
+        if actual is None:
+            raise UnshardableModelError(f"{plan.source} does not fit {type(model).__name__}: its forward no longer runs")
         pairs: list[tuple[str, Tensor | None, Tensor | None]] = [
-            (name, value, found.modules.get(name)) for name, value in expected.modules.items()
+            (name, value, actual.by_module.get(name)) for name, value in expected.by_module.items()
         ]
-        pairs.append(("the model's output", expected.final, found.final))
+        pairs.append(("the model's output", expected.final_output, actual.final_output))
         for name, value, other in pairs:
-            if value is not None and (other is None or not _close(value, other)):
-                raise Refused(
-                    f"{plan.source} does not fit {type(model).__name__} at {team.size} tensor ranks: "
+            if value is not None and (other is None or not _is_close(value, other)):
+                raise UnshardableModelError(
+                    f"{plan.source} does not fit {type(model).__name__} at {tp_group.size} tensor ranks: "
                     f"{name} differs from the unsharded model; set tensor_parallel.autotp_size to 1"
                 )
 
 
-def _main(result: Any) -> Tensor | None:
-    found = result if isinstance(result, Tensor) else getattr(result, "logits", None)
-    if found is None and hasattr(result, "__getitem__"):
-        found = result[0]
-    if isinstance(found, VocabularyShards):
-        return found.whole()
-    return found if isinstance(found, Tensor) else None
+def _main_output(result: Any) -> Tensor | None:
+    output = result if isinstance(result, Tensor) else getattr(result, "logits", None)
+    if output is None and hasattr(result, "__getitem__"):
+        output = result[0]
+    if isinstance(output, VocabParallelLogits):
+        return output.full_tensor()
+    return output if isinstance(output, Tensor) else None
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
     tolerance = _TOLERANCE.get(a.dtype, 1e-3)

@@ -37,208 +37,208 @@ from torch import Tensor
 
 from thalweg.ops.blockwise import block_backward, block_forward
 from thalweg.parallel.cuts import Span
-from thalweg.parallel.shares import index_of
-from thalweg.parallel.team import Team
+from thalweg.parallel.shares import spans_to_index
+from thalweg.parallel.team import ParallelGroup
 
-Seen = Callable[[Tensor, Tensor], Tensor]
+MaskFn = Callable[[Tensor, Tensor], Tensor]
 """From positions of queries (Tq,) and keys (Tk,) to what is attended: bool (B or 1, 1, Tq, Tk)."""
 
-Rectangle = tuple[slice, slice, bool, Tensor | None]
-_NAME = "attention"
-_KEYS, _GRADIENTS = 0, 1  # tags: both may be on their way at once
+AttentionTile = tuple[slice, slice, bool, Tensor | None]
+_LEDGER_NAME = "attention"
+_KV_TAG, _GRAD_TAG = 0, 1  # tags: both may be on their way at once
 
 
 @dataclass(frozen=True)
-class Layout:
+class RingAttentionSpec:
     """One attention on the ring: ``spans[rank]`` its tokens; ``repeat`` query heads for each of the keys'."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    token_spans: tuple[tuple[Span, ...], ...]
     causal: bool
-    seen: Seen | None
+    mask_fn: MaskFn | None
     scale: float
-    repeat: int
+    kv_repeat: int
 
-    def length(self, rank: int) -> int:
+    def num_tokens(self, rank: int) -> int:
         """Tokens of a rank."""
-        return sum(stop - start for start, stop in self.spans[rank])
+        return sum(stop - start for start, stop in self.token_spans[rank])
 
-    def rectangles(self, own: int, other: int, device: torch.device) -> Iterator[Rectangle]:
+    def tiles(self, query_rank: int, kv_rank: int, device: torch.device) -> Iterator[AttentionTile]:
         """What rank ``own`` computes with the keys of ``other``: rows, columns, whether causal, a mask."""
         everything = slice(None)
-        if self.seen is not None:
-            yield from self._masked(own, other, self.seen, device)
+        if self.mask_fn is not None:
+            yield from self._masked_tiles(query_rank, kv_rank, self.mask_fn, device)
         elif not self.causal:
             yield everything, everything, False, None
-        elif own == other:
+        elif query_rank == kv_rank:
             yield everything, everything, True, None
-        elif other < own:
-            yield everything, _chunks(self.spans[other])[0], False, None
+        elif kv_rank < query_rank:
+            yield everything, _local_slices(self.token_spans[kv_rank])[0], False, None
         else:
-            late = _chunks(self.spans[own])[1]
-            if late.start < late.stop:
-                yield late, everything, False, None
+            late_queries = _local_slices(self.token_spans[query_rank])[1]
+            if late_queries.start < late_queries.stop:
+                yield late_queries, everything, False, None
 
-    def _masked(self, own: int, other: int, seen: Seen, device: torch.device) -> Iterator[Rectangle]:
-        for row, rows in zip(self.spans[own], _chunks(self.spans[own]), strict=True):
-            for column, columns in zip(self.spans[other], _chunks(self.spans[other]), strict=True):
+    def _masked_tiles(self, query_rank: int, kv_rank: int, mask_fn: MaskFn, device: torch.device) -> Iterator[AttentionTile]:
+        for row, rows in zip(self.token_spans[query_rank], _local_slices(self.token_spans[query_rank]), strict=True):
+            for column, columns in zip(self.token_spans[kv_rank], _local_slices(self.token_spans[kv_rank]), strict=True):
                 if row[0] == row[1] or column[0] == column[1]:
                     continue
-                mask = seen(index_of([row], device), index_of([column], device))
+                mask = mask_fn(spans_to_index([row], device), spans_to_index([column], device))
                 if bool(mask.all()):
                     yield rows, columns, False, None
                 elif bool(mask.any()):
                     yield rows, columns, False, mask
 
 
-def _chunks(spans: tuple[Span, ...]) -> list[slice]:
+def _local_slices(spans: tuple[Span, ...]) -> list[slice]:
     """Where a rank's spans lie among its tokens."""
-    found, before = [], 0
+    slices, before = [], 0
     for start, stop in spans:
-        found.append(slice(before, before + stop - start))
+        slices.append(slice(before, before + stop - start))
         before += stop - start
-    return found
+    return slices
 
 
-class Ring:
+class RingAttention:
     """This rank's place on a ring, and the two verbs that go round it; without a team, a ring of one."""
 
-    def __init__(self, team: Team | None) -> None:
-        self.team = team
-        self.rank, self.size = (0, 1) if team is None else (team.rank, team.size)
-        if team is not None:
-            ranks = dist.get_process_group_ranks(team.group)
-            self._next, self._previous = ranks[(team.rank + 1) % team.size], ranks[team.rank - 1]
+    def __init__(self, cp_group: ParallelGroup | None) -> None:
+        self.cp_group = cp_group
+        self.rank, self.size = (0, 1) if cp_group is None else (cp_group.rank, cp_group.size)
+        if cp_group is not None:
+            ranks = dist.get_process_group_ranks(cp_group.process_group)
+            self._next_rank, self._previous_rank = ranks[(cp_group.rank + 1) % cp_group.size], ranks[cp_group.rank - 1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: RingAttentionSpec) -> Tensor:
         """Attention of own queries to everybody's keys.
 
         q (B, H, own T, D), k and v (B, H / repeat, own T, D) -> (B, H, own T, D of v).
         """
-        return _RingAttention.apply(q, k, v, self, layout)  # type: ignore[return-value]
+        return _RingAttentionFunction.apply(q, k, v, self, spec)  # type: ignore[return-value]
 
-    def source(self, step: int) -> int:
+    def kv_rank(self, step: int) -> int:
         """Whose keys are here at a step."""
         return (self.rank - step) % self.size
 
-    def hop(self, sent: Tensor, numel: int, tag: int) -> Callable[[], Tensor]:
+    def send_recv_next(self, sent: Tensor, numel: int, tag: int) -> Callable[[], Tensor]:
         """Begin to send a flat tensor on and to receive ``numel`` elements; call to have them."""
-        team = self.team
-        assert team is not None
-        received, group = sent.new_empty(numel), team.group
+        cp_group = self.cp_group
+        assert cp_group is not None
+        received, process_group = sent.new_empty(numel), cp_group.process_group
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, sent, self._next, group, tag),
-                dist.P2POp(dist.irecv, received, self._previous, group, tag),
+                dist.P2POp(dist.isend, sent, self._next_rank, process_group, tag),
+                dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag),
             ]
         )
 
-        def arrived() -> Tensor:
-            with team.ledger.timed("send", _NAME, team.carrier, full_bytes=sent.nbytes, world_size=team.size):
+        def wait() -> Tensor:
+            with cp_group.ledger.timed("send", _LEDGER_NAME, cp_group.axis, full_bytes=sent.nbytes, world_size=cp_group.size):
                 for work in works:
                     work.wait()
             return received
 
-        return arrived
+        return wait
 
 
-class _Block:
+class _KVBlock:
     """Keys and values of one rank, in one flat buffer (or gradients of them)."""
 
-    def __init__(self, flat: Tensor, k: torch.Size, v: torch.Size) -> None:
+    def __init__(self, flat: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> None:
         self.flat = flat
         self.k, self.v = (
-            part.view(shape) for part, shape in zip(flat.split([k.numel(), v.numel()]), (k, v), strict=True)
+            part.view(shape) for part, shape in zip(flat.split([k_shape.numel(), v_shape.numel()]), (k_shape, v_shape), strict=True)
         )
 
 
-def _shapes(k: Tensor, v: Tensor, length: int) -> tuple[torch.Size, torch.Size]:
+def _block_shapes(k: Tensor, v: Tensor, length: int) -> tuple[torch.Size, torch.Size]:
     """Of a block with another number of tokens."""
-    one, two = list(k.shape), list(v.shape)
-    one[2] = two[2] = length
-    return torch.Size(one), torch.Size(two)
+    k_shape, v_shape = list(k.shape), list(v.shape)
+    k_shape[2] = v_shape[2] = length
+    return torch.Size(k_shape), torch.Size(v_shape)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, layout: Layout
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, spec: RingAttentionSpec
     ) -> Tensor:
         rank = ring.rank
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        block = _packed(k, v)
+        block = _pack_kv(k, v)
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
-                source, arrived = ring.source(step), None
+                kv_rank, wait_next = ring.kv_rank(step), None
                 if step + 1 < ring.size:
-                    shapes = _shapes(k, v, layout.length(ring.source(step + 1)))
-                    arrived = ring.hop(block.flat, shapes[0].numel() + shapes[1].numel(), _KEYS)
-                for rows, columns, causal, mask in layout.rectangles(rank, source, q.device):
-                    found = block_forward(
+                    shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
+                    wait_next = ring.send_recv_next(block.flat, shapes[0].numel() + shapes[1].numel(), _KV_TAG)
+                for rows, columns, causal, mask in spec.tiles(rank, kv_rank, q.device):
+                    partial_result = block_forward(
                         q[:, :, rows],
-                        _repeated(block.k[:, :, columns], layout.repeat),
-                        _repeated(block.v[:, :, columns], layout.repeat),
+                        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
+                        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
                         causal=causal,
                         mask=mask,
-                        scale=layout.scale,
+                        scale=spec.scale,
                     )
-                    _merge(out[:, :, rows], lse[:, :, rows], *found)
-                if arrived is not None:
-                    block = _Block(arrived(), *shapes)
+                    _merge_by_lse(out[:, :, rows], lse[:, :, rows], *partial_result)
+                if wait_next is not None:
+                    block = _KVBlock(wait_next(), *shapes)
         y = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.ring, ctx.layout = ring, layout
+        ctx.ring, ctx.layout = ring, spec
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
-        ring, layout = ctx.ring, ctx.layout
+        ring, spec = ctx.ring, ctx.layout
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        block, own, incoming = _packed(k, v), None, None
+        block, local_grad, wait_grad = _pack_kv(k, v), None, None
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
-                source, arrived = ring.source(step), None
-                shapes = _shapes(k, v, layout.length(ring.source(step + 1)))
+                kv_rank, wait_next = ring.source(step), None
+                shapes = _block_shapes(k, v, spec.length(ring.source(step + 1)))
                 numel = shapes[0].numel() + shapes[1].numel()
                 if step + 1 < ring.size:
-                    arrived = ring.hop(block.flat, numel, _KEYS)
-                gradient = _Block(
+                    wait_next = ring.hop(block.flat, numel, _KV_TAG)
+                kv_grad = _KVBlock(
                     torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
                     block.k.shape,
                     block.v.shape,
                 )
-                for rectangle in layout.rectangles(ring.rank, source, q.device):
-                    _add_gradients(dq, gradient, grad, q, block, y, lse, layout, rectangle)
+                for tile in spec.rectangles(ring.rank, kv_rank, q.device):
+                    _add_gradients(dq, kv_grad, grad, q, block, y, lse, spec, tile)
                 if step == 0:
-                    own = gradient
+                    local_grad = kv_grad
                 else:
-                    if incoming is not None:
-                        gradient.flat.add_(incoming())
-                    incoming = ring.hop(gradient.flat, numel, _GRADIENTS)
-                if arrived is not None:
-                    block = _Block(arrived(), *shapes)
-        assert own is not None
-        if incoming is not None:
-            own.flat.add_(incoming())
-        return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype), None, None
+                    if wait_grad is not None:
+                        kv_grad.flat.add_(wait_grad())
+                    wait_grad = ring.hop(kv_grad.flat, numel, _GRAD_TAG)
+                if wait_next is not None:
+                    block = _KVBlock(wait_next(), *shapes)
+        assert local_grad is not None
+        if wait_grad is not None:
+            local_grad.flat.add_(wait_grad())
+        return dq.to(q.dtype), local_grad.k.to(k.dtype), local_grad.v.to(v.dtype), None, None
 
 
-def _packed(k: Tensor, v: Tensor) -> _Block:
-    return _Block(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+def _pack_kv(k: Tensor, v: Tensor) -> _KVBlock:
+    return _KVBlock(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
 
 
-def _repeated(x: Tensor, repeat: int) -> Tensor:
-    return x if repeat == 1 else x.repeat_interleave(repeat, 1)
+def _repeat_kv(x: Tensor, kv_repeat: int) -> Tensor:
+    return x if kv_repeat == 1 else x.repeat_interleave(kv_repeat, 1)
 
 
-def _summed_groups(x: Tensor, repeat: int) -> Tensor:
-    return x if repeat == 1 else x.unflatten(1, (-1, repeat)).sum(2)
+def _sum_kv_groups(x: Tensor, kv_repeat: int) -> Tensor:
+    return x if kv_repeat == 1 else x.unflatten(1, (-1, kv_repeat)).sum(2)
 
 
-def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+def _merge_by_lse(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Take one block's result into what is known so far; views, changed in place."""
     total = torch.logaddexp(lse, new_lse)
     # a query that has seen nothing yet: exp(-inf - inf) = 0
@@ -249,27 +249,27 @@ def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 def _add_gradients(
     dq: Tensor,
-    gradient: _Block,
+    kv_grad: _KVBlock,
     grad: Tensor,
     q: Tensor,
-    block: _Block,
+    block: _KVBlock,
     y: Tensor,
     lse: Tensor,
-    layout: Layout,
-    rectangle: Rectangle,
+    spec: RingAttentionSpec,
+    tile: AttentionTile,
 ) -> None:
-    rows, columns, causal, mask = rectangle
-    found = block_backward(
+    rows, columns, causal, mask = tile
+    grads = block_backward(
         grad[:, :, rows],
         q[:, :, rows],
-        _repeated(block.k[:, :, columns], layout.repeat),
-        _repeated(block.v[:, :, columns], layout.repeat),
+        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
+        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
         y[:, :, rows],
         lse[:, :, rows],
         causal=causal,
         mask=mask,
-        scale=layout.scale,
+        scale=spec.scale,
     )
-    dq[:, :, rows] += found[0]
-    gradient.k[:, :, columns] += _summed_groups(found[1], layout.repeat)
-    gradient.v[:, :, columns] += _summed_groups(found[2], layout.repeat)
+    dq[:, :, rows] += grads[0]
+    kv_grad.k[:, :, columns] += _sum_kv_groups(grads[1], spec.kv_repeat)
+    kv_grad.v[:, :, columns] += _sum_kv_groups(grads[2], spec.kv_repeat)

@@ -29,7 +29,7 @@ Spans = tuple[Span, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Spans of ``dim`` by rank; ``size`` is the logical length of that dim."""
 
     dim: int
@@ -50,19 +50,19 @@ class Cut:
         """The logical indices that ``rank`` holds, in the order of its piece."""
         return [index for start, stop in self.spans[rank] for index in range(start, stop)]
 
-    def take(self, full: Tensor, rank: int) -> Tensor:
+    def local_slice(self, full: Tensor, rank: int) -> Tensor:
         """This rank's piece of the full tensor, contiguous and in memory of its own."""
-        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
-        if not parts:
+        slices = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
+        if not slices:
             return full.narrow(self.dim, 0, 0).clone()
-        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone().contiguous()
+        return torch.cat(slices, self.dim) if len(slices) > 1 else slices[0].clone().contiguous()
 
-    def placement(self) -> Pieces:
+    def placement(self) -> RaggedShard:
         """The DTensor placement on the tensor axis that says the same; never a plain ``Shard``."""
-        return Pieces(self.dim, self.spans)
+        return RaggedShard(self.dim, self.spans)
 
 
-class Pieces(Shard):
+class RaggedShard(Shard):
     """A ``Shard`` whose pieces are given spans; ``spans[rank]`` as in :class:`Cut`."""
 
     spans: tuple[Spans, ...]
@@ -79,8 +79,8 @@ class Pieces(Shard):
         ends = [(min(rank * rows, size), min((rank + 1) * rows, size)) for rank in range(len(self.spans))]
         return self.spans == tuple((end,) for end in ends)
 
-    def _cut(self, size: int) -> Cut:
-        return Cut(self.dim, int(size), self.spans)
+    def _spec(self, size: int) -> ShardSpec:
+        return ShardSpec(self.dim, int(size), self.spans)
 
     def local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
@@ -95,20 +95,20 @@ class Pieces(Shard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        cut = self._cut(tensor.size(self.dim))
-        pieces = [cut.take(tensor, rank) for rank in range(num_chunks)]
-        longest = max(piece.size(self.dim) for piece in pieces)
-        pads = [longest - piece.size(self.dim) if with_padding else 0 for piece in pieces]
-        return [_padded(piece, self.dim, pad) for piece, pad in zip(pieces, pads, strict=True)], pads
+        spec = self._spec(tensor.size(self.dim))
+        shards = [spec.local_slice(tensor, rank) for rank in range(num_chunks)]
+        longest = max(piece.size(self.dim) for piece in shards)
+        pads = [longest - piece.size(self.dim) if with_padding else 0 for piece in shards]
+        return [_pad_by(piece, self.dim, pad) for piece, pad in zip(shards, pads, strict=True)], pads
 
     def _select_split_tensor(self, tensor: Tensor, num_chunks: Any, index: Any, **_: object) -> Tensor:
-        return self._cut(tensor.size(self.dim)).take(tensor, int(index))
+        return self._spec(tensor.size(self.dim)).local_slice(tensor, int(index))
 
     def _to_replicate_tensor(
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> Tensor:
-        cut = self._cut(current_logical_shape[self.dim])
-        return gather_pieces(local_tensor, cut, mesh.get_group(mesh_dim))
+        spec = self._spec(current_logical_shape[self.dim])
+        return gather_shards(local_tensor, spec, mesh.get_group(mesh_dim))
 
     def _to_new_shard_dim(
         self,
@@ -123,7 +123,7 @@ class Pieces(Shard):
         return chunks[mesh.get_local_rank(mesh_dim)].clone()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Pieces):
+        if isinstance(other, RaggedShard):
             return self.dim == other.dim and self.spans == other.spans
         # Loose on purpose: DTensor asks whether this shards that dim (`placement != Shard(dim)`), and its
         # in-place operations compare with a plain Shard that they made. Its C++ cache compares keys that
@@ -140,68 +140,68 @@ class Pieces(Shard):
         return f"P({self.dim})"
 
     def __reduce__(self) -> Any:
-        return Pieces, (self.dim, self.spans)
+        return RaggedShard, (self.dim, self.spans)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
 
 
-def gather_pieces(local: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
+def gather_shards(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> Tensor:
     """The full tensor from every rank's piece; collective over ``group``."""
-    world = dist.get_world_size(group)
-    sizes = [cut.local_size(rank) for rank in range(world)]
+    world_size = dist.get_world_size(group)
+    sizes = [spec.local_size(rank) for rank in range(world_size)]
     longest = max(sizes)
-    sent = _padded(local.detach(), cut.dim, longest - local.size(cut.dim)).contiguous()
-    received = [torch.empty_like(sent) for _ in range(world)]
+    sent = _pad_by(local.detach(), spec.dim, longest - local.size(spec.dim)).contiguous()
+    received = [torch.empty_like(sent) for _ in range(world_size)]
     dist.all_gather(received, sent, group=group)
     shape = list(local.shape)
-    shape[cut.dim] = cut.size
+    shape[spec.dim] = spec.size
     full = local.new_empty(shape)
-    for rank, piece in enumerate(received):
+    for rank, shard in enumerate(received):
         position = 0
-        for start, stop in cut.spans[rank]:
-            full.narrow(cut.dim, start, stop - start).copy_(piece.narrow(cut.dim, position, stop - start))
+        for start, stop in spec.spans[rank]:
+            full.narrow(spec.dim, start, stop - start).copy_(shard.narrow(spec.dim, position, stop - start))
             position += stop - start
     return full
 
 
-def _padded(piece: Tensor, dim: int, pad: int) -> Tensor:
-    if pad == 0:
-        return piece
-    shape = list(piece.shape)
-    shape[dim] = pad
-    return torch.cat([piece, piece.new_zeros(shape)], dim)
+def _pad_by(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
+    if num_rows == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = num_rows
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-def even(size: int, world: int, unit: int = 1) -> list[Span]:
+def split_evenly(size: int, world_size: int, unit: int = 1) -> list[Span]:
     """One span a rank, in whole units, lengths differing by at most one unit (the first are longer)."""
-    units, rest = divmod(size // unit, world)
+    units, remainder = divmod(size // unit, world_size)
     spans, start = [], 0
-    for rank in range(world):
-        stop = start + (units + (rank < rest)) * unit
+    for rank in range(world_size):
+        stop = start + (units + (rank < remainder)) * unit
         spans.append((start, stop))
         start = stop
     assert start == size, (size, unit)
     return spans
 
 
-def by_units(dim: int, size: int, world: int, unit: int = 1) -> Cut:
+def contiguous_spec(dim: int, size: int, world_size: int, unit: int = 1) -> ShardSpec:
     """Contiguous pieces in whole units."""
-    return Cut(dim, size, tuple((span,) for span in even(size, world, unit)))
+    return ShardSpec(dim, size, tuple((span,) for span in split_evenly(size, world_size, unit)))
 
 
-def by_width(dim: int, size: int, world: int) -> Cut:
+def aligned_spec(dim: int, size: int, world_size: int) -> ShardSpec:
     """Contiguous pieces of a layer's inner width, in multiples of 8 where that leaves nobody without:
     kernels want aligned rows."""
-    unit = 8 if size % 8 == 0 and size // 8 >= world else 1
-    return by_units(dim, size, world, unit)
+    unit = 8 if size % 8 == 0 and size // 8 >= world_size else 1
+    return contiguous_spec(dim, size, world_size, unit)
 
 
-def sections(dim: int, sizes: Sequence[int], per_rank: Sequence[Sequence[Span]]) -> Cut:
+def fused_spec(dim: int, sizes: Sequence[int], spans_by_rank: Sequence[Sequence[Span]]) -> ShardSpec:
     """Fused sections one behind the other; ``per_rank[rank][k]`` is a span within section k."""
     offsets = [sum(sizes[:k]) for k in range(len(sizes))]
     spans = tuple(
         tuple((start + offset, stop + offset) for (start, stop), offset in zip(own, offsets, strict=True))
-        for own in per_rank
+        for own in spans_by_rank
     )
-    return Cut(dim, sum(sizes), spans)
+    return ShardSpec(dim, sum(sizes), spans)

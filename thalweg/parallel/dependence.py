@@ -22,113 +22,113 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_CHUNKS = 256
+MAX_CHUNKS = 256
 
 
 @dataclass(frozen=True)
-class Unit:
+class ChannelGroup:
     """Inputs of the second layer (``columns``) and outputs of each first one that go together."""
 
-    columns: tuple[int, ...]
-    channels: tuple[tuple[int, ...], ...]
+    in_channels: tuple[int, ...]
+    out_channels: tuple[tuple[int, ...], ...]
 
     @property
-    def kind(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         """Units of one kind are alike in size."""
-        return len(self.columns), *(len(own) for own in self.channels)
+        return len(self.in_channels), *(len(own) for own in self.out_channels)
 
 
-class Dependence:
+class ChannelDependence:
     """Between ``leaves`` (A's outputs, (..., N_a)) and ``x`` (B's input, (..., K)), computed from them."""
 
     def __init__(self, x: Tensor, leaves: Sequence[Tensor]) -> None:
         self.x, self.leaves = x, list(leaves)
         self.generator = torch.Generator(device=x.device).manual_seed(7)
 
-    def reached(self, columns: Tensor) -> Tensor:
+    def depends_on(self, in_channels: Tensor) -> Tensor:
         """Which channels of all leaves, joined, the given columns depend on (bool)."""
         start = torch.zeros_like(self.x)
-        shape = (*self.x.shape[:-1], len(columns))
-        start[..., columns] = torch.randn(shape, generator=self.generator, device=start.device).to(
+        shape = (*self.x.shape[:-1], len(in_channels))
+        start[..., in_channels] = torch.randn(shape, generator=self.generator, device=start.device).to(
             start.dtype
         )
         grads = torch.autograd.grad(self.x, self.leaves, start, retain_graph=True, allow_unused=True)
-        found = []
+        masks = []
         for grad, leaf in zip(grads, self.leaves, strict=True):
             if grad is None:
-                found.append(torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device))
+                masks.append(torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device))
             else:
-                found.append((grad != 0).flatten(0, -2).any(0))  # nan is not 0
-        return torch.cat(found).cpu()
+                masks.append((grad != 0).flatten(0, -2).any(0))  # nan is not 0
+        return torch.cat(masks).cpu()
 
-    def units(self) -> list[Unit] | None:
+    def channel_groups(self) -> list[ChannelGroup] | None:
         """The connected pieces, by their first column; None if some channel has no part in any."""
-        chunks = self._chunks()
+        chunks = self._in_channel_chunks()
         total = sum(leaf.shape[-1] for leaf in self.leaves)
-        root, owner = list(range(len(chunks))), torch.full((total,), -1)
+        parent, last_chunk = list(range(len(chunks))), torch.full((total,), -1)
 
         def find(i: int) -> int:
-            while root[i] != i:
-                i = root[i]
+            while parent[i] != i:
+                i = parent[i]
             return i
 
         for index, chunk in enumerate(chunks):
-            reached = self.reached(chunk)
-            for other in owner[reached].unique().tolist():
+            reached = self.depends_on(chunk)
+            for other in last_chunk[reached].unique().tolist():
                 if other >= 0:
                     a, b = sorted((find(other), find(index)))
-                    root[b] = a
-            owner[reached] = index
-        if bool((owner < 0).any()):
+                    parent[b] = a
+            last_chunk[reached] = index
+        if bool((last_chunk < 0).any()):
             return None
-        columns: dict[int, list[int]] = {}
-        channels: dict[int, list[int]] = {}
+        in_channels: dict[int, list[int]] = {}
+        out_channels: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
-            columns.setdefault(find(index), []).extend(chunk.tolist())
-        for channel, index in enumerate(owner.tolist()):
-            channels.setdefault(find(index), []).append(channel)
-        if columns.keys() != channels.keys():
+            in_channels.setdefault(find(index), []).extend(chunk.tolist())
+        for channel, index in enumerate(last_chunk.tolist()):
+            out_channels.setdefault(find(index), []).append(channel)
+        if in_channels.keys() != out_channels.keys():
             return None
-        return [Unit(tuple(columns[key]), self._by_leaf(channels[key])) for key in sorted(columns)]
+        return [ChannelGroup(tuple(in_channels[key]), self._split_by_leaf(out_channels[key])) for key in sorted(in_channels)]
 
-    def agrees(self, columns: Sequence[int], channels: Sequence[Sequence[int]]) -> bool:
+    def depends_only_on(self, in_channels: Sequence[int], out_channels: Sequence[Sequence[int]]) -> bool:
         """Whether ``columns`` depend on nothing but ``channels`` of each leaf."""
-        if not columns:
+        if not in_channels:
             return True
         allowed = torch.zeros(sum(leaf.shape[-1] for leaf in self.leaves), dtype=torch.bool)
         offset = 0
-        for leaf, own in zip(self.leaves, channels, strict=True):
-            allowed[[offset + channel for channel in own]] = True
+        for leaf, leaf_channels in zip(self.leaves, out_channels, strict=True):
+            allowed[[offset + channel for channel in leaf_channels]] = True
             offset += leaf.shape[-1]
-        return not bool((self.reached(torch.tensor(columns)) & ~allowed).any())
+        return not bool((self.depends_on(torch.tensor(in_channels)) & ~allowed).any())
 
-    def _by_leaf(self, channels: list[int]) -> tuple[tuple[int, ...], ...]:
-        found, offset = [], 0
+    def _split_by_leaf(self, out_channels: list[int]) -> tuple[tuple[int, ...], ...]:
+        by_leaf, offset = [], 0
         for leaf in self.leaves:
             size = leaf.shape[-1]
-            found.append(tuple(c - offset for c in channels if offset <= c < offset + size))
+            by_leaf.append(tuple(c - offset for c in out_channels if offset <= c < offset + size))
             offset += size
-        return tuple(found)
+        return tuple(by_leaf)
 
-    def _chunks(self) -> list[Tensor]:
+    def _in_channel_chunks(self) -> list[Tensor]:
         """Runs of columns to ask about together: one each, or, where they are many, what surely belongs
         together or is fine enough to be dealt out."""
         size = self.x.shape[-1]
         width = 1
-        if size > MOST_CHUNKS:
-            width = self._run()
+        if size > MAX_CHUNKS:
+            width = self._shared_run_length()
             if width == 1 or size % width:
-                fitting = [w for w in range(1, size + 1) if size % w == 0 and size // w <= MOST_CHUNKS]
+                fitting = [w for w in range(1, size + 1) if size % w == 0 and size // w <= MAX_CHUNKS]
                 width = next((w for w in fitting if w % 8 == 0 and w <= 64), fitting[0])
         return list(torch.arange(size).split(width))
 
-    def _run(self) -> int:
+    def _shared_run_length(self) -> int:
         """How many columns from the first on share a channel with it."""
-        first = self.reached(torch.tensor([0]))
+        first = self.depends_on(torch.tensor([0]))
         low, high = 1, self.x.shape[-1]
         while low < high:
             middle = (low + high + 1) // 2
-            if bool((self.reached(torch.tensor([middle - 1])) & first).any()):
+            if bool((self.depends_on(torch.tensor([middle - 1])) & first).any()):
                 low = middle
             else:
                 high = middle - 1

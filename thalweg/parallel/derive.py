@@ -28,76 +28,76 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.parallel.cuts import Cut, Span, even
-from thalweg.parallel.dependence import Dependence, Unit
-from thalweg.parallel.plans import Layer, Plan, add_vocabulary
-from thalweg.parallel.sample import evaluating, sample_of
-from thalweg.parallel.traced import Product, Seen, close, first_tensor, leaves_of, see
+from thalweg.parallel.cuts import ShardSpec, Span, split_evenly
+from thalweg.parallel.dependence import ChannelDependence, ChannelGroup
+from thalweg.parallel.plans import LayerPlan, TpPlan, add_vocab_parallel
+from thalweg.parallel.sample import eval_mode, make_dummy_inputs
+from thalweg.parallel.traced import LinearOp, ModuleTrace, is_close, first_tensor, build_graph, trace_modules
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
-_MOST_TRIALS = 200
+_MAX_TRIALS = 200
 
-Indices = tuple[tuple[int, ...], ...]  # by rank
+IndicesByRank = tuple[tuple[int, ...], ...]  # by rank
 
 
 @dataclass
-class Region:
+class ColumnRowPair:
     """Columns of ``first`` products and rows of ``second``, with the indices of each rank."""
 
-    first: list[Product]
-    second: Product
-    outs: list[Indices]
-    ins: Indices
-    fraction: list[Fraction]  # of the units, by rank
-    partial: list[str] = field(default_factory=list)  # modules between whose parameters see a part
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rank: a list of values
+    column_ops: list[LinearOp]
+    row_op: LinearOp
+    out_indices: list[IndicesByRank]
+    in_indices: IndicesByRank
+    fractions: list[Fraction]  # of the units, by rank
+    partial_modules: list[str] = field(default_factory=list)  # modules between whose parameters see a part
+    local_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rank: a list of values
 
     @property
-    def names(self) -> list[str]:
+    def layer_names(self) -> list[str]:
         """Its products."""
-        return [*(p.name for p in self.first), self.second.name]
+        return [*(p.name for p in self.column_ops), self.row_op.name]
 
 
-def derive(model: nn.Module, world: int, rank: int) -> Plan | None:
+def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     """The plan for this rank, or None where the model cannot be run or nothing in it can be cut."""
-    sample = sample_of(model)
-    if sample is None:
+    inputs = make_dummy_inputs(model)
+    if inputs is None:
         _log.warning("no inputs were found that %s takes: its layers stay whole", type(model).__name__)
         return None
     try:
-        with evaluating(model):
-            seen = see(model, sample)
-            regions = _harmless(model, seen, _regions(model, seen, world), world)
+        with eval_mode(model):
+            trace = trace_modules(model, inputs)
+            pairs = _drop_failing(model, trace, _find_pairs(model, trace, world_size), world_size)
     except RuntimeError as error:
         _log.warning("%s could not be looked at: %s", type(model).__name__, error)
         return None
-    plan = Plan(f"the graph of {type(model).__name__}'s linear layers")
-    for region in regions:
-        for product, outs in zip(region.first, region.outs, strict=True):
-            plan.layers[product.name] = Layer("column", _cuts(product, product.out_dim, outs, bias=True))
-        second = region.second
-        plan.layers[second.name] = Layer("row", _cuts(second, 1 - second.out_dim, region.ins, bias=False))
-        plan.layers.update({name: Layer("partial") for name in region.partial})
-        for name, values in region.attributes.items():
-            plan.attributes.setdefault(name, {}).update({key: own[rank] for key, own in values.items()})
-    if regions:
-        add_vocabulary(plan, model, world)
-        whole = [p.name for p in seen.products if p.name not in plan.layers]
-        _log.info("%s: %d pairs of layers are cut, %s stay whole", plan.source, len(regions), whole or "none")
-    return plan if regions else None
+    plan = TpPlan(f"the graph of {type(model).__name__}'s linear layers")
+    for pair in pairs:
+        for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
+            plan.layers[op.name] = LayerPlan("column", _shard_specs(op, op.out_dim, out_indices, bias=True))
+        row_op = pair.row_op
+        plan.layers[row_op.name] = LayerPlan("row", _shard_specs(row_op, 1 - row_op.out_dim, pair.in_indices, bias=False))
+        plan.layers.update({name: LayerPlan("partial") for name in pair.partial_modules})
+        for name, values in pair.local_attributes.items():
+            plan.local_attributes.setdefault(name, {}).update({key: own[rank] for key, own in values.items()})
+    if pairs:
+        add_vocab_parallel(plan, model, world_size)
+        replicated = [p.name for p in trace.linear_ops if p.name not in plan.layers]
+        _log.info("%s: %d pairs of layers are cut, %s stay whole", plan.source, len(pairs), replicated or "none")
+    return plan if pairs else None
 
 
-def _cuts(product: Product, dim: int, by_rank: Indices, *, bias: bool) -> dict[str, Cut]:
-    spans = tuple(tuple(_runs(own)) for own in by_rank)
-    size = product.weight.shape[dim]
-    cuts = {"weight": Cut(dim, size, spans)}
-    if bias and product.module._parameters.get("bias") is not None:
-        cuts["bias"] = Cut(0, size, spans)
-    return cuts
+def _shard_specs(op: LinearOp, dim: int, indices_by_rank: IndicesByRank, *, bias: bool) -> dict[str, ShardSpec]:
+    spans = tuple(tuple(_to_spans(own)) for own in indices_by_rank)
+    size = op.weight.shape[dim]
+    specs = {"weight": ShardSpec(dim, size, spans)}
+    if bias and op.module._parameters.get("bias") is not None:
+        specs["bias"] = ShardSpec(0, size, spans)
+    return specs
 
 
-def _runs(indices: Sequence[int]) -> Iterator[Span]:
+def _to_spans(indices: Sequence[int]) -> Iterator[Span]:
     start = previous = None
     for index in indices:
         if previous is None or index != previous + 1:
@@ -112,213 +112,213 @@ def _runs(indices: Sequence[int]) -> Iterator[Span]:
 # Pairs
 
 
-def _regions(model: nn.Module, seen: Seen, world: int) -> list[Region]:
+def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[ColumnRowPair]:
     """Every pair that can be cut by itself."""
-    graph = leaves_of(model, seen)
-    taken: set[str] = set()
-    known: dict[Any, tuple[list[Unit], dict[str, list[str]]]] = {}
-    hopeless = set()
-    found = []
-    for second in seen.products:
-        feeding = graph.exclusive(second)
-        if not feeding or second.name in taken or any(p.name in taken for p in feeding):
+    graph = build_graph(model, trace)
+    used_names: set[str] = set()
+    found_units: dict[Any, tuple[list[ChannelGroup], dict[str, list[str]]]] = {}
+    failed_keys = set()
+    pairs = []
+    for row_op in trace.linear_ops:
+        column_ops = graph.exclusive_sources(row_op)
+        if not column_ops or row_op.name in used_names or any(p.name in used_names for p in column_ops):
             continue
-        partial = graph.parameters_between(second)
-        root = seen.common_root([*(p.name for p in feeding), second.name])
-        if partial is None or root is None or not all(_below(name, root) for name in partial):
+        partial_modules = graph.modules_between(row_op)
+        root = trace.common_root([*(p.name for p in column_ops), row_op.name])
+        if partial_modules is None or root is None or not all(_is_under(name, root) for name in partial_modules):
             continue
-        dependence = Dependence(graph.inputs[second.name], [graph.leaves[p.name] for p in feeding])
+        dependence = ChannelDependence(graph.inputs[row_op.name], [graph.leaves[p.name] for p in column_ops])
         key = (
             type(model.get_submodule(root)),
-            *((p.name.removeprefix(root), tuple(p.weight.shape)) for p in (*feeding, second)),
+            *((p.name.removeprefix(root), tuple(p.weight.shape)) for p in (*column_ops, row_op)),
         )
-        if key in hopeless:
+        if key in failed_keys:
             continue
-        region = None
-        if key in known:
-            units, attributes = known[key]
-            region = _dealt(feeding, second, units, world)
-            if region is not None and not _agrees(dependence, region):
-                region = None
-        if region is None:
-            units = dependence.units()
+        pair = None
+        if key in found_units:
+            groups, attributes = found_units[key]
+            pair = _assign_groups(column_ops, row_op, groups, world_size)
+            if pair is not None and not _matches_dependence(dependence, pair):
+                pair = None
+        if pair is None:
+            groups = dependence.channel_groups()
             attributes = {}
-            region = None if units is None else _dealt(feeding, second, units, world)
-        if region is None or units is None:
-            hopeless.add(key)
+            pair = None if groups is None else _assign_groups(column_ops, row_op, groups, world_size)
+        if pair is None or groups is None:
+            failed_keys.add(key)
             continue
-        region.partial = partial
-        trial = _Trial(model, seen, root, world)
+        pair.partial_modules = partial_modules
+        verifier = _Verifier(model, trace, root, world_size)
         hint = {root + name: keys for name, keys in attributes.items()}
-        if trial.settle(region, hint):
-            relative = {name.removeprefix(root): list(own) for name, own in region.attributes.items()}
-            known[key] = units, relative
-            taken.update(region.names)
-            found.append(region)
+        if verifier.find_attributes(pair, hint):
+            relative = {name.removeprefix(root): list(own) for name, own in pair.local_attributes.items()}
+            found_units[key] = groups, relative
+            used_names.update(pair.layer_names)
+            pairs.append(pair)
         else:
-            hopeless.add(key)
-    return found
+            failed_keys.add(key)
+    return pairs
 
 
-def _below(name: str, root: str) -> bool:
+def _is_under(name: str, root: str) -> bool:
     return root == "" or name == root or name.startswith(f"{root}.")
 
 
-def _agrees(dependence: Dependence, region: Region) -> bool:
+def _matches_dependence(dependence: ChannelDependence, pair: ColumnRowPair) -> bool:
     return all(
-        dependence.agrees(columns, [outs[rank] for outs in region.outs])
-        for rank, columns in enumerate(region.ins)
+        dependence.depends_only_on(columns, [outs[rank] for outs in pair.out_indices])
+        for rank, columns in enumerate(pair.in_indices)
     )
 
 
-def _dealt(first: list[Product], second: Product, units: list[Unit], world: int) -> Region | None:
+def _assign_groups(column_ops: list[LinearOp], row_op: LinearOp, groups: list[ChannelGroup], world_size: int) -> ColumnRowPair | None:
     """The units of each kind, dealt out evenly; None where there are fewer than ranks."""
-    kinds: dict[Any, list[Unit]] = {}
-    for unit in units:
-        kinds.setdefault(unit.kind, []).append(unit)
-    own: list[list[Unit]] = [[] for _ in range(world)]
+    by_sizes: dict[Any, list[ChannelGroup]] = {}
+    for group in groups:
+        by_sizes.setdefault(group.sizes, []).append(group)
+    groups_by_rank: list[list[ChannelGroup]] = [[] for _ in range(world_size)]
     fractions: list[Fraction] = []
-    for kind, members in sorted(kinds.items(), reverse=True):
-        if len(members) < world:
+    for sizes, members in sorted(by_sizes.items(), reverse=True):
+        if len(members) < world_size:
             return None
-        grain = 8 if kind[0] == 1 and len(members) % 8 == 0 and len(members) // 8 >= world else 1
-        spans = even(len(members), world, grain)
-        for units_of_rank, (start, stop) in zip(own, spans, strict=True):
-            units_of_rank.extend(members[start:stop])
+        multiple = 8 if sizes[0] == 1 and len(members) % 8 == 0 and len(members) // 8 >= world_size else 1
+        spans = split_evenly(len(members), world_size, multiple)
+        for rank_groups, (start, stop) in zip(groups_by_rank, spans, strict=True):
+            rank_groups.extend(members[start:stop])
         if not fractions:
             fractions = [Fraction(stop - start, len(members)) for start, stop in spans]
-    outs = [
-        tuple(tuple(sorted(c for unit in units_of for c in unit.channels[i])) for units_of in own)
-        for i in range(len(first))
+    out_indices = [
+        tuple(tuple(sorted(c for unit in units_of for c in unit.out_channels[i])) for units_of in groups_by_rank)
+        for i in range(len(column_ops))
     ]
-    ins = tuple(tuple(sorted(c for unit in units_of for c in unit.columns)) for units_of in own)
-    return Region(first, second, outs, ins, fractions)
+    in_indices = tuple(tuple(sorted(c for unit in units_of for c in unit.in_channels)) for units_of in groups_by_rank)
+    return ColumnRowPair(column_ops, row_op, out_indices, in_indices, fractions)
 
 
 # Trials
 
 
-class _Differs(Exception):
+class _MismatchError(Exception):
     """A trial's second product got something else."""
 
 
-class _Trial:
+class _Verifier:
     """Runs the module at ``root`` as one rank would: with a part of the columns, and local numbers."""
 
-    def __init__(self, model: nn.Module, seen: Seen, root: str, world: int) -> None:
-        self.model, self.seen, self.root, self.world = model, seen, root, world
+    def __init__(self, model: nn.Module, trace: ModuleTrace, root: str, world_size: int) -> None:
+        self.model, self.trace, self.root, self.world_size = model, trace, root, world_size
 
-    def settle(self, region: Region, hint: dict[str, list[str]]) -> bool:
+    def find_attributes(self, pair: ColumnRowPair, hint: dict[str, list[str]]) -> bool:
         """Find the numbers that must be local for every rank's part to come out right."""
-        ranks = sorted(range(self.world), key=lambda rank: region.fraction[rank])
-        ends = dict.fromkeys((ranks[-1], ranks[0]))
-        for subset in itertools.islice(self._subsets(region, hint), _MOST_TRIALS):
+        ranks = sorted(range(self.world_size), key=lambda rank: pair.fractions[rank])
+        extreme_ranks = dict.fromkeys((ranks[-1], ranks[0]))
+        for subset in itertools.islice(self._attribute_subsets(pair, hint), _MAX_TRIALS):
             attributes: dict[str, dict[str, Any]] = {}
             for name, key, value in subset:
-                local = [_times(value, fraction) for fraction in region.fraction]
+                local = [_scale_exact(value, fraction) for fraction in pair.fractions]
                 attributes.setdefault(name, {})[key] = local
-            region.attributes = attributes
-            if all(self.passes([region], rank) for rank in ends) and all(
-                self.passes([region], rank) for rank in range(self.world)
+            pair.local_attributes = attributes
+            if all(self.passes([pair], rank) for rank in extreme_ranks) and all(
+                self.passes([pair], rank) for rank in range(self.world_size)
             ):
                 return True
         return False
 
-    def _subsets(self, region: Region, hint: dict[str, list[str]]) -> Iterator[tuple[Any, ...]]:
+    def _attribute_subsets(self, pair: ColumnRowPair, hint: dict[str, list[str]]) -> Iterator[tuple[Any, ...]]:
         """Sets of numbers to make local, likely ones first."""
-        numbers = list(self._numbers(region))
-        hinted = tuple(n for n in numbers if n[1] in hint.get(n[0], ()))
+        attributes = list(self._divisible_attributes(pair))
+        hinted = tuple(n for n in attributes if n[1] in hint.get(n[0], ()))
         if hinted:
             yield hinted
         yield ()
-        likely = tuple(n for n in numbers if "head" in n[1] and "dim" not in n[1] and "size" not in n[1])
+        likely = tuple(n for n in attributes if "head" in n[1] and "dim" not in n[1] and "size" not in n[1])
         yield likely
-        numbers.sort(key=lambda number: number not in likely)
-        for size in range(1, len(numbers) + 1):
-            yield from itertools.combinations(numbers, size)
+        attributes.sort(key=lambda number: number not in likely)
+        for size in range(1, len(attributes) + 1):
+            yield from itertools.combinations(attributes, size)
 
-    def _numbers(self, region: Region) -> Iterator[tuple[str, str, Any]]:
+    def _divisible_attributes(self, pair: ColumnRowPair) -> Iterator[tuple[str, str, Any]]:
         """Whole numbers kept by modules here that can be divided as the features are."""
-        products = {id(product.module) for product in self.seen.products}
+        op_modules = {id(product.module) for product in self.trace.linear_ops}
         for name, module in self.model.get_submodule(self.root).named_modules(prefix=self.root):
-            if id(module) in products or type(module).__module__.startswith("torch.nn"):
+            if id(module) in op_modules or type(module).__module__.startswith("torch.nn"):
                 continue
             for key, value in vars(module).items():
                 numbers: Any = value if isinstance(value, tuple | list) and value else [value]
                 if any(type(n) is not int for n in numbers) or max(numbers) < 2:
                     continue
-                if any(_times(value, fraction) is None for fraction in region.fraction):
+                if any(_scale_exact(value, fraction) is None for fraction in pair.fractions):
                     continue
                 yield name, key, value
 
-    def passes(self, regions: list[Region], rank: int) -> bool:
+    def passes(self, pairs: list[ColumnRowPair], rank: int) -> bool:
         """Whether everything comes out as it was, run as ``rank`` would."""
-        call = self.seen.calls.get(self.root)
+        call = self.trace.calls.get(self.root)
         if call is None:
             return False
         module = self.model.get_submodule(self.root)
-        with torch.no_grad(), self._as_rank(regions, rank):
+        with torch.no_grad(), self._as_rank(pairs, rank):
             try:
-                result = call.repeat(module)
+                result = call.replay(module)
             except Exception:  # a model with parts of its features may fail in any way
                 return False
-        return close(first_tensor(result), call.output)
+        return is_close(first_tensor(result), call.output)
 
     @contextmanager
-    def _as_rank(self, regions: list[Region], rank: int) -> Iterator[None]:
-        handles, before = [], []
-        for region in regions:
-            for product, outs in zip(region.first, region.outs, strict=True):
-                handles.append(product.module.register_forward_hook(_narrowing(outs[rank])))
-            second = region.second
-            handles.append(second.module.register_forward_pre_hook(_comparing(second.x, region.ins[rank])))
-            for name, values in region.attributes.items():
+    def _as_rank(self, pairs: list[ColumnRowPair], rank: int) -> Iterator[None]:
+        handles, saved = [], []
+        for pair in pairs:
+            for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
+                handles.append(op.module.register_forward_hook(_select_hook(out_indices[rank])))
+            row_op = pair.row_op
+            handles.append(row_op.module.register_forward_pre_hook(_compare_hook(row_op.x, pair.in_indices[rank])))
+            for name, values in pair.local_attributes.items():
                 module = self.model.get_submodule(name)
                 for key, by_rank in values.items():
-                    before.append((module, key, getattr(module, key)))
+                    saved.append((module, key, getattr(module, key)))
                     setattr(module, key, by_rank[rank])
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for module, key, value in reversed(before):
+            for module, key, value in reversed(saved):
                 setattr(module, key, value)
 
 
-def _times(value: Any, fraction: Fraction) -> Any:
+def _scale_exact(value: Any, fraction: Fraction) -> Any:
     """A number, or several, times a fraction, in whole numbers; None where that leaves a rest."""
     if isinstance(value, tuple | list):
-        parts = [_times(n, fraction) for n in value]
-        return None if None in parts else type(value)(parts)
+        scaled = [_scale_exact(n, fraction) for n in value]
+        return None if None in scaled else type(value)(scaled)
     result = value * fraction
     return int(result) if result.denominator == 1 and result > 0 else None
 
 
-def _narrowing(indices: tuple[int, ...]) -> Any:
+def _select_hook(indices: tuple[int, ...]) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output[..., list(indices)]
 
     return hook
 
 
-def _comparing(whole: Tensor, indices: tuple[int, ...]) -> Any:
+def _compare_hook(full_input: Tensor, indices: tuple[int, ...]) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        if not close(args[0], whole[..., list(indices)]):
-            raise _Differs
-        return (whole,)
+        if not is_close(args[0], full_input[..., list(indices)]):
+            raise _MismatchError
+        return (full_input,)
 
     return hook
 
 
-def _harmless(model: nn.Module, seen: Seen, regions: list[Region], world: int) -> list[Region]:
+def _drop_failing(model: nn.Module, trace: ModuleTrace, pairs: list[ColumnRowPair], world_size: int) -> list[ColumnRowPair]:
     """The pairs with which the whole model still gives what it gave, on every rank."""
-    trial = _Trial(model, seen, "", world)
+    verifier = _Verifier(model, trace, "", world_size)
 
-    def fine(some: list[Region]) -> bool:
-        return all(trial.passes(some, rank) for rank in range(world))
+    def all_pass(subset: list[ColumnRowPair]) -> bool:
+        return all(verifier.passes(subset, rank) for rank in range(world_size))
 
-    if not regions or fine(regions):
-        return regions
-    alone = [region for region in regions if fine([region])]
-    return alone if fine(alone) else []
+    if not pairs or all_pass(pairs):
+        return pairs
+    passing = [region for region in pairs if all_pass([region])]
+    return passing if all_pass(passing) else []

@@ -29,9 +29,9 @@ class Family:
     """Rules of one family; ``attention`` ends the names of the modules that hold ``attributes``."""
 
     rules: Mapping[str, str]
-    attention: tuple[str, ...]
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    by_head_arguments: tuple[str, ...] = ()
+    attention_modules: tuple[str, ...]
+    local_attributes: Mapping[str, str] = field(default_factory=dict)
+    per_head_args: tuple[str, ...] = ()
 
 
 _GPT2 = Family(
@@ -44,8 +44,8 @@ _GPT2 = Family(
         "mlp.c_fc": "column",
         "mlp.c_proj": "row",
     },
-    attention=("attn", "crossattention"),
-    attributes={"num_heads": "query", "split_size": "width"},
+    attention_modules=("attn", "crossattention"),
+    local_attributes={"num_heads": "query", "split_size": "width"},
 )
 _LLAMA = Family(
     {
@@ -59,8 +59,8 @@ _LLAMA = Family(
         "mlp.up_proj": "column",
         "mlp.down_proj": "row",
     },
-    attention=("self_attn",),
-    attributes={"num_key_value_groups": "repeat", "num_heads": "query", "num_key_value_heads": "key_value"},
+    attention_modules=("self_attn",),
+    local_attributes={"num_key_value_groups": "repeat", "num_heads": "query", "num_key_value_heads": "key_value"},
 )
 _PHI = Family(
     {
@@ -73,8 +73,8 @@ _PHI = Family(
         "mlp.fc1": "column",
         "mlp.fc2": "row",
     },
-    attention=("self_attn",),
-    attributes={"num_key_value_groups": "repeat"},
+    attention_modules=("self_attn",),
+    local_attributes={"num_key_value_groups": "repeat"},
 )
 _PHI3 = Family(
     {
@@ -83,8 +83,8 @@ _PHI3 = Family(
         "mlp.gate_up_proj": "column2",
         "mlp.down_proj": "row",
     },
-    attention=("self_attn",),
-    attributes={
+    attention_modules=("self_attn",),
+    local_attributes={
         "num_key_value_groups": "repeat",
         "num_key_value_heads": "key_value",
         "config.num_attention_heads": "query",
@@ -99,8 +99,8 @@ _OPT = Family(
         "fc1": "column",
         "fc2": "row",
     },
-    attention=("self_attn",),
-    attributes={"num_heads": "query"},
+    attention_modules=("self_attn",),
+    local_attributes={"num_heads": "query"},
 )
 _BLOOM = Family(
     {
@@ -109,9 +109,9 @@ _BLOOM = Family(
         "mlp.dense_h_to_4h": "column",
         "mlp.dense_4h_to_h": "row",
     },
-    attention=("self_attention",),
-    attributes={"num_heads": "query"},
-    by_head_arguments=("alibi",),
+    attention_modules=("self_attention",),
+    local_attributes={"num_heads": "query"},
+    per_head_args=("alibi",),
 )
 _GPT_NEOX = Family(
     {
@@ -120,7 +120,7 @@ _GPT_NEOX = Family(
         "mlp.dense_h_to_4h": "column",
         "mlp.dense_4h_to_h": "row",
     },
-    attention=("attention",),
+    attention_modules=("attention",),
 )
 _FALCON = {
     kind: Family(
@@ -130,9 +130,9 @@ _FALCON = {
             "mlp.dense_h_to_4h": "column",
             "mlp.dense_4h_to_h": "row",
         },
-        attention=("self_attention",),
-        attributes={"num_heads": "query", "num_kv_heads": "key_value"},
-        by_head_arguments=("alibi", "attention_mask"),
+        attention_modules=("self_attention",),
+        local_attributes={"num_heads": "query", "num_kv_heads": "key_value"},
+        per_head_args=("alibi", "attention_mask"),
     )
     for kind in ("groups", "sections", "heads3")
 }
@@ -154,8 +154,8 @@ _T5 = Family(
         "DenseReluDense.wi_1": "column",
         "DenseReluDense.wo": "row",
     },
-    attention=("SelfAttention", "EncDecAttention"),
-    attributes={"n_heads": "query", "inner_dim": "width"},
+    attention_modules=("SelfAttention", "EncDecAttention"),
+    local_attributes={"n_heads": "query", "inner_dim": "width"},
 )
 _BERT = Family(
     {
@@ -166,8 +166,8 @@ _BERT = Family(
         "intermediate.dense": "column",
         "output.dense": "row",
     },
-    attention=("attention.self", "crossattention.self"),
-    attributes={"num_attention_heads": "query", "all_head_size": "width"},
+    attention_modules=("attention.self", "crossattention.self"),
+    local_attributes={"num_attention_heads": "query", "all_head_size": "width"},
 )
 _REFERENCE = Family(
     {
@@ -178,8 +178,8 @@ _REFERENCE = Family(
         "wte": "embedding",
         "head": "head",
     },
-    attention=("attention",),
-    attributes={"n_head": "query"},
+    attention_modules=("attention",),
+    local_attributes={"n_head": "query"},
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -202,17 +202,17 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(model: Any) -> Family | None:
+def get_family(model: Any) -> Family | None:
     """The family of a Hugging Face model by its ``model_type``, or of the reference GPT."""
     config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind == "falcon":
+    model_type = getattr(config, "model_type", None)
+    if model_type == "falcon":
         if config.new_decoder_architecture:
             return _FALCON["groups"]
         return _FALCON["sections" if config.multi_query else "heads3"]
     if (
-        kind is None
+        model_type is None
         and f"{type(model).__module__}.{type(model).__qualname__}" == "thalweg.nn.transformer.GPT"
     ):
         return _REFERENCE
-    return FAMILIES.get(kind) if isinstance(kind, str) else None
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None

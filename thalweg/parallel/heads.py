@@ -11,41 +11,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thalweg.parallel.cuts import Cut, Span, even
-from thalweg.parallel.layers import Shared
+from thalweg.parallel.cuts import ShardSpec, Span, split_evenly
+from thalweg.parallel.layers import SharedRows
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """Query and key-value heads of one attention, each ``width`` features."""
 
-    num_query: int
-    num_key_value: int
-    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
     @property
-    def group(self) -> int:
+    def num_queries_per_kv(self) -> int:
         """Query heads of one key-value head."""
-        return self.num_query // self.num_key_value
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
-class Deal:
+class HeadAssignment:
     """Heads dealt out: ``query[rank]`` a span, ``key_value[rank]`` the heads it uses, each for
     ``repeat[rank]`` query heads."""
 
-    heads: Heads
-    query: tuple[Span, ...]
-    key_value: tuple[tuple[int, ...], ...]
-    repeat: tuple[int, ...]
-    owned: bool  # whether each key-value head is used by one rank only
+    heads: AttentionHeads
+    query_spans: tuple[Span, ...]
+    kv_heads: tuple[tuple[int, ...], ...]
+    kv_repeats: tuple[int, ...]
+    kv_exclusive: bool  # whether each key-value head is used by one rank only
 
-    def num_query(self, rank: int) -> int:
+    def num_local_heads(self, rank: int) -> int:
         """Query heads of ``rank``."""
-        return self.query[rank][1] - self.query[rank][0]
+        return self.query_spans[rank][1] - self.query_spans[rank][0]
 
 
-def deal(heads: Heads, world: int, in_groups: bool = False) -> Deal:
+def assign_heads(heads: AttentionHeads, world_size: int, align_to_kv_groups: bool = False) -> HeadAssignment:
     """Deal the heads out to ``world`` ranks.
 
     With fewer key-value heads than ranks, no rank's query heads are of two groups where that costs nobody a
@@ -54,140 +54,140 @@ def deal(heads: Heads, world: int, in_groups: bool = False) -> Deal:
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
-    if heads.num_query < world:
+    if heads.num_heads < world_size:
         raise ValueError(
-            f"tensor_parallel.autotp_size = {world} is more than the model's {heads.num_query} attention "
-            f"heads; set it to at most {heads.num_query}"
+            f"tensor_parallel.autotp_size = {world_size} is more than the model's {heads.num_heads} attention "
+            f"heads; set it to at most {heads.num_heads}"
         )
-    group = heads.group
-    if heads.num_key_value >= world:
-        spans = even(heads.num_key_value, world)
-        return Deal(
+    queries_per_kv = heads.num_queries_per_kv
+    if heads.num_kv_heads >= world_size:
+        spans = split_evenly(heads.num_kv_heads, world_size)
+        return HeadAssignment(
             heads,
-            query=tuple((start * group, stop * group) for start, stop in spans),
-            key_value=tuple(tuple(range(start, stop)) for start, stop in spans),
-            repeat=(group,) * world,
-            owned=True,
+            query_spans=tuple((start * queries_per_kv, stop * queries_per_kv) for start, stop in spans),
+            kv_heads=tuple(tuple(range(start, stop)) for start, stop in spans),
+            kv_repeats=(queries_per_kv,) * world_size,
+            kv_exclusive=True,
         )
-    query = tuple(even(heads.num_query, world))
-    whole = _within_groups(heads, world)
-    if in_groups or max(stop - start for start, stop in whole) <= query[0][1]:
-        query = whole
-    used, repeat = [], []
-    for start, stop in query:
-        each = [head // group for head in range(start, stop)]
-        distinct = sorted(set(each))
-        counts = {each.count(head) for head in distinct}
-        used.append(tuple(distinct) if len(counts) == 1 else tuple(each))
-        repeat.append(counts.pop() if len(counts) == 1 else 1)
-    return Deal(heads, query, tuple(used), tuple(repeat), owned=False)
+    query_spans = tuple(split_evenly(heads.num_heads, world_size))
+    aligned_spans = _group_aligned_spans(heads, world_size)
+    if align_to_kv_groups or max(stop - start for start, stop in aligned_spans) <= query_spans[0][1]:
+        query_spans = aligned_spans
+    kv_heads, kv_repeats = [], []
+    for start, stop in query_spans:
+        kv_of_query = [head // queries_per_kv for head in range(start, stop)]
+        distinct = sorted(set(kv_of_query))
+        counts = {kv_of_query.count(head) for head in distinct}
+        kv_heads.append(tuple(distinct) if len(counts) == 1 else tuple(kv_of_query))
+        kv_repeats.append(counts.pop() if len(counts) == 1 else 1)
+    return HeadAssignment(heads, query_spans, tuple(kv_heads), tuple(kv_repeats), kv_exclusive=False)
 
 
-def _within_groups(heads: Heads, world: int) -> tuple[Span, ...]:
+def _group_aligned_spans(heads: AttentionHeads, world_size: int) -> tuple[Span, ...]:
     """Query heads by rank, each of one group: every group has ranks of its own, as evenly as they go."""
-    found: list[Span] = []
-    for index, (first, last) in enumerate(even(world, heads.num_key_value)):
-        start = index * heads.group
-        found += [(start + low, start + high) for low, high in even(heads.group, last - first)]
-    return tuple(found)
+    spans: list[Span] = []
+    for index, (first, last) in enumerate(split_evenly(world_size, heads.num_kv_heads)):
+        start = index * heads.num_queries_per_kv
+        spans += [(start + low, start + high) for low, high in split_evenly(heads.num_queries_per_kv, last - first)]
+    return tuple(spans)
 
 
-Fused = tuple[Cut, Callable[[int], Shared | None]]
+FusedSpec = tuple[ShardSpec, Callable[[int], SharedRows | None]]
 
 
-def query_rows(deal: Deal, dim: int, per_head: int) -> Cut:
+def query_spec(assignment: HeadAssignment, dim: int, rows_per_head: int) -> ShardSpec:
     """Rows that belong to query heads, ``per_head`` of them each."""
-    spans = tuple(((start * per_head, stop * per_head),) for start, stop in deal.query)
-    return Cut(dim, deal.heads.num_query * per_head, spans)
+    spans = tuple(((start * rows_per_head, stop * rows_per_head),) for start, stop in assignment.query_spans)
+    return ShardSpec(dim, assignment.heads.num_heads * rows_per_head, spans)
 
 
-def key_value_rows(deal: Deal, dim: int) -> Fused:
+def kv_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
     """Rows of a key or value projection."""
-    return _tailed(deal, dim, [()] * len(deal.query), 0, sections=1)
+    return _with_shared_tail(assignment, dim, [()] * len(assignment.query_spans), 0, num_sections=1)
 
 
-def group_rows(deal: Deal, dim: int) -> Fused:
+def gqa_interleaved_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
     """Rows interleaved by key-value head: its query heads, its key, its value."""
-    heads, width = deal.heads, deal.heads.width
-    unit, pair = (heads.group + 2) * width, 2 * width
-    size = heads.num_key_value * unit
-    if deal.owned:
-        spans = tuple(((own[0] * unit, (own[-1] + 1) * unit),) for own in deal.key_value)
-        return Cut(dim, size, spans), lambda rank: None
-    if any(len(own) > 1 for own in deal.key_value):
+    heads, head_dim = assignment.heads, assignment.heads.head_dim
+    unit, pair = (heads.num_queries_per_kv + 2) * head_dim, 2 * head_dim
+    size = heads.num_kv_heads * unit
+    if assignment.kv_exclusive:
+        spans = tuple(((own[0] * unit, (own[-1] + 1) * unit),) for own in assignment.kv_heads)
+        return ShardSpec(dim, size, spans), lambda rank: None
+    if any(len(own) > 1 for own in assignment.kv_heads):
         raise ValueError(
-            f"tensor_parallel.autotp_size = {len(deal.query)} cuts a rank's query heads across key-value "
+            f"tensor_parallel.autotp_size = {len(assignment.query_spans)} cuts a rank's query heads across key-value "
             f"heads, which this model's fused projection interleaves; set it to a divisor or a multiple of "
-            f"{heads.num_key_value}"
+            f"{heads.num_kv_heads}"
         )
-    tails = even(heads.num_key_value * pair, len(deal.query))
+    tail_spans = split_evenly(heads.num_kv_heads * pair, len(assignment.query_spans))
 
-    def key_value_spans(start: int, stop: int) -> list[Span]:
+    def kv_spans(start: int, stop: int) -> list[Span]:
         """Where rows [start, stop) of all key-value rows, joined, lie in the projection."""
-        found = []
-        for j in range(heads.num_key_value):
+        ranges = []
+        for j in range(heads.num_kv_heads):
             low, high = max(start, j * pair), min(stop, (j + 1) * pair)
-            shift = j * unit + heads.group * width - j * pair
+            shift = j * unit + heads.num_queries_per_kv * head_dim - j * pair
             if low < high:
-                found.append((low + shift, high + shift))
-        return found
+                ranges.append((low + shift, high + shift))
+        return ranges
 
     spans = []
-    for (first, last), (start, stop) in zip(deal.query, tails, strict=True):
-        group = first // heads.group
-        begin = group * unit + (first - group * heads.group) * width
-        spans.append(((begin, begin + (last - first) * width), *key_value_spans(start, stop)))
+    for (first, last), (start, stop) in zip(assignment.query_spans, tail_spans, strict=True):
+        kv_head = first // heads.num_queries_per_kv
+        query_start = kv_head * unit + (first - kv_head * heads.num_queries_per_kv) * head_dim
+        spans.append(((query_start, query_start + (last - first) * head_dim), *kv_spans(start, stop)))
 
-    def shared(rank: int) -> Shared:
-        group = deal.key_value[rank][0]
-        own = deal.num_query(rank) * width
-        rows = tuple(range(group * pair, (group + 1) * pair))
-        return Shared(own, tuple(stop - start for start, stop in tails), rows)
+    def shared_rows(rank: int) -> SharedRows:
+        local_kv_head = assignment.kv_heads[rank][0]
+        num_exclusive = assignment.num_local_heads(rank) * head_dim
+        rows = tuple(range(local_kv_head * pair, (local_kv_head + 1) * pair))
+        return SharedRows(num_exclusive, tuple(stop - start for start, stop in tail_spans), rows)
 
-    return Cut(dim, size, tuple(spans)), shared
+    return ShardSpec(dim, size, tuple(spans)), shared_rows
 
 
-def section_rows(deal: Deal, dim: int, first: bool = True) -> Fused:
+def qkv_fused_spec(assignment: HeadAssignment, dim: int, with_queries: bool = True) -> FusedSpec:
     """Rows fused in sections: queries (unless not ``first``), keys, values."""
-    width = deal.heads.width
-    queries: Sequence[tuple[Span, ...]] = [((start * width, stop * width),) for start, stop in deal.query]
-    offset = deal.heads.num_query * width
-    if not first:
-        queries, offset = [()] * len(deal.query), 0
-    return _tailed(deal, dim, queries, offset, sections=2)
+    head_dim = assignment.heads.head_dim
+    queries: Sequence[tuple[Span, ...]] = [((start * head_dim, stop * head_dim),) for start, stop in assignment.query_spans]
+    offset = assignment.heads.num_heads * head_dim
+    if not with_queries:
+        queries, offset = [()] * len(assignment.query_spans), 0
+    return _with_shared_tail(assignment, dim, queries, offset, num_sections=2)
 
 
-def _tailed(deal: Deal, dim: int, before: Sequence[tuple[Span, ...]], offset: int, sections: int) -> Fused:
+def _with_shared_tail(assignment: HeadAssignment, dim: int, leading_spans: Sequence[tuple[Span, ...]], offset: int, num_sections: int) -> FusedSpec:
     """``before`` of each rank, then ``sections`` of key-value rows from ``offset`` on."""
-    width, world = deal.heads.width, len(deal.query)
-    length = deal.heads.num_key_value * width
-    size = offset + sections * length
-    if deal.owned:
+    head_dim, world_size = assignment.heads.head_dim, len(assignment.query_spans)
+    length = assignment.heads.num_kv_heads * head_dim
+    size = offset + num_sections * length
+    if assignment.kv_exclusive:
         spans = tuple(
             (
-                *before[rank],
+                *leading_spans[rank],
                 *(
-                    (offset + k * length + own[0] * width, offset + k * length + (own[-1] + 1) * width)
-                    for k in range(sections)
+                    (offset + k * length + own[0] * head_dim, offset + k * length + (own[-1] + 1) * head_dim)
+                    for k in range(num_sections)
                 ),
             )
-            for rank, own in enumerate(deal.key_value)
+            for rank, own in enumerate(assignment.kv_heads)
         )
-        return Cut(dim, size, spans), lambda rank: None
-    tails = even(sections * length, world)
+        return ShardSpec(dim, size, spans), lambda rank: None
+    tail_spans = split_evenly(num_sections * length, world_size)
     spans = tuple(
-        (*before[rank], (offset + start, offset + stop)) for rank, (start, stop) in enumerate(tails)
+        (*leading_spans[rank], (offset + start, offset + stop)) for rank, (start, stop) in enumerate(tail_spans)
     )
-    sizes = tuple(stop - start for start, stop in tails)
+    tail_sizes = tuple(stop - start for start, stop in tail_spans)
 
-    def shared(rank: int) -> Shared:
+    def shared_rows(rank: int) -> SharedRows:
         rows = [
-            k * length + head * width + i
-            for k in range(sections)
-            for head in deal.key_value[rank]
-            for i in range(width)
+            k * length + head * head_dim + i
+            for k in range(num_sections)
+            for head in assignment.kv_heads[rank]
+            for i in range(head_dim)
         ]
-        own = sum(stop - start for start, stop in before[rank])
-        return Shared(own, sizes, None if rows == list(range(sections * length)) else tuple(rows))
+        num_exclusive = sum(stop - start for start, stop in leading_spans[rank])
+        return SharedRows(num_exclusive, tail_sizes, None if rows == list(range(num_sections * length)) else tuple(rows))
 
-    return Cut(dim, size, spans), shared
+    return ShardSpec(dim, size, spans), shared_rows

@@ -10,34 +10,34 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from thalweg.comm.route import Route
+from thalweg.comm.route import HostTopology
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 
 
-def note_groups_across_hosts(
-    group: dist.ProcessGroup, everyone: dist.ProcessGroup, num_blocks: int, width: int, device: torch.device
+def warn_cross_host_groups(
+    group: dist.ProcessGroup, world_group: dist.ProcessGroup, num_blocks: int, hidden_size: int, device: torch.device
 ) -> int:
     """The most hosts that any tensor group lies on; rank 0 warns above one, with the traffic; collective.
 
     ``width``: elements of an activation a token; ``num_blocks``: blocks that are split.
     """
-    most = torch.tensor([Route.find(group, device).num_hosts], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=everyone)
-    hosts, size = int(most), dist.get_world_size(group)
-    if hosts > 1 and dist.get_rank(everyone) == 0:
-        _log.warning("%s", across_hosts(hosts, size, num_blocks, width))
-    return hosts
+    max_hosts = torch.tensor([HostTopology.discover(group, device).num_hosts], device=device)
+    dist.all_reduce(max_hosts, op=dist.ReduceOp.MAX, group=world_group)
+    num_hosts, size = int(max_hosts), dist.get_world_size(group)
+    if num_hosts > 1 and dist.get_rank(world_group) == 0:
+        _log.warning("%s", cross_host_message(num_hosts, size, num_blocks, hidden_size))
+    return num_hosts
 
 
-def across_hosts(hosts: int, size: int, num_blocks: int, width: int) -> str:
+def cross_host_message(num_hosts: int, group_size: int, num_blocks: int, hidden_size: int) -> str:
     """The warning: bytes by the ring form of an all-reduce, 2(n-1)/n of it from each rank."""
-    sent = 4 * num_blocks * width * 4 * 2 * (size - 1) / size
+    num_bytes = 4 * num_blocks * hidden_size * 4 * 2 * (group_size - 1) / group_size
     return (
-        f"tensor_parallel.autotp_size = {size}: a group of ranks that split each layer lies on {hosts} "
+        f"tensor_parallel.autotp_size = {group_size}: a group of ranks that split each layer lies on {num_hosts} "
         "hosts, so "
-        f"each rank sends {sent / 1024:.1f} KiB a token and step (fp32, {num_blocks} blocks) over the "
+        f"each rank sends {num_bytes / 1024:.1f} KiB a token and step (fp32, {num_blocks} blocks) over the "
         "network; "
-        f"ranks a host in multiples of {size}, or a size that divides them, keep it inside"
+        f"ranks a host in multiples of {group_size}, or a size that divides them, keep it inside"
     )

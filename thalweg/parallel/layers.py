@@ -17,58 +17,58 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from thalweg.ops.linear import conv1d, linear
-from thalweg.ops.subclass import Disguised, subclass_of
-from thalweg.parallel.cuts import Cut
-from thalweg.parallel.logits import VocabularyShards
-from thalweg.parallel.team import Team, gather, summed
+from thalweg.ops.subclass import DynamicSubclass, make_subclass
+from thalweg.parallel.cuts import ShardSpec
+from thalweg.parallel.logits import VocabParallelLogits
+from thalweg.parallel.team import ParallelGroup, gather_params, sum_grads_over
 
-Forward = Callable[..., Any]
+ForwardFn = Callable[..., Any]
 
 
-class Split(Disguised):
+class ReplacedForward(DynamicSubclass):
     """Mixin of every module whose forward is one of these."""
 
 
-def give_forward(module: nn.Module, forward: Forward) -> None:
+def replace_forward(module: nn.Module, forward: ForwardFn) -> None:
     """Let this one module compute by ``forward(self, ...)``."""
-    module.__class__ = subclass_of(type(module), Split, forward=forward)
+    module.__class__ = make_subclass(type(module), ReplacedForward, forward=forward)
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedRows:
     """Rows of a cut layer that every rank needs some of: the tail of each rank's piece.
 
     ``own``: rows of the piece that are this rank's alone, before the tail; ``sizes``: lengths
     of all ranks' tails; ``select``: which rows of the joined tails this rank uses, or None for all.
     """
 
-    own: int
-    sizes: tuple[int, ...]
-    select: tuple[int, ...] | None
+    num_exclusive: int
+    tail_sizes: tuple[int, ...]
+    row_indices: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
-class Flow:
+class TpContext:
     """How activations run between split layers: whole on every rank."""
 
-    team: Team
+    tp_group: ParallelGroup
     name: str
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_region(self, x: Tensor) -> Tensor:
         """A layer's input, whole."""
-        entered = self.team.enter(x, self.name)
-        self.team.own_stream()
-        return entered
+        replicated = self.tp_group.copy_to_region(x, self.name)
+        self.tp_group.use_local_rng()
+        return replicated
 
-    def leave(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def reduce_from_region(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """A layer's partial output, summed, and its bias added once."""
-        y = self.team.leave(x, self.name)
+        y = self.tp_group.reduce_from_region(x, self.name)
         return y if bias is None else y + bias
 
 
-def multiply(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:
+def matmul(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:
     """``module``'s product with other tensors: an ``nn.Linear``'s, or a Conv1D's (weight (in, out))."""
-    if _outputs_last(module):
+    if _weight_is_transposed(module):
         zeros = weight.new_zeros(weight.shape[1]) if bias is None else bias
         if kernels != "torch":
             return conv1d(x, weight, zeros)
@@ -76,94 +76,94 @@ def multiply(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel
     return F.linear(x, weight, bias) if kernels == "torch" else linear(x, weight, bias)
 
 
-def _outputs_last(module: nn.Module) -> bool:
+def _weight_is_transposed(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear)
 
 
-def column(flow: Flow, kernels: str, shared: Shared | None = None) -> Forward:
+def column_parallel(tp_context: TpContext, kernels: str, shared_rows: SharedRows | None = None) -> ForwardFn:
     """Outputs cut: x (..., K) whole -> y (..., own part of N)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = flow.enter(x)
+        x = tp_context.copy_to_region(x)
         weight, bias = self.weight, self.bias
-        if shared is not None:
-            dim = 1 if _outputs_last(self) else 0
-            weight = _joined(weight, dim, shared, flow)
-            bias = None if bias is None else _joined(bias, 0, shared, flow)
-        return multiply(self, x, weight, bias, kernels)
+        if shared_rows is not None:
+            dim = 1 if _weight_is_transposed(self) else 0
+            weight = _gather_shared_rows(weight, dim, shared_rows, tp_context)
+            bias = None if bias is None else _gather_shared_rows(bias, 0, shared_rows, tp_context)
+        return matmul(self, x, weight, bias, kernels)
 
     return forward
 
 
-def _joined(piece: Tensor, dim: int, shared: Shared, flow: Flow) -> Tensor:
-    tail = piece.narrow(dim, shared.own, piece.size(dim) - shared.own)
-    rows = gather(tail, dim, list(shared.sizes), flow.team, flow.name)
-    if shared.select is not None:
-        rows = rows.index_select(dim, torch.tensor(shared.select, device=piece.device))
-    return torch.cat([piece.narrow(dim, 0, shared.own), rows], dim) if shared.own else rows
+def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_context: TpContext) -> Tensor:
+    tail = local.narrow(dim, shared_rows.num_exclusive, local.size(dim) - shared_rows.num_exclusive)
+    rows = gather_params(tail, dim, list(shared_rows.tail_sizes), tp_context.tp_group, tp_context.name)
+    if shared_rows.row_indices is not None:
+        rows = rows.index_select(dim, torch.tensor(shared_rows.row_indices, device=local.device))
+    return torch.cat([local.narrow(dim, 0, shared_rows.num_exclusive), rows], dim) if shared_rows.num_exclusive else rows
 
 
-def row(flow: Flow, kernels: str) -> Forward:
+def row_parallel(tp_context: TpContext, kernels: str) -> ForwardFn:
     """Inputs cut: x (..., own part of K) -> y (..., N) whole, the bias added once."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return flow.leave(multiply(self, x, self.weight, None, kernels), self.bias)
+        return tp_context.reduce_from_region(matmul(self, x, self.weight, None, kernels), self.bias)
 
     return forward
 
 
-def embedding(flow: Flow, rows: Cut) -> Forward:
+def vocab_parallel_embedding(tp_context: TpContext, spec: ShardSpec) -> ForwardFn:
     """Rows cut by vocabulary: ids of other ranks give zeros here, and the sum is the embedding."""
-    team = flow.team
-    start, stop = rows.spans[team.rank][0]
+    tp_group = tp_context.tp_group
+    start, stop = spec.spans[tp_group.rank][0]
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        own = (input >= start) & (input < stop)
+        is_local = (input >= start) & (input < stop)
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < stop else None
-        picked = F.embedding(torch.where(own, input - start, 0), self.weight, local_padding)
-        return team.leave(picked * own.unsqueeze(-1), flow.name)
+        embedded = F.embedding(torch.where(is_local, input - start, 0), self.weight, local_padding)
+        return tp_group.reduce_from_region(embedded * is_local.unsqueeze(-1), tp_context.name)
 
     return forward
 
 
-def head(flow: Flow, kernels: str, rows: Cut) -> Forward:
+def vocab_parallel_head(tp_context: TpContext, kernels: str, spec: ShardSpec) -> ForwardFn:
     """Outputs cut by vocabulary: the logits stay cut, under their logical shape."""
-    team = flow.team
-    sizes = [rows.local_size(rank) for rank in range(team.size)]
+    tp_group = tp_context.tp_group
+    sizes = [spec.local_size(rank) for rank in range(tp_group.size)]
 
-    def forward(self: Any, input: Tensor) -> VocabularyShards:
-        entered = team.enter(input, flow.name)
-        local = multiply(self, entered, self.weight, self.bias, kernels)
-        team.forget()
-        return VocabularyShards(local, team, sizes)
+    def forward(self: Any, input: Tensor) -> VocabParallelLogits:
+        replicated = tp_group.copy_to_region(input, tp_context.name)
+        local = matmul(self, replicated, self.weight, self.bias, kernels)
+        tp_group.reset()
+        return VocabParallelLogits(local, tp_group, sizes)
 
     return forward
 
 
-def partial(module: nn.Module, team: Team, name: str) -> Forward:
+def with_grad_all_reduce(module: nn.Module, tp_group: ParallelGroup, name: str) -> ForwardFn:
     """A whole module that works on a part of the activations: its gradients are summed."""
     inner = type(module).forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = {key: p for key, p in self._parameters.items() if p is not None}
-        used = {key: summed(p, team, name) if p.requires_grad else p for key, p in named.items()}
-        return call_with(self, inner, used, args, kwargs)
+        trained_params = {key: p for key, p in self._parameters.items() if p is not None}
+        params = {key: sum_grads_over(p, tp_group, name) if p.requires_grad else p for key, p in trained_params.items()}
+        return functional_forward(self, inner, params, args, kwargs)
 
     return forward
 
 
-def call_with(
-    module: nn.Module, forward: Forward, used: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
+def functional_forward(
+    module: nn.Module, forward: ForwardFn, params: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    bare = _Bare(module, forward)
-    return functional_call(bare, {f"module.{key}": value for key, value in used.items()}, args, kwargs)
+    wrapper = _ForwardOnly(module, forward)
+    return functional_call(wrapper, {f"module.{key}": value for key, value in params.items()}, args, kwargs)
 
 
-class _Bare(nn.Module):
+class _ForwardOnly(nn.Module):
     """Calls a given forward of a module, past its hooks."""
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    def __init__(self, module: nn.Module, forward: ForwardFn) -> None:
         super().__init__()
         self.module = module
         self._forward = forward
@@ -172,35 +172,35 @@ class _Bare(nn.Module):
         return self._forward(self.module, *args, **kwargs)
 
 
-def experts(module: nn.Module, flow: Flow) -> Forward:
+def expert_tensor_parallel(module: nn.Module, tp_context: TpContext) -> ForwardFn:
     """A set of experts whose inner width is cut: (hidden, indices, weights) -> hidden."""
     inner = type(module).forward
 
     def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        entered = flow.team.enter(hidden, flow.name)
-        weights = flow.team.enter(top_k_weights, flow.name)
-        flow.team.own_stream()
-        return flow.team.leave(inner(self, entered, top_k_index, weights), flow.name)
+        replicated = tp_context.tp_group.copy_to_region(hidden, tp_context.name)
+        weights = tp_context.tp_group.copy_to_region(top_k_weights, tp_context.name)
+        tp_context.tp_group.use_local_rng()
+        return tp_context.tp_group.reduce_from_region(inner(self, replicated, top_k_index, weights), tp_context.name)
 
     return forward
 
 
-def own_heads(module: nn.Module, names: tuple[str, ...], span: tuple[int, int], total: int) -> Forward:
+def slice_head_args(module: nn.Module, names: tuple[str, ...], span: tuple[int, int], num_heads: int) -> ForwardFn:
     """An attention whose named arguments carry all heads: (B * heads, ...) or (B, heads, ...)."""
     inner = type(module).forward
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         for name in names:
             if isinstance(kwargs.get(name), Tensor):
-                kwargs[name] = _own(kwargs[name], hidden_states.shape[0], span, total)
+                kwargs[name] = _slice_heads(kwargs[name], hidden_states.shape[0], span, num_heads)
         return inner(self, hidden_states, *args, **kwargs)
 
     return forward
 
 
-def _own(value: Tensor, batch: int, span: tuple[int, int], total: int) -> Tensor:
+def _slice_heads(value: Tensor, batch: int, span: tuple[int, int], num_heads: int) -> Tensor:
     start, stop = span
     if value.dim() == 4:
-        return value[:, start:stop] if value.shape[1] == total else value
-    by_head = value.unflatten(0, (batch, total))[:, start:stop]
+        return value[:, start:stop] if value.shape[1] == num_heads else value
+    by_head = value.unflatten(0, (batch, num_heads))[:, start:stop]
     return by_head.flatten(0, 1)

@@ -15,188 +15,188 @@ from typing import Any
 
 from torch import nn
 
-from thalweg.parallel.cuts import Cut, by_units, by_width, sections
-from thalweg.parallel.families import Family, family_of
-from thalweg.parallel.heads import Deal, Heads, deal, group_rows, key_value_rows, query_rows, section_rows
-from thalweg.parallel.layers import Shared
+from thalweg.parallel.cuts import ShardSpec, contiguous_spec, aligned_spec, fused_spec
+from thalweg.parallel.families import Family, get_family
+from thalweg.parallel.heads import HeadAssignment, AttentionHeads, assign_heads, gqa_interleaved_spec, kv_spec, query_spec, qkv_fused_spec
+from thalweg.parallel.layers import SharedRows
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerPlan:
     """One module of a plan: what it does, its parameters' cuts by key, and rows it shares."""
 
     kind: str  # column, row, embedding, head, partial, experts, columns_of_heads
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    shared: Shared | None = None
+    shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
+    shared_rows: SharedRows | None = None
 
 
 @dataclass
-class Plan:
+class TpPlan:
     """Layers and attributes by module name; ``by_head``: modules with arguments that carry heads."""
 
     source: str
-    layers: dict[str, Layer] = field(default_factory=dict)
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    by_head: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    deal: Deal | None = None
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
+    local_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    per_head_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head_assignment: HeadAssignment | None = None
 
 
-class Refused(ValueError):
+class UnshardableModelError(ValueError):
     """A model cannot be cut; the message names the module and the cure."""
 
 
-def plan_of(model: nn.Module, world: int, rank: int) -> Plan | None:
+def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     """The plan for this rank of ``world``, or None where neither a family nor the model itself has one.
 
     Raises:
         ValueError: the model has fewer heads than ranks.
     """
-    family, own = family_of(model), _own_rules(model)
-    if family is None and not own:
+    family, hf_rules = get_family(model), _hf_tp_rules(model)
+    if family is None and not hf_rules:
         return None
-    dealt = _deal_of(model, world, family is not None and "groups" in family.rules.values())
-    if family is not None and dealt is not None:
-        plan = Plan(f"the {_kind(model)} family", deal=dealt)
+    assignment = _assign_model_heads(model, world_size, family is not None and "groups" in family.rules.values())
+    if family is not None and assignment is not None:
+        plan = TpPlan(f"the {_model_type(model)} family", head_assignment=assignment)
         for name, module in model.named_modules():
-            role = next((role for end, role in family.rules.items() if _ends(name, end)), None)
+            role = next((role for end, role in family.rules.items() if _matches_suffix(name, end)), None)
             if role is not None:
-                plan.layers[name] = _layer(name, module, role, dealt, world, rank)
-        _local_attributes(plan, model, family, rank)
-    elif own:
-        plan = Plan(f"the plan of {type(model).__name__}", deal=dealt)
-        _from_own(plan, model, own, dealt, world, rank)
+                plan.layers[name] = _plan_layer(name, module, role, assignment, world_size, rank)
+        _add_local_attributes(plan, model, family, rank)
+    elif hf_rules:
+        plan = TpPlan(f"the plan of {type(model).__name__}", head_assignment=assignment)
+        _apply_hf_rules(plan, model, hf_rules, assignment, world_size, rank)
     else:
         return None
-    add_vocabulary(plan, model, world)
+    add_vocab_parallel(plan, model, world_size)
     return plan
 
 
-def _kind(model: nn.Module) -> str:
+def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+def _matches_suffix(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
 
 
-def _deal_of(model: nn.Module, world: int, in_groups: bool) -> Deal | None:
-    heads = heads_of(getattr(model, "config", None))
-    return None if heads is None else deal(heads, world, in_groups)
+def _assign_model_heads(model: nn.Module, world_size: int, align_to_kv_groups: bool) -> HeadAssignment | None:
+    heads = heads_from_config(getattr(model, "config", None))
+    return None if heads is None else assign_heads(heads, world_size, align_to_kv_groups)
 
 
-def heads_of(config: Any) -> Heads | None:
+def heads_from_config(config: Any) -> AttentionHeads | None:
     """The heads that a config describes, or None."""
-    text = getattr(config, "get_text_config", None)
-    config = text() if callable(text) else config
+    get_text_config = getattr(config, "get_text_config", None)
+    config = get_text_config() if callable(get_text_config) else config
 
-    def first(*names: str) -> int | None:
+    def first_int(*names: str) -> int | None:
         values = (getattr(config, name, None) for name in names)
         return next((value for value in values if isinstance(value, int) and value > 0), None)
 
-    query = first("num_attention_heads", "n_head", "num_heads")
-    hidden = first("hidden_size", "n_embd", "d_model")
-    if query is None or hidden is None:
+    num_heads = first_int("num_attention_heads", "n_head", "num_heads")
+    hidden_size = first_int("hidden_size", "n_embd", "d_model")
+    if num_heads is None or hidden_size is None:
         return None
-    key_value = first("num_key_value_heads", "num_kv_heads") or query
+    num_kv_heads = first_int("num_key_value_heads", "num_kv_heads") or num_heads
     if getattr(config, "model_type", None) == "falcon" and not config.new_decoder_architecture:
-        key_value = 1 if config.multi_query else query
-    return Heads(query, key_value, first("head_dim", "d_kv") or hidden // query)
+        num_kv_heads = 1 if config.multi_query else num_heads
+    return AttentionHeads(num_heads, num_kv_heads, first_int("head_dim", "d_kv") or hidden_size // num_heads)
 
 
 # Roles
 
 
-def _layer(name: str, module: nn.Module, role: str, dealt: Deal, world: int, rank: int) -> Layer:
+def _plan_layer(name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int) -> LayerPlan:
     if role in ("partial", "whole"):
-        return Layer(role)
+        return LayerPlan(role)
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
-        raise Refused(f"{name} ({type(module).__name__}) has no matrix to cut as {role!r}")
+        raise UnshardableModelError(f"{name} ({type(module).__name__}) has no matrix to cut as {role!r}")
     out_dim = 1 if _is_conv1d(module) else 0
-    width = dealt.heads.width
-    shared: Shared | None = None
+    head_dim = assignment.heads.head_dim
+    shared_rows: SharedRows | None = None
     if role == "bias_table":
-        return Layer("columns_of_heads", {"weight": query_rows(dealt, 1, 1)})
+        return LayerPlan("columns_of_heads", {"weight": query_spec(assignment, 1, 1)})
     if role in ("out", "row"):
         in_dim = 1 - out_dim
         size = weight.shape[in_dim]
-        cut = query_rows(dealt, in_dim, width) if role == "out" else by_width(in_dim, size, world)
-        return Layer("row", {"weight": _fitting(name, cut, size)})
+        spec = query_spec(assignment, in_dim, head_dim) if role == "out" else aligned_spec(in_dim, size, world_size)
+        return LayerPlan("row", {"weight": _check_size(name, spec, size)})
     if role in ("embedding", "head"):
-        return Layer(role, _with_bias(module, by_units(0, weight.shape[0], world)))
+        return LayerPlan(role, _with_bias_spec(module, contiguous_spec(0, weight.shape[0], world_size)))
     size = weight.shape[out_dim]
     if role == "query":
-        cut = query_rows(dealt, out_dim, width)
+        spec = query_spec(assignment, out_dim, head_dim)
     elif role == "heads3":
-        cut = query_rows(dealt, out_dim, 3 * width)
+        spec = query_spec(assignment, out_dim, 3 * head_dim)
     elif role == "groups":
-        cut, of = group_rows(dealt, out_dim)
-        shared = of(rank)
+        spec, get_shared_rows = gqa_interleaved_spec(assignment, out_dim)
+        shared_rows = get_shared_rows(rank)
     elif role == "key_value":
-        cut, of = key_value_rows(dealt, out_dim)
-        shared = of(rank)
+        spec, get_shared_rows = kv_spec(assignment, out_dim)
+        shared_rows = get_shared_rows(rank)
     elif role in ("sections", "sections_kv"):
-        cut, of = section_rows(dealt, out_dim, first=role == "sections")
-        shared = of(rank)
+        spec, get_shared_rows = qkv_fused_spec(assignment, out_dim, with_queries=role == "sections")
+        shared_rows = get_shared_rows(rank)
     elif role == "column2":
-        cut = halves(out_dim, size, world)
+        spec = gate_up_spec(out_dim, size, world_size)
     else:
         assert role == "column", role
-        cut = by_width(out_dim, size, world)
-    return Layer("column", _with_bias(module, _fitting(name, cut, size)), shared)
+        spec = aligned_spec(out_dim, size, world_size)
+    return LayerPlan("column", _with_bias_spec(module, _check_size(name, spec, size)), shared_rows)
 
 
-def halves(dim: int, size: int, world: int) -> Cut:
+def gate_up_spec(dim: int, size: int, world_size: int) -> ShardSpec:
     """Two fused sections of equal length, each cut evenly."""
-    spans = [own[0] for own in by_width(dim, size // 2, world).spans]
-    return sections(dim, (size // 2, size // 2), [(span, span) for span in spans])
+    spans = [own[0] for own in aligned_spec(dim, size // 2, world_size).spans]
+    return fused_spec(dim, (size // 2, size // 2), [(span, span) for span in spans])
 
 
-def _fitting(name: str, cut: Cut, size: int) -> Cut:
-    if cut.size != size:
-        raise Refused(
-            f"{name} has {size} features where its heads make {cut.size}: it is not the known layer"
+def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
+    if spec.size != size:
+        raise UnshardableModelError(
+            f"{name} has {size} features where its heads make {spec.size}: it is not the known layer"
         )
-    return cut
+    return spec
 
 
-def _with_bias(module: nn.Module, cut: Cut) -> dict[str, Cut]:
-    cuts = {"weight": cut}
+def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+    specs = {"weight": spec}
     if module._parameters.get("bias") is not None:
-        cuts["bias"] = Cut(0, cut.size, cut.spans)
-    return cuts
+        specs["bias"] = ShardSpec(0, spec.size, spec.spans)
+    return specs
 
 
 def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _local_attributes(plan: Plan, model: nn.Module, family: Family, rank: int) -> None:
-    dealt = plan.deal
-    assert dealt is not None
+def _add_local_attributes(plan: TpPlan, model: nn.Module, family: Family, rank: int) -> None:
+    assignment = plan.head_assignment
+    assert assignment is not None
     values = {
-        "query": dealt.num_query(rank),
-        "key_value": len(dealt.key_value[rank]),
-        "repeat": dealt.repeat[rank],
-        "width": dealt.num_query(rank) * dealt.heads.width,
+        "query": assignment.num_local_heads(rank),
+        "key_value": len(assignment.kv_heads[rank]),
+        "repeat": assignment.kv_repeats[rank],
+        "width": assignment.num_local_heads(rank) * assignment.heads.head_dim,
     }
     for name, module in model.named_modules():
-        if any(_ends(name, end) for end in family.attention):
-            found = {k: values[which] for k, which in family.attributes.items() if _has(module, k)}
-            if found:
-                plan.attributes[name] = found
-            if family.by_head_arguments:
-                plan.by_head[name] = family.by_head_arguments
+        if any(_matches_suffix(name, end) for end in family.attention_modules):
+            local_values = {k: values[which] for k, which in family.local_attributes.items() if _has_attribute(module, k)}
+            if local_values:
+                plan.local_attributes[name] = local_values
+            if family.per_head_args:
+                plan.per_head_args[name] = family.per_head_args
 
 
-def _has(module: nn.Module, key: str) -> bool:
-    owner, _, name = key.rpartition(".")
-    return hasattr(getattr(module, owner, None) if owner else module, name)
+def _has_attribute(module: nn.Module, key: str) -> bool:
+    prefix, _, name = key.rpartition(".")
+    return hasattr(getattr(module, prefix, None) if prefix else module, name)
 
 
 # The model's own plan
 
-_ROLES = {
+_HF_ROLES = {
     "colwise": "column",
     "colwise_rep": "column",
     "rowwise": "row",
@@ -206,14 +206,14 @@ _ROLES = {
 }
 
 
-def _own_rules(model: nn.Module) -> dict[str, str]:
+def _hf_tp_rules(model: nn.Module) -> dict[str, str]:
     config = getattr(model, "config", None)
     rules = dict(getattr(config, "base_model_tp_plan", None) or {})
     return {key: value for key, value in rules.items() if isinstance(value, str)}
 
 
-def _from_own(
-    plan: Plan, model: nn.Module, rules: Mapping[str, str], dealt: Deal | None, world: int, rank: int
+def _apply_hf_rules(
+    plan: TpPlan, model: nn.Module, rules: Mapping[str, str], assignment: HeadAssignment | None, world_size: int, rank: int
 ) -> None:
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and hasattr(model, base) else ""
@@ -222,29 +222,29 @@ def _from_own(
         for key, role in rules.items()
     }
 
-    def role_of(name: str) -> str | None:
+    def get_role(name: str) -> str | None:
         return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
 
     for name, module in model.named_modules():
-        role = role_of(name)
+        role = get_role(name)
         if role is None:
             continue
         if role == "moe_tp_experts":
-            plan.layers[name] = Layer("experts", dict(_expert_cuts(name, module, role_of, world)))
+            plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
             continue
-        ours = _ROLES.get(role)
-        if ours is None:
-            raise Refused(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
-        if ours in ("column", "row") and dealt is not None and "attn" in name.rpartition(".")[0]:
-            ours = _by_heads(module, ours, dealt.heads)
-        assert dealt is not None or ours in ("column", "row", "column2", "partial")
-        plan.layers[name] = _layer(
-            name, module, ours, dealt or deal(Heads(world, world, 1), world), world, rank
+        mapped_role = _HF_ROLES.get(role)
+        if mapped_role is None:
+            raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
+        if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
+            mapped_role = _per_head_role(module, mapped_role, assignment.heads)
+        assert assignment is not None or mapped_role in ("column", "row", "column2", "partial")
+        plan.layers[name] = _plan_layer(
+            name, module, mapped_role, assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size), world_size, rank
         )
-    if dealt is not None:
+    if assignment is not None:
         attention = {name.rpartition(".")[0] for name, layer in plan.layers.items() if "attn" in name}
-        whose = Family({}, tuple(sorted(attention)), _LOCAL_ATTRIBUTES)
-        _local_attributes(plan, model, whose, rank)
+        attention_family = Family({}, tuple(sorted(attention)), _LOCAL_ATTRIBUTES)
+        _add_local_attributes(plan, model, attention_family, rank)
 
 
 _LOCAL_ATTRIBUTES = {
@@ -255,45 +255,45 @@ _LOCAL_ATTRIBUTES = {
 }
 
 
-def _by_heads(module: nn.Module, role: str, heads: Heads) -> str:
+def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     """The role in whole heads that a linear layer of attention has by its width."""
     weight = module._parameters["weight"]
     assert weight is not None
-    outs, ins = weight.shape
+    out_features, in_features = weight.shape
     if role == "row":
-        return "out" if ins == heads.num_query * heads.width else role
-    known = {
-        heads.num_query * heads.width: "query",
-        heads.num_key_value * heads.width: "key_value",
-        3 * heads.num_query * heads.width: "heads3",
+        return "out" if in_features == heads.num_heads * heads.head_dim else role
+    role_by_width = {
+        heads.num_heads * heads.head_dim: "query",
+        heads.num_kv_heads * heads.head_dim: "key_value",
+        3 * heads.num_heads * heads.head_dim: "heads3",
     }
-    if heads.num_query == heads.num_key_value:
-        known[heads.num_query * heads.width] = "query"
-    return known.get(outs, role)
+    if heads.num_heads == heads.num_kv_heads:
+        role_by_width[heads.num_heads * heads.head_dim] = "query"
+    return role_by_width.get(out_features, role)
 
 
-def _expert_cuts(name: str, module: nn.Module, role_of: Any, world: int) -> Iterator[tuple[str, Cut]]:
+def _expert_specs(name: str, module: nn.Module, get_role: Any, world_size: int) -> Iterator[tuple[str, ShardSpec]]:
     for key, parameter in module._parameters.items():
-        role = role_of(f"{name}.{key}")
+        role = get_role(f"{name}.{key}")
         if parameter is None or role is None:
             continue
         if role == "packed_colwise":
             dim = parameter.ndim - 2 if parameter.ndim == 3 else parameter.ndim - 1
-            yield key, halves(dim, parameter.shape[dim], world)
+            yield key, gate_up_spec(dim, parameter.shape[dim], world_size)
         elif role in ("rowwise", "colwise"):
             dim = parameter.ndim - (1 if role == "rowwise" else 2)
-            yield key, by_width(dim, parameter.shape[dim], world)
+            yield key, aligned_spec(dim, parameter.shape[dim], world_size)
         else:
-            raise Refused(f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet")
+            raise UnshardableModelError(f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet")
 
 
 # The vocabulary
 
 
-def add_vocabulary(plan: Plan, model: nn.Module, world: int) -> None:
+def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
     """Cut the input embedding and the head by vocabulary where every holder of their weights can be."""
-    embedding = _ask(model, "get_input_embeddings")
-    output = _ask(model, "get_output_embeddings")
+    embedding = _call_getter(model, "get_input_embeddings")
+    output = _call_getter(model, "get_output_embeddings")
     names = {id(module): name for name, module in model.named_modules()}
     for module in (embedding, output):
         if module is None or id(module) not in names or names[id(module)] in plan.layers:
@@ -301,28 +301,28 @@ def add_vocabulary(plan: Plan, model: nn.Module, world: int) -> None:
         weight = module._parameters.get("weight")
         if weight is None:
             continue
-        holders = {
+        users = {
             name: holder
             for name, holder in model.named_modules()
             if any(parameter is weight for parameter in holder._parameters.values())
         }
-        kinds = {name: _vocabulary_kind(holder, output) for name, holder in holders.items()}
-        if None in kinds.values() or weight.shape[0] < world:
+        kinds = {name: _vocab_layer_kind(holder, output) for name, holder in users.items()}
+        if None in kinds.values() or weight.shape[0] < world_size:
             continue
         for name, kind in kinds.items():
             assert kind is not None
-            plan.layers[name] = Layer(kind, _with_bias(holders[name], by_units(0, weight.shape[0], world)))
+            plan.layers[name] = LayerPlan(kind, _with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size)))
 
 
-def _ask(model: nn.Module, method: str) -> nn.Module | None:
+def _call_getter(model: nn.Module, method: str) -> nn.Module | None:
     try:
-        found = getattr(model, method)()
+        result = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return result if isinstance(result, nn.Module) else None
 
 
-def _vocabulary_kind(module: nn.Module, output: nn.Module | None) -> str | None:
+def _vocab_layer_kind(module: nn.Module, output: nn.Module | None) -> str | None:
     if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
         return "embedding"
     return "head" if type(module) is nn.Linear and module is output else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Sample:
+class DummyInputs:
     """Arguments of a forward."""
 
     args: tuple[Any, ...] = ()
@@ -24,19 +24,19 @@ class Sample:
         return model(*self.args, **self.kwargs)
 
 
-def sample_of(model: nn.Module) -> Sample | None:
+def make_dummy_inputs(model: nn.Module) -> DummyInputs | None:
     """Inputs that ``model`` takes, alike in every process: token ids, features, images; None if none fits."""
-    for sample in _candidates(model):
-        with torch.no_grad(), evaluating(model):
+    for inputs in _candidates(model):
+        with torch.no_grad(), eval_mode(model):
             try:
-                sample.call(model)
+                inputs.call(model)
             except Exception:  # whatever a model says to inputs that are not its own
                 continue
-        return sample
+        return inputs
     return None
 
 
-def _candidates(model: nn.Module) -> Iterator[Sample]:
+def _candidates(model: nn.Module) -> Iterator[DummyInputs]:
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     vocabulary = getattr(text() if callable(text) else config, "vocab_size", None)
@@ -49,27 +49,27 @@ def _candidates(model: nn.Module) -> Iterator[Sample]:
     if getattr(model, "main_input_name", None) == "pixel_values":
         channels, side = getattr(config, "num_channels", 3), getattr(config, "image_size", 32)
         shape = (2, channels, *((side, side) if isinstance(side, int) else side))
-        yield Sample(kwargs={"pixel_values": torch.randn(shape, generator=generator).to(device, dtype)})
+        yield DummyInputs(kwargs={"pixel_values": torch.randn(shape, generator=generator).to(device, dtype)})
         return
     if hasattr(model, "main_input_name"):
-        named = {"input_ids": tokens, "use_cache": False}
+        hf_kwargs = {"input_ids": tokens, "use_cache": False}
         if getattr(config, "is_encoder_decoder", False):
-            named["decoder_input_ids"] = tokens.flip(0)
-        yield Sample(kwargs=named)
-        yield Sample(kwargs={key: value for key, value in named.items() if key != "use_cache"})
+            hf_kwargs["decoder_input_ids"] = tokens.flip(0)
+        yield DummyInputs(kwargs=hf_kwargs)
+        yield DummyInputs(kwargs={key: value for key, value in hf_kwargs.items() if key != "use_cache"})
         return
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.default is inspect.Parameter.empty and p.kind in kinds for p in parameters)
-    for first in (tokens, *_features(model, dtype, device, generator)):
-        yield Sample((first,) * max(1, required))
+    for first in (tokens, *_float_candidates(model, dtype, device, generator)):
+        yield DummyInputs((first,) * max(1, required))
         if required > 1:
             classes = torch.zeros(first.shape[0], dtype=torch.long, device=device)
             for rest in (tokens, classes):
-                yield Sample((first, *(rest,) * (required - 1)))
+                yield DummyInputs((first, *(rest,) * (required - 1)))
 
 
-def _features(
+def _float_candidates(
     model: nn.Module, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Iterator[Tensor]:
     """Floating-point inputs as wide as the model's first layers take them."""
@@ -93,7 +93,7 @@ def _features(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, with the random numbers of after as of before."""
     training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()

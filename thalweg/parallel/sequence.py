@@ -39,81 +39,81 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from thalweg.observe.meter import PART
-from thalweg.parallel.context import Layout, Ring, Seen
-from thalweg.parallel.cuts import even
-from thalweg.parallel.heads import Heads, deal
-from thalweg.parallel.layers import give_forward
-from thalweg.parallel.losses import TeamLosses, with_mean_loss
-from thalweg.parallel.parts import Signature, Splitter, Whole, splitter_of, tokens_of, whole_of
-from thalweg.parallel.shares import Shares
-from thalweg.parallel.team import Team
-from thalweg.parallel.ulysses import to_heads, to_tokens
+from thalweg.observe.meter import SEQUENCE_META_KEY
+from thalweg.parallel.context import RingAttentionSpec, RingAttention, MaskFn
+from thalweg.parallel.cuts import split_evenly
+from thalweg.parallel.heads import AttentionHeads, assign_heads
+from thalweg.parallel.layers import replace_forward
+from thalweg.parallel.losses import SequenceParallelLoss, replace_loss_by_mean
+from thalweg.parallel.parts import ForwardSignature, BatchSplitter, SequenceMeta, build_splitter, get_tokens, sequence_meta_from_batch
+from thalweg.parallel.shares import SequencePartition
+from thalweg.parallel.team import ParallelGroup
+from thalweg.parallel.ulysses import tokens_to_heads, heads_to_tokens
 
-_serial = itertools.count()
-_TILE = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
-_CUDA_TILES = 16  # for blocks take no mask, 16 times as many
-_KEYS = "sequence_parallel_size or context_parallel_size above 1"
+_interface_ids = itertools.count()
+_TILE_TOKENS = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
+_CUDA_TILE_FACTOR = 16  # for blocks take no mask, 16 times as many
+_CONFIG_KEYS = "sequence_parallel_size or context_parallel_size above 1"
 
 
 @dataclass(frozen=True)
-class SequenceTeams:
+class SequenceGroups:
     """The ranks that share a sequence: all of them, those that exchange heads, those on the ring."""
 
-    everyone: Team
-    heads: Team | None = None
-    ring: Team | None = None
+    sp_group: ParallelGroup
+    ulysses_group: ParallelGroup | None = None
+    cp_group: ParallelGroup | None = None
 
     @property
-    def shares(self) -> Shares:
+    def partition(self) -> SequencePartition:
         """Who has which tokens."""
-        context = self.ring.size if self.ring else 1
-        return Shares(context, self.heads.size if self.heads else 1, self.everyone.rank)
+        cp_size = self.cp_group.size if self.cp_group else 1
+        return SequencePartition(cp_size, self.ulysses_group.size if self.ulysses_group else 1, self.sp_group.rank)
 
     @property
-    def all(self) -> list[Team]:
+    def all_groups(self) -> list[ParallelGroup]:
         """The teams there are."""
-        return [team for team in (self.everyone, self.heads, self.ring) if team is not None]
+        return [team for team in (self.sp_group, self.ulysses_group, self.cp_group) if team is not None]
 
 
-class Attention:
+class SequenceParallelAttention:
     """One model's attention over sequences that its ranks share, and the sequence it is working on."""
 
-    def __init__(self, teams: SequenceTeams) -> None:
-        self.teams, self.shares = teams, teams.shares
-        self.ring = Ring(teams.ring)
-        self.whole = Whole()
-        self.busy = False  # while the parts of attention are computed, which are not to be taken for it
+    def __init__(self, groups: SequenceGroups) -> None:
+        self.groups, self.partition = groups, groups.partition
+        self.ring_attention = RingAttention(groups.cp_group)
+        self.sequence_meta = SequenceMeta()
+        self.is_attending = False  # while the parts of attention are computed, which are not to be taken for it
         # Hears of the number of targets of each loss, if anybody wants to know.
-        self.tell: Callable[[Tensor], None] | None = None
-        self._checks = 2  # whole batches still to be compared
+        self.on_token_count: Callable[[Tensor], None] | None = None
+        self._num_batches_to_check = 2  # whole batches still to be compared
 
-    def trust_rows(self) -> None:
+    def skip_batch_check(self) -> None:
         """Compare no batches: there is nobody to compare them with."""
-        self._checks = 0
+        self._num_batches_to_check = 0
 
-    def keep(self) -> Whole:
+    def save_context(self) -> SequenceMeta:
         """What is known of the sequence at hand, for a backward pass that recomputes."""
-        return self.whole
+        return self.sequence_meta
 
-    def resume(self, whole: Whole) -> None:
+    def restore_context(self, sequence_meta: SequenceMeta) -> None:
         """Be again at the sequence that :meth:`keep` was asked at."""
-        self.whole = whole
+        self.sequence_meta = sequence_meta
 
-    def check_rows(self, tokens: Tensor) -> None:
+    def verify_same_batch(self, tokens: Tensor) -> None:
         """See that all ranks of the team were given the same first batches; collective.
 
         Raises:
             ValueError: they were not.
         """
-        if self._checks == 0:
+        if self._num_batches_to_check == 0:
             return
-        self._checks -= 1
-        place = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
-        own = torch.stack([(tokens.detach().reshape(-1).double() * place.sin()).sum(), place[-1]])
-        team = self.teams.everyone
-        low = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MIN)
-        high = team.all_reduce(own.clone(), "batch", dist.ReduceOp.MAX)
+        self._num_batches_to_check -= 1
+        positions = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
+        checksum = torch.stack([(tokens.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]])
+        sp_group = self.groups.sp_group
+        low = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MIN)
+        high = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MAX)
         if not torch.allclose(low, high, rtol=1e-9):
             raise ValueError(
                 "the ranks that share a sequence were given different batches: deal rows out over the ranks "
@@ -125,7 +125,7 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Seen | None = None,
+        mask: MaskFn | None = None,
         dropout: float = 0.0,
         causal: bool = False,
         scale: float | None = None,
@@ -134,103 +134,103 @@ class Attention:
 
         ``mask`` is a function of positions in the whole sequence.
         """
-        before, self.busy = self.busy, True
+        was_attending, self.is_attending = self.is_attending, True
         try:
             return self._attend(query, key, value, mask, dropout, causal, scale)
         finally:
-            self.busy = before
+            self.is_attending = was_attending
 
     def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Seen | None,
+        mask: MaskFn | None,
         dropout: float,
         causal: bool,
         scale: float | None,
     ) -> Tensor:
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if self.teams.heads is None:
-            return self._over_ring(
+        if self.groups.ulysses_group is None:
+            return self._ring_attend(
                 query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale
             )
-        team, sizes = self.teams.heads, self.shares.sizes(self.whole.length)
-        if query.shape[1] < team.size:
+        ulysses_group, token_counts = self.groups.ulysses_group, self.partition.ulysses_token_counts(self.sequence_meta.length)
+        if query.shape[1] < ulysses_group.size:
             raise ValueError(
-                f"sequence_parallel_size = {team.size} is more than the {query.shape[1]} attention heads of "
+                f"sequence_parallel_size = {ulysses_group.size} is more than the {query.shape[1]} attention heads of "
                 "a rank; set it to at most that, and context_parallel_size to the rest"
             )
-        dealt = deal(Heads(query.shape[1], key.shape[1], query.shape[3]), team.size)
-        queries = [list(range(*span)) for span in dealt.query]
-        pairs = [list(own) for own in dealt.key_value]
-        q, k, v = to_heads([query, key, value], [queries, pairs, pairs], sizes, team)
-        y = self._over_ring(q, k, v, dealt.repeat[team.rank], mask, dropout, causal, scale)
-        return to_tokens(y, [len(own) for own in queries], sizes, team)
+        assignment = assign_heads(AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), ulysses_group.size)
+        query_heads = [list(range(*span)) for span in assignment.query_spans]
+        kv_heads = [list(own) for own in assignment.kv_heads]
+        q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, ulysses_group)
+        y = self._ring_attend(q, k, v, assignment.kv_repeats[ulysses_group.rank], mask, dropout, causal, scale)
+        return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, ulysses_group)
 
-    def _over_ring(
+    def _ring_attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        repeat: int,
-        mask: Seen | None,
+        kv_repeat: int,
+        mask: MaskFn | None,
         dropout: float,
         causal: bool,
         scale: float,
     ) -> Tensor:
-        length = self.whole.length
-        short = length <= (_TILE if q.is_cpu else _CUDA_TILES * _TILE)
-        if self.ring.size == 1 and (mask is None or dropout > 0 or short):
-            if repeat > 1:
-                k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        length = self.sequence_meta.length
+        is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
+        if self.ring_attention.size == 1 and (mask is None or dropout > 0 or is_short):
+            if kv_repeat > 1:
+                k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
             index = torch.arange(length, device=q.device)
-            hidden = None if mask is None else mask(index, index)
+            dense_mask = None if mask is None else mask(index, index)
             causal = causal and mask is None
-            return F.scaled_dot_product_attention(q, k, v, hidden, dropout, causal, scale=scale)
+            return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, causal, scale=scale)
         if dropout > 0:
             raise ValueError(
                 f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
                 "the model's attention dropout to 0; dropout elsewhere is fine"
             )
-        if self.ring.size == 1:  # tile by tile: a mask of the whole would take T x T
-            spans = (tuple(even(length, -(-length // _TILE))),)
+        if self.ring_attention.size == 1:  # tile by tile: a mask of the whole would take T x T
+            spans = (tuple(split_evenly(length, -(-length // _TILE_TOKENS))),)
         else:
-            spans = tuple(self.shares.ring(length, rank) for rank in range(self.ring.size))
-        return self.ring.attend(q, k, v, Layout(spans, causal, mask, scale, repeat))
+            spans = tuple(self.partition.cp_spans(length, rank) for rank in range(self.ring_attention.size))
+        return self.ring_attention.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale, kv_repeat))
 
-    def mask(self, causal: bool) -> Seen | None:
+    def document_mask(self, causal: bool) -> MaskFn | None:
         """What documents need, as a function of positions; None for one document."""
-        documents = self.whole.documents
+        documents = self.sequence_meta.documents
         if documents is None:
             return None
 
-        def seen(rows: Tensor, columns: Tensor) -> Tensor:
+        def mask_fn(rows: Tensor, columns: Tensor) -> Tensor:
             same = documents[:, None, rows, None] == documents[:, None, None, columns]
             return same & (columns <= rows[:, None]) if causal else same
 
-        return seen
+        return mask_fn
 
 
-class _Attentions(TorchFunctionMode):
+class _SdpaInterceptor(TorchFunctionMode):
     """While a block runs: ``F.scaled_dot_product_attention`` is over the whole sequence."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: SequenceParallelAttention) -> None:
         super().__init__()
         self._attention = attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or self._attention.busy:
+        if func is not F.scaled_dot_product_attention or self._attention.is_attending:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         if named.get("attn_mask") is not None:
             raise ValueError(
-                f"{_KEYS} needs attention without a mask of its own (is_causal=True), "
+                f"{_CONFIG_KEYS} needs attention without a mask of its own (is_causal=True), "
                 "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
             )
-        mask = self._attention.mask(named.get("is_causal", False))
+        mask = self._attention.document_mask(named.get("is_causal", False))
         return self._attention.attend(
             named["query"],
             named["key"],
@@ -242,7 +242,7 @@ class _Attentions(TorchFunctionMode):
         )
 
 
-def sequence_parallel(model: nn.Module, teams: SequenceTeams, blocks: Iterable[nn.Module]) -> Attention:
+def apply_sequence_parallel(model: nn.Module, groups: SequenceGroups, blocks: Iterable[nn.Module]) -> SequenceParallelAttention:
     """Let ``model`` work on parts of sequences; it then takes whole batches, alike on all ranks of the team.
 
     ``blocks``: its transformer blocks, in which attention happens.  Logits, where returned, are those
@@ -252,61 +252,61 @@ def sequence_parallel(model: nn.Module, teams: SequenceTeams, blocks: Iterable[n
         ValueError: the model has two sequences, takes no positions, or biases attention by head.
     """
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
-    if getattr(config, "is_encoder_decoder", False) or kind in ("bloom", "mpt", "falcon", "gemma2"):
+    model_type = getattr(config, "model_type", "")
+    if getattr(config, "is_encoder_decoder", False) or model_type in ("bloom", "mpt", "falcon", "gemma2"):
         raise ValueError(
-            f"{_KEYS} does not work for {type(model).__name__}, whose attention has "
+            f"{_CONFIG_KEYS} does not work for {type(model).__name__}, whose attention has "
             "biases by head, caps, or two sequences; set it to 1"
         )
-    signature = Signature.of(model)
-    if "position_ids" not in signature.names:
+    signature = ForwardSignature.from_model(model)
+    if "position_ids" not in signature.arg_names:
         raise ValueError(
-            f"{_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
+            f"{_CONFIG_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
             "each rank has a part of the positions"
         )
-    attention = Attention(teams)
-    if signature.hugging_face:
-        _use_interface([model], attention)
+    attention = SequenceParallelAttention(groups)
+    if signature.is_hugging_face:
+        _register_attention_interface([model], attention)
     else:
-        attend_together(list(blocks) or [model], attention)
-    give_forward(model, _root_forward(model, attention, splitter_of(model, attention.shares), signature))
+        install_attention(list(blocks) or [model], attention)
+    replace_forward(model, _split_batch_forward(model, attention, build_splitter(model, attention.partition), signature))
     return attention
 
 
-def attend_together(blocks: Sequence[nn.Module], attention: Attention) -> None:
+def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
     """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
     if any(hasattr(getattr(m, "config", None), "_attn_implementation") for b in blocks for m in b.modules()):
-        _use_interface(blocks, attention)
+        _register_attention_interface(blocks, attention)
     for block in blocks:
-        give_forward(block, _within(type(block).forward, lambda: _Attentions(attention)))
+        replace_forward(block, _forward_in_mode(type(block).forward, lambda: _SdpaInterceptor(attention)))
 
 
-def _within(inner: Callable[..., Any], mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
+def _forward_in_mode(inner: Callable[..., Any], make_mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with mode():
+        with make_mode():
             return inner(self, *args, **kwargs)
 
     return forward
 
 
-def _root_forward(
-    model: nn.Module, attention: Attention, splitter: Splitter, signature: Signature
+def _split_batch_forward(
+    model: nn.Module, attention: SequenceParallelAttention, splitter: BatchSplitter, signature: ForwardSignature
 ) -> Callable[..., Any]:
-    inner, team = type(model).forward, attention.teams.everyone
+    inner, sp_group = type(model).forward, attention.groups.sp_group
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = {**dict(zip(signature.names, args, strict=False)), **kwargs}
-        given = batch.pop(PART, None)
-        tokens = tokens_of(batch, signature)
-        if given is None:
-            attention.whole = whole_of(batch, signature)
-            attention.check_rows(tokens)
-            part = splitter.part(batch, attention.whole.length)
+        batch = {**dict(zip(signature.arg_names, args, strict=False)), **kwargs}
+        sequence_meta = batch.pop(SEQUENCE_META_KEY, None)
+        tokens = get_tokens(batch, signature)
+        if sequence_meta is None:
+            attention.sequence_meta = sequence_meta_from_batch(batch, signature)
+            attention.verify_same_batch(tokens)
+            local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
         else:
-            attention.whole, part = given.to(tokens.device), batch
-        with TeamLosses(team, attention.tell):
-            output = inner(self, **part)
-        return with_mean_loss(output, team)
+            attention.sequence_meta, local_batch = sequence_meta.to(tokens.device), batch
+        with SequenceParallelLoss(sp_group, attention.on_token_count):
+            output = inner(self, **local_batch)
+        return replace_loss_by_mean(output, sp_group)
 
     return forward
 
@@ -314,7 +314,7 @@ def _root_forward(
 # Hugging Face's attention interface
 
 
-def _use_interface(models: Sequence[nn.Module], attention: Attention) -> None:
+def _register_attention_interface(models: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import (
         and_masks,
@@ -323,53 +323,53 @@ def _use_interface(models: Sequence[nn.Module], attention: Attention) -> None:
         sdpa_mask,
     )
 
-    name = f"thalweg_sequence_{next(_serial)}"
+    name = f"thalweg_sequence_{next(_interface_ids)}"
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
-                raise ValueError(f"{_KEYS} does not work with attention's {option!r}")
+                raise ValueError(f"{_CONFIG_KEYS} does not work with attention's {option!r}")
         if isinstance(attention_mask, Tensor):
-            raise ValueError(f"{_KEYS} needs masks that the model makes for the whole sequence by itself")
+            raise ValueError(f"{_CONFIG_KEYS} needs masks that the model makes for the whole sequence by itself")
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
         y = attention.attend(query, key, value, attention_mask, dropout, causal, scale)
         return y.transpose(1, 2).contiguous(), None
 
-    def mask(
+    def make_mask(
         batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **kwargs: Any
-    ) -> Seen | None:
-        whole = attention.whole
-        if whole.documents is not None:
-            mask_function = and_masks(mask_function, packed_sequence_mask_function(whole.documents))
+    ) -> MaskFn | None:
+        sequence_meta = attention.sequence_meta
+        if sequence_meta.documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequence_meta.documents))
             kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
         if kwargs.get("use_vmap"):  # functions of its own, which take one position at a time
-            if attention.ring.size > 1:
+            if attention.ring_attention.size > 1:
                 raise ValueError(
                     "context_parallel_size above 1 does not work with the mask that "
                     f"{type(models[0]).__name__} makes of functions of its own; set it to 1"
                 )
-            kwargs["attention_mask"] = whole.padding
-            made = sdpa_mask(batch_size, whole.length, whole.length, mask_function=mask_function, **kwargs)
-            return None if made is None else lambda queries, keys: made[:, :, queries[:, None], keys]
-        if whole.padding is not None:
-            mask_function = and_masks(mask_function, padding_mask_function(whole.padding))
-        elif _plain(whole.length, **kwargs):
+            kwargs["attention_mask"] = sequence_meta.padding
+            dense_mask = sdpa_mask(batch_size, sequence_meta.length, sequence_meta.length, mask_function=mask_function, **kwargs)
+            return None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
+        if sequence_meta.padding is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(sequence_meta.padding))
+        elif _is_trivial_mask(sequence_meta.length, **kwargs):
             return None
         rows = torch.arange(batch_size, device=kwargs.get("device", "cpu"))[:, None, None, None]
         head = torch.zeros_like(rows[:1])
 
-        def seen(queries: Tensor, keys: Tensor) -> Tensor:
-            found = mask_function(rows, head, queries[None, None, :, None], keys[None, None, None, :])
-            return found.expand(found.shape[0], 1, len(queries), len(keys))
+        def mask_fn(queries: Tensor, keys: Tensor) -> Tensor:
+            attended = mask_function(rows, head, queries[None, None, :, None], keys[None, None, None, :])
+            return attended.expand(attended.shape[0], 1, len(queries), len(keys))
 
-        return seen
+        return mask_fn
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, make_mask)
     modules = [module for model in models for module in model.modules()]
     configs: dict[int, Any] = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     for config in configs.values():
@@ -377,7 +377,7 @@ def _use_interface(models: Sequence[nn.Module], attention: Attention) -> None:
             config._attn_implementation = name
 
 
-def _plain(
+def _is_trivial_mask(
     length: int,
     *,
     local_size: int | None = None,
@@ -386,5 +386,5 @@ def _plain(
     **_: Any,
 ) -> bool:
     """Whether a mask that nothing is hidden by is just causal, or none at all."""
-    wide = local_size is None or length < local_size
-    return wide and (allow_is_causal_skip or allow_is_bidirectional_skip)
+    covers_sequence = local_size is None or length < local_size
+    return covers_sequence and (allow_is_causal_skip or allow_is_bidirectional_skip)

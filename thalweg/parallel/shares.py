@@ -18,40 +18,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.parallel.cuts import Span, even
+from thalweg.parallel.cuts import Span, split_evenly
 
 
 @dataclass(frozen=True)
-class Shares:
+class SequencePartition:
     """``context`` x ``heads`` ranks, the latter varying faster, and this rank's place among them."""
 
-    context: int = 1
-    heads: int = 1
+    cp_size: int = 1
+    ulysses_size: int = 1
     rank: int = 0
 
     @property
     def size(self) -> int:
         """Ranks of the team."""
-        return self.context * self.heads
+        return self.cp_size * self.ulysses_size
 
     @property
-    def place(self) -> tuple[int, int]:
+    def coords(self) -> tuple[int, int]:
         """This rank in the ring, and among those that exchange heads."""
-        return divmod(self.rank, self.heads)
+        return divmod(self.rank, self.ulysses_size)
 
-    def ring(self, length: int, context_rank: int) -> tuple[Span, ...]:
+    def cp_spans(self, length: int, cp_rank: int) -> tuple[Span, ...]:
         """The tokens of a ring rank: chunks in rising order, of which the last may be empty."""
-        if self.context == 1:
+        if self.cp_size == 1:
             return ((0, length),)
-        chunks = even(length, 2 * self.context)
-        return chunks[context_rank], chunks[2 * self.context - 1 - context_rank]
+        chunks = split_evenly(length, 2 * self.cp_size)
+        return chunks[cp_rank], chunks[2 * self.cp_size - 1 - cp_rank]
 
-    def sizes(self, length: int) -> list[int]:
+    def ulysses_token_counts(self, length: int) -> list[int]:
         """Tokens of each rank that exchanges heads with this one."""
-        total = sum(stop - start for start, stop in self.ring(length, self.place[0]))
-        return [stop - start for start, stop in even(total, self.heads)]
+        total = sum(stop - start for start, stop in self.cp_spans(length, self.coords[0]))
+        return [stop - start for start, stop in split_evenly(total, self.ulysses_size)]
 
-    def spans(self, length: int) -> list[Span]:
+    def token_spans(self, length: int) -> list[Span]:
         """This rank's tokens, in rising order.
 
         Raises:
@@ -62,27 +62,27 @@ class Shares:
                 f"a sequence of {length} token{'s' * (length != 1)} cannot be divided among {self.size} "
                 "ranks: pad it, or set sequence_parallel_size and context_parallel_size to 1"
             )
-        ring, heads = self.place
-        chunks = self.ring(length, ring)
-        start, stop = even(sum(stop - start for start, stop in chunks), self.heads)[heads]
-        found, before = [], 0
+        cp_rank, ulysses_rank = self.coords
+        chunks = self.cp_spans(length, cp_rank)
+        start, stop = split_evenly(sum(stop - start for start, stop in chunks), self.ulysses_size)[ulysses_rank]
+        local_spans, num_before = [], 0
         for low, high in chunks:
-            own = max(low, low + start - before), min(high, low + stop - before)
-            before += high - low
-            if own[0] < own[1]:
-                found.append(own)
-        return found
+            overlap = max(low, low + start - num_before), min(high, low + stop - num_before)
+            num_before += high - low
+            if overlap[0] < overlap[1]:
+                local_spans.append(overlap)
+        return local_spans
 
-    def take(self, value: Tensor, dim: int = 1) -> Tensor:
+    def local_tokens(self, value: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of ``value``, whose ``dim`` is the sequence; contiguous."""
-        parts = [value.narrow(dim, start, stop - start) for start, stop in self.spans(value.shape[dim])]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+        slices = [value.narrow(dim, start, stop - start) for start, stop in self.token_spans(value.shape[dim])]
+        return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Indices of this rank's tokens in the sequence (own T,)."""
-        return index_of(self.spans(length), device)
+        return spans_to_index(self.token_spans(length), device)
 
 
-def index_of(spans: list[Span] | tuple[Span, ...], device: torch.device | str) -> Tensor:
+def spans_to_index(spans: list[Span] | tuple[Span, ...], device: torch.device | str) -> Tensor:
     """The indices that spans cover, one behind the other."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])

@@ -31,27 +31,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.parallel import layers
-from thalweg.parallel.check import Probe
-from thalweg.parallel.cuts import Cut
-from thalweg.parallel.derive import derive
-from thalweg.parallel.layers import Flow, give_forward
-from thalweg.parallel.plans import Layer, Plan, Refused, plan_of
-from thalweg.parallel.team import Team
+from thalweg.parallel.check import ParityCheck
+from thalweg.parallel.cuts import ShardSpec
+from thalweg.parallel.derive import infer_plan
+from thalweg.parallel.layers import TpContext, replace_forward
+from thalweg.parallel.plans import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
+from thalweg.parallel.team import ParallelGroup
 from thalweg.utils.log import get_logger
-from thalweg.zero.states import States
+from thalweg.zero.states import TensorParallelLayout
 
 _log = get_logger(__name__)
 
 
-def parallelise(
+def apply_tensor_parallel(
     model: nn.Module,
-    team: Team,
-    states_mesh: DeviceMesh,
-    everyone: dist.ProcessGroup,
+    tp_group: ParallelGroup,
+    tp_fsdp_mesh: DeviceMesh,
+    world_group: dist.ProcessGroup,
     *,
     kernels: str = "torch",
     check: bool = True,
-) -> States:
+) -> TensorParallelLayout:
     """Cut ``model`` in place over ``team``; collective over ``everyone``, whose rank 0's values count.
 
     ``states_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
@@ -60,146 +60,146 @@ def parallelise(
         ValueError: no plan fits, or the cut model computes something else: the message names
             the module.
     """
-    agree_on_values(model, everyone)
-    plan = _plan(model, team)
-    probe = Probe.of(model, plan) if check else None
-    expected = probe.run(model) if probe else None
-    cuts = _replace_parameters(model, plan, team)
-    _replace_forwards(model, plan, team, kernels)
-    team.draws = draws_inside(model)
-    model.register_forward_pre_hook(lambda *_: team.forget(), prepend=True)
-    if probe and expected is not None:
-        probe.compare(model, expected, plan, team)
-    _log.info("tensor parallelism over %d ranks by %s: %d layers", team.size, plan.source, len(plan.layers))
-    return States(states_mesh, cuts)
+    broadcast_model(model, world_group)
+    plan = _build_plan(model, tp_group)
+    parity_check = ParityCheck.from_model(model, plan) if check else None
+    expected = parity_check.run(model) if parity_check else None
+    placements = _replace_parameters(model, plan, tp_group)
+    _replace_forwards(model, plan, tp_group, kernels)
+    tp_group.has_dropout = has_dropout(model)
+    model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
+    if parity_check and expected is not None:
+        parity_check.compare(model, expected, plan, tp_group)
+    _log.info("tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers))
+    return TensorParallelLayout(tp_fsdp_mesh, placements)
 
 
-def cut_layers(model: nn.Module, team: Team) -> None:
+def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup) -> None:
     """Cut ``model`` in place as ``team.rank``'s, without a word to the others and without comparing anything.
 
     Raises:
         ValueError: no plan fits.
     """
-    plan = _plan(model, team)
-    _replace_parameters(model, plan, team)
-    _replace_forwards(model, plan, team, "torch")
-    model.register_forward_pre_hook(lambda *_: team.forget(), prepend=True)
+    plan = _build_plan(model, tp_group)
+    _replace_parameters(model, plan, tp_group)
+    _replace_forwards(model, plan, tp_group, "torch")
+    model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
 
 
-def _plan(model: nn.Module, team: Team) -> Plan:
-    why = "no tensor-parallel plan is known for it"
+def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
+    reason = "no tensor-parallel plan is known for it"
     try:
-        plan = plan_of(model, team.size, team.rank)
-    except Refused as error:
-        plan, why = None, str(error)
+        plan = build_tp_plan(model, tp_group.size, tp_group.rank)
+    except UnshardableModelError as error:
+        plan, reason = None, str(error)
     if plan is None or not plan.layers:
-        plan = derive(model, team.size, team.rank)
+        plan = infer_plan(model, tp_group.size, tp_group.rank)
     if plan is None:
-        raise Refused(
-            f"{type(model).__name__} cannot be cut over tensor ranks: {why}, and running it shows none; "
+        raise UnshardableModelError(
+            f"{type(model).__name__} cannot be cut over tensor ranks: {reason}, and running it shows none; "
             "set tensor_parallel.autotp_size to 1"
         )
     return plan
 
 
-def agree_on_values(model: nn.Module, everyone: dist.ProcessGroup) -> None:
+def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
     """Give every rank rank 0's parameters and buffers, tensor by tensor."""
-    root = dist.get_global_rank(everyone, 0)
+    root = dist.get_global_rank(world_group, 0)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta:
-                raise Refused(
+                raise UnshardableModelError(
                     "a model on the meta device or under zero.Init cannot be cut over tensor ranks yet: "
                     "build it outside of the context"
                 )
             if tensor.is_contiguous():
-                dist.broadcast(tensor.data, src=root, group=everyone)
+                dist.broadcast(tensor.data, src=root, group=world_group)
             else:
                 value = tensor.detach().contiguous()
-                dist.broadcast(value, src=root, group=everyone)
+                dist.broadcast(value, src=root, group=world_group)
                 tensor.copy_(value)
 
 
-def _replace_parameters(model: nn.Module, plan: Plan, team: Team) -> dict[str, tuple[torch.Size, Any]]:
+def _replace_parameters(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup) -> dict[str, tuple[torch.Size, Any]]:
     """Put pieces in place of whole parameters, wherever they are held; shape and placement by name."""
     names: dict[int, list[str]] = {}  # a stage of a pipeline may know a shared weight by its second name only
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    wanted: dict[int, tuple[nn.Parameter, Cut]] = {}
+    specs: dict[int, tuple[nn.Parameter, ShardSpec]] = {}
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        for key, cut in layer.cuts.items():
+        for key, spec in layer.shard_specs.items():
             parameter = module._parameters[key]
             assert parameter is not None
-            known = wanted.setdefault(id(parameter), (parameter, cut))
-            if known[1] != cut:
-                raise Refused(f"{name}.{key} is shared with a layer that cuts it otherwise")
-    made: dict[int, nn.Parameter] = {}
-    found: dict[str, tuple[torch.Size, Any]] = {}
-    for key, (parameter, cut) in wanted.items():
+            registered = specs.setdefault(id(parameter), (parameter, spec))
+            if registered[1] != spec:
+                raise UnshardableModelError(f"{name}.{key} is shared with a layer that cuts it otherwise")
+    new_params: dict[int, nn.Parameter] = {}
+    placements: dict[str, tuple[torch.Size, Any]] = {}
+    for key, (parameter, spec) in specs.items():
         with torch.no_grad():
-            piece = cut.take(parameter, team.rank)
-        made[key] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
-        found |= dict.fromkeys(names[key], (parameter.shape, cut.placement()))
+            local = spec.local_slice(parameter, tp_group.rank)
+        new_params[key] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        placements |= dict.fromkeys(names[key], (parameter.shape, spec.placement()))
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in made:
-                module._parameters[key] = made[id(parameter)]
-    return found
+            if parameter is not None and id(parameter) in new_params:
+                module._parameters[key] = new_params[id(parameter)]
+    return placements
 
 
-def _replace_forwards(model: nn.Module, plan: Plan, team: Team, kernels: str) -> None:
+def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, kernels: str) -> None:
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        forward = _forward(module, layer, Flow(team, name), kernels)
+        forward = _make_forward(module, layer, TpContext(tp_group, name), kernels)
         if forward is not None:
-            give_forward(module, forward)
-    for name, values in plan.attributes.items():
+            replace_forward(module, forward)
+    for name, values in plan.local_attributes.items():
         module = model.get_submodule(name)
         for key, value in values.items():
-            owner, _, last = key.rpartition(".")
-            if owner:  # shared with the whole model, so that this module gets one of its own
-                setattr(module, owner, copy.copy(getattr(module, owner)))
-            setattr(getattr(module, owner) if owner else module, last, value)
-    for name, arguments in plan.by_head.items():
+            prefix, _, last = key.rpartition(".")
+            if prefix:  # shared with the whole model, so that this module gets one of its own
+                setattr(module, prefix, copy.copy(getattr(module, prefix)))
+            setattr(getattr(module, prefix) if prefix else module, last, value)
+    for name, arg_names in plan.per_head_args.items():
         module = model.get_submodule(name)
-        assert plan.deal is not None
-        span, total = plan.deal.query[team.rank], plan.deal.heads.num_query
-        give_forward(module, layers.own_heads(module, arguments, span, total))
+        assert plan.head_assignment is not None
+        span, num_heads = plan.head_assignment.query_spans[tp_group.rank], plan.head_assignment.heads.num_heads
+        replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 
-def _forward(module: nn.Module, layer: Layer, flow: Flow, kernels: str) -> layers.Forward | None:
+def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str) -> layers.ForwardFn | None:
     match layer.kind:
         case "column":
-            return layers.column(flow, kernels, layer.shared)
+            return layers.column_parallel(tp_context, kernels, layer.shared_rows)
         case "row":
-            return layers.row(flow, kernels)
+            return layers.row_parallel(tp_context, kernels)
         case "embedding":
-            return layers.embedding(flow, layer.cuts["weight"])
+            return layers.vocab_parallel_embedding(tp_context, layer.shard_specs["weight"])
         case "head":
-            return layers.head(flow, kernels, layer.cuts["weight"])
+            return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
         case "partial":
-            return layers.partial(module, flow.team, flow.name)
+            return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
         case "experts":
-            return layers.experts(module, flow)
+            return layers.expert_tensor_parallel(module, tp_context)
     return None
 
 
-def draws_inside(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether split layers may draw random numbers: some dropout probability is above zero."""
-    return any(probability > 0 for probability in _probabilities(model))
+    return any(probability > 0 for probability in _dropout_probabilities(model))
 
 
-def _probabilities(model: nn.Module) -> Iterator[float]:
+def _dropout_probabilities(model: nn.Module) -> Iterator[float]:
     for module in model.modules():
         for key, value in vars(module).items():
-            named = key == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
-            if (named or "dropout" in key or "drop_p" in key) and isinstance(value, float):
+            is_dropout_p = key == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float):
                 yield value
 
 
-def synchronise_generators(team: Team) -> None:
+def sync_rng(tp_group: ParallelGroup) -> None:
     """Start the common stream of random numbers alike on all ranks of the team."""
     state: Tensor = torch.get_rng_state()
-    dist.broadcast(state, src=dist.get_global_rank(team.group, 0), group=team.group)
+    dist.broadcast(state, src=dist.get_global_rank(tp_group.process_group, 0), group=tp_group.process_group)
     torch.set_rng_state(state)

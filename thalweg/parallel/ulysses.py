@@ -12,51 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.parallel.team import Team
+from thalweg.parallel.team import ParallelGroup
 
 
-def to_heads(
-    tensors: list[Tensor], heads: list[list[list[int]]], sizes: list[int], team: Team
+def tokens_to_heads(
+    tensors: list[Tensor], heads_by_rank: list[list[list[int]]], token_counts: list[int], ulysses_group: ParallelGroup
 ) -> list[Tensor]:
     """Tensors (B, H, own T, D) -> (B, own H, T, D), in one exchange.
 
     ``heads[i][rank]``: the heads of tensor i that a rank gets; ``sizes``: tokens by rank.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(team.size)]
-    for tensor, by_rank in zip(tensors, heads, strict=True):
-        for rank, own in enumerate(by_rank):
-            parts[rank].append(tensor[:, own].reshape(-1))
+    send_tensors: list[list[Tensor]] = [[] for _ in range(ulysses_group.size)]
+    for tensor, by_rank in zip(tensors, heads_by_rank, strict=True):
+        for rank, local_heads in enumerate(by_rank):
+            send_tensors[rank].append(tensor[:, local_heads].reshape(-1))
     batch = tensors[0].shape[0]
-    shapes = [
+    recv_shapes = [
         [
-            (batch, len(by_rank[team.rank]), size, t.shape[3])
-            for t, by_rank in zip(tensors, heads, strict=True)
+            (batch, len(by_rank[ulysses_group.rank]), size, t.shape[3])
+            for t, by_rank in zip(tensors, heads_by_rank, strict=True)
         ]
-        for size in sizes
+        for size in token_counts
     ]
-    received = _exchange(parts, shapes, team)
+    received = _all_to_all(send_tensors, recv_shapes, ulysses_group)
     return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
 
 
-def to_tokens(y: Tensor, heads: list[int], sizes: list[int], team: Team) -> Tensor:
+def heads_to_tokens(y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup) -> Tensor:
     """(B, own H, T, D) -> (B, H, own T, D); ``heads``: number of heads by rank."""
-    parts = [[part.reshape(-1)] for part in y.split(sizes, 2)]
-    own = sizes[team.rank]
-    shapes = [[(y.shape[0], count, own, y.shape[3])] for count in heads]
-    return torch.cat([received[0] for received in _exchange(parts, shapes, team)], 1)
+    send_tensors = [[part.reshape(-1)] for part in y.split(token_counts, 2)]
+    num_tokens = token_counts[ulysses_group.rank]
+    recv_shapes = [[(y.shape[0], count, num_tokens, y.shape[3])] for count in head_counts]
+    return torch.cat([received[0] for received in _all_to_all(send_tensors, recv_shapes, ulysses_group)], 1)
 
 
-def _exchange(
-    parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], team: Team
+def _all_to_all(
+    send_tensors: list[list[Tensor]], recv_shapes: list[list[tuple[int, ...]]], ulysses_group: ParallelGroup
 ) -> list[list[Tensor]]:
     """Send ``parts[rank]`` (flat) to each rank; returns what each sent here, in ``shapes[rank]``."""
-    sent = torch.cat([piece for pieces in parts for piece in pieces])
-    send_counts = [sum(piece.numel() for piece in pieces) for pieces in parts]
-    lengths = [[torch.Size(shape).numel() for shape in own] for own in shapes]
-    counts = [sum(own) for own in lengths]
-    received = _AllToAll.apply(sent, send_counts, counts, team)
+    sent = torch.cat([piece for pieces in send_tensors for piece in pieces])
+    send_counts = [sum(piece.numel() for piece in pieces) for pieces in send_tensors]
+    lengths = [[torch.Size(shape).numel() for shape in own] for own in recv_shapes]
+    recv_counts = [sum(own) for own in lengths]
+    received = _AllToAll.apply(sent, send_counts, recv_counts, ulysses_group)
     result = []
-    for flat, own, sizes in zip(received.split(counts), shapes, lengths, strict=True):  # type: ignore[union-attr]
+    for flat, own, sizes in zip(received.split(recv_counts), recv_shapes, lengths, strict=True):  # type: ignore[union-attr]
         result.append([piece.view(shape) for piece, shape in zip(flat.split(sizes), own, strict=True)])
     return result
 
@@ -64,12 +64,12 @@ def _exchange(
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, sent: Tensor, send_counts: list[int], counts: list[int], team: Team
+        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ulysses_group: ParallelGroup
     ) -> Tensor:
-        ctx.send_counts, ctx.counts, ctx.team = send_counts, counts, team
-        return team.all_to_all(sent, send_counts, counts, "attention")
+        ctx.send_counts, ctx.counts, ctx.team = send_counts, recv_counts, ulysses_group
+        return ulysses_group.all_to_all(sent, send_counts, recv_counts, "attention")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "attention")
-        return back, None, None, None
+        sent_back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "attention")
+        return sent_back, None, None, None

@@ -19,229 +19,229 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from thalweg.config import Config
-from thalweg.config.batch import data_parallel_ranks
-from thalweg.config.fates import is_below
+from thalweg.config.batch import resolve_dp_size
+from thalweg.config.fates import is_under
 from thalweg.config.problems import ConfigError
-from thalweg.config.schema_base import AUTO, value_at, with_values
-from thalweg.plan.changes import changed, nvme_folder
-from thalweg.plan.sizes import show_bytes, show_seconds
+from thalweg.config.schema_base import AUTO, get_by_path, replace_by_path
+from thalweg.plan.changes import resolve_with_changes, find_nvme_path
+from thalweg.plan.sizes import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from thalweg.plan.core import Plan, Question
+    from thalweg.plan.core import Plan, Planner
 
 _log = get_logger(__name__)
-STAGE = "zero_optimization.stage"
-STATES = "zero_optimization.offload_optimizer"
-PARAMS = "zero_optimization.offload_param"
-REMAT = "activation_checkpointing.policy"
-MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-PLANNED = (STAGE, f"{STATES}.device", f"{PARAMS}.device", REMAT, MICRO)
-_SIZES = 3  # of micro-batches that are tried, the largest ones
-_SECONDS = 8.0
-Level = list[list[dict[str, Any]]]
+STAGE_KEY = "zero_optimization.stage"
+OFFLOAD_OPTIMIZER_KEY = "zero_optimization.offload_optimizer"
+OFFLOAD_PARAM_KEY = "zero_optimization.offload_param"
+CHECKPOINTING_KEY = "activation_checkpointing.policy"
+MICRO_BATCH_KEY, ACCUMULATION_KEY, TRAIN_BATCH_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+PLANNABLE_KEYS = (STAGE_KEY, f"{OFFLOAD_OPTIMIZER_KEY}.device", f"{OFFLOAD_PARAM_KEY}.device", CHECKPOINTING_KEY, MICRO_BATCH_KEY)
+_NUM_LARGEST_MICRO_BATCHES = 3  # of micro-batches that are tried, the largest ones
+_SEARCH_CPU_BUDGET_S = 8.0
+CostLevel = list[list[dict[str, Any]]]
 
 
-def open_paths(config: Config) -> list[str]:
+def auto_keys(config: Config) -> list[str]:
     """The options that the user left to the plan: ``"auto"`` was written, and the plan has a say."""
-    given = config.provenance.given
-    found = []
-    for path in PLANNED:
-        if value_at(config, path) == AUTO and any(is_below(path, one) for one in given):
-            found.append(path)
-    if MICRO in found and not isinstance(value_at(config, TOTAL), int):
-        found.remove(MICRO)
-    if MICRO in found and isinstance(value_at(config, STEPS), int):
-        found.remove(MICRO)  # it follows from the other two
-    return found
+    user_set = config.provenance.user_set
+    keys = []
+    for path in PLANNABLE_KEYS:
+        if get_by_path(config, path) == AUTO and any(is_under(path, one) for one in user_set):
+            keys.append(path)
+    if MICRO_BATCH_KEY in keys and not isinstance(get_by_path(config, TRAIN_BATCH_KEY), int):
+        keys.remove(MICRO_BATCH_KEY)
+    if MICRO_BATCH_KEY in keys and isinstance(get_by_path(config, ACCUMULATION_KEY), int):
+        keys.remove(MICRO_BATCH_KEY)  # it follows from the other two
+    return keys
 
 
-def settle(config: Config, question: Question) -> Config:
+def fill_auto(config: Config, planner: Planner) -> Config:
     """``config`` with its :func:`open_paths` filled in, and in its provenance why; others stay open."""
-    names = open_paths(config)
-    if not names:
+    keys = auto_keys(config)
+    if not keys:
         return config
-    values, why = choose(config, question, names)
-    return fill(config, values, why)
+    values, reason = choose_auto_values(config, planner, keys)
+    return with_auto_values(config, values, reason)
 
 
-def fill(config: Config, values: dict[str, Any], why: str) -> Config:
+def with_auto_values(config: Config, values: dict[str, Any], reason: str) -> Config:
     """A copy with ``values``, each found as ``why`` says."""
-    filled = dict(config.provenance.filled) | dict.fromkeys(values, why)
-    settled = with_values(config, values)
-    assert isinstance(settled, Config)
-    settled._provenance = replace(config.provenance, filled=tuple(filled.items()))
-    return settled
+    derived = dict(config.provenance.derived) | dict.fromkeys(values, reason)
+    filled_config = replace_by_path(config, values)
+    assert isinstance(filled_config, Config)
+    filled_config._provenance = replace(config.provenance, filled=tuple(derived.items()))
+    return filled_config
 
 
-def choose(config: Config, question: Question, names: list[str]) -> tuple[dict[str, Any], str]:
+def choose_auto_values(config: Config, planner: Planner, keys: list[str]) -> tuple[dict[str, Any], str]:
     """Values for ``names`` by the rule, and the reason in words."""
-    tries = _Tries(question, config, time.thread_time() + _SECONDS)
-    for least, levels in _tiers_of(config, question, names):
-        found = tries.fits(least)
-        if found is False:  # then nothing in these places does
+    plans = _PlanCache(planner, config, time.thread_time() + _SEARCH_CPU_BUDGET_S)
+    for smallest, levels in _levels_by_placement(config, planner, keys):
+        smallest_fits = plans.fits(smallest)
+        if smallest_fits is False:  # then nothing in these places does
             continue
-        for level in levels[_first_that_fits(tries, levels) :]:
-            if fitting := tries.of(level):
+        for level in levels[_first_fitting_level(plans, levels) :]:
+            if fitting := plans.fitting_candidates(level):
                 seconds, _, changes = min(fitting, key=lambda found: found[:2])
-                return changes, f"the plan: the cheapest that fits, {show_seconds(seconds)} a token"
-            if tries.late:
+                return changes, f"the plan: the cheapest that fits, {format_seconds(seconds)} a token"
+            if plans.timed_out:
                 break
-        if found:  # late: what is known to fit is better than what is cheaper and may not
-            return least, "the plan: the smallest in these places, which fits; the search ran out of time"
-        if tries.late:
+        if smallest_fits:  # late: what is known to fit is better than what is cheaper and may not
+            return smallest, "the plan: the smallest in these places, which fits; the search ran out of time"
+        if plans.timed_out:
             break
-    if tries.smallest is not None:
-        missing, changes = tries.smallest
-        return changes, f"the plan: the nearest to fitting that was found, {show_bytes(missing)} too much"
-    return tries.first or {}, "nothing was planned, as the inputs of this model cannot be guessed"
+    if plans.closest is not None:
+        excess, changes = plans.closest
+        return changes, f"the plan: the nearest to fitting that was found, {format_bytes(excess)} too much"
+    return plans.first_changes or {}, "nothing was planned, as the inputs of this model cannot be guessed"
 
 
-def _first_that_fits(tries: _Tries, levels: list[Level]) -> int:
+def _first_fitting_level(plans: _PlanCache, levels: list[CostLevel]) -> int:
     """The first level of which anything may fit: with the same policies, what fits is the smaller
     micro-batches."""
-    kinds = [tuple(row[0].get(REMAT) for row in level) for level in levels]
+    kinds = [tuple(row[0].get(CHECKPOINTING_KEY) for row in level) for level in levels]
     first = len(levels)
     for kind in dict.fromkeys(kinds):
-        own = [index for index, one in enumerate(kinds) if one == kind]
-        low, high = 0, len(own)
+        indices = [index for index, one in enumerate(kinds) if one == kind]
+        low, high = 0, len(indices)
         while low < high:
             middle = (low + high) // 2
-            if tries.fits(levels[own[middle]][-1][0]) is False:
+            if plans.fits(levels[indices[middle]][-1][0]) is False:
                 low = middle + 1
             else:
                 high = middle
-        if low < len(own):
-            first = min(first, own[low])
+        if low < len(indices):
+            first = min(first, indices[low])
     return first
 
 
-class _Tries:
+class _PlanCache:
     """Plans of candidates, each asked for once; which lacks the least; whether the time is over."""
 
-    def __init__(self, question: Question, config: Config, deadline: float) -> None:
-        self._question, self._config, self._deadline = question, config, deadline
-        self._known: dict[str, Plan | None] = {}
-        self.smallest: tuple[int, dict[str, Any]] | None = None
-        self.first: dict[str, Any] | None = None
+    def __init__(self, planner: Planner, config: Config, deadline: float) -> None:
+        self._planner, self._config, self._deadline = planner, config, deadline
+        self._plans: dict[str, Plan | None] = {}
+        self.closest: tuple[int, dict[str, Any]] | None = None
+        self.first_changes: dict[str, Any] | None = None
 
     @property
-    def late(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether no more should be asked."""
         return time.thread_time() > self._deadline
 
-    def ask(self, changes: dict[str, Any]) -> Plan | None:
+    def get_plan(self, changes: dict[str, Any]) -> Plan | None:
         """The plan with these values, or None where there is none."""
         key = repr(sorted(changes.items()))
-        if key not in self._known:
-            answer = self._known[key] = _try(self._question, self._config, changes)
-            missing = 0 if answer is None else answer.missing_bytes
-            if answer is not None and (self.smallest is None or missing < self.smallest[0]):
-                self.smallest = missing, changes
-        return self._known[key]
+        if key not in self._plans:
+            plan = self._plans[key] = _try_plan(self._planner, self._config, changes)
+            excess = 0 if plan is None else plan.excess_bytes
+            if plan is not None and (self.closest is None or excess < self.closest[0]):
+                self.closest = excess, changes
+        return self._plans[key]
 
     def fits(self, changes: dict[str, Any]) -> bool | None:
         """Whether it fits; None where nobody can say."""
-        answer = self.ask(changes)
-        return None if answer is None else answer.fits is not False
+        plan = self.get_plan(changes)
+        return None if plan is None else plan.fits is not False
 
-    def of(self, level: Level) -> list[tuple[float, int, dict[str, Any]]]:
+    def fitting_candidates(self, level: CostLevel) -> list[tuple[float, int, dict[str, Any]]]:
         """(seconds a token, place in the level, values) of all that fit; each row of ``level`` begins with
         what takes the least, and is left where that does not fit."""
-        found = []
+        fitting = []
         for row, order in ((row, 1000 * index) for index, row in enumerate(level)):
             for step, changes in enumerate(row):
-                self.first = self.first or changes
-                answer = self.ask(changes)
-                if answer is not None and answer.fits is not False:
-                    found.append((answer.seconds / max(1, answer.tokens), order - step, changes))
-                elif answer is not None:
+                self.first_changes = self.first_changes or changes
+                plan = self.get_plan(changes)
+                if plan is not None and plan.fits is not False:
+                    fitting.append((plan.step_seconds / max(1, plan.tokens_per_step), order - step, changes))
+                elif plan is not None:
                     break
-                if self.late:
-                    return found
-        return found
+                if self.timed_out:
+                    return fitting
+        return fitting
 
 
-def _tiers_of(
-    config: Config, question: Question, names: list[str]
-) -> Iterator[tuple[dict[str, Any], list[Level]]]:
+def _levels_by_placement(
+    config: Config, planner: Planner, keys: list[str]
+) -> Iterator[tuple[dict[str, Any], list[CostLevel]]]:
     """For each placement: what takes the least there, and levels of candidates, the cheapest level first."""
-    for states, params in _tiers(config, question, names):
-        levels = list(_levels(config, question, names, states, params))
+    for optimizer_device, param_device in _offload_placements(config, planner, keys):
+        levels = list(_cost_levels(config, planner, keys, optimizer_device, param_device))
         if levels:
             yield levels[-1][-1][0], levels
 
 
-def _levels(
-    config: Config, question: Question, names: list[str], states: str, params: str
-) -> Iterator[Level]:
+def _cost_levels(
+    config: Config, planner: Planner, keys: list[str], optimizer_device: str, param_device: str
+) -> Iterator[CostLevel]:
     """Groups of candidates, a row for each policy of recomputation, the highest stage first."""
-    world = question.cluster.world_size
-    stages = ([3, 2, 1, 0] if world > 1 else [0]) if STAGE in names else [value_at(config, STAGE)]
-    sizes = _micro_batches(config, world) if MICRO in names else [None]
-    policies = ["none", "selective", "full"] if REMAT in names else [value_at(config, REMAT)]
-    least = 3 if params != "none" else 1 if states != "none" else 0
-    allowed = [stage for stage in stages if stage >= least]
-    if STAGE in names and not allowed:  # one rank: a stage costs nothing there
-        allowed = [least]
+    world_size = planner.cluster.world_size
+    stages = ([3, 2, 1, 0] if world_size > 1 else [0]) if STAGE_KEY in keys else [get_by_path(config, STAGE_KEY)]
+    sizes = _micro_batches(config, world_size) if MICRO_BATCH_KEY in keys else [None]
+    policies = ["none", "selective", "full"] if CHECKPOINTING_KEY in keys else [get_by_path(config, CHECKPOINTING_KEY)]
+    min_stage = 3 if param_device != "none" else 1 if optimizer_device != "none" else 0
+    allowed = [stage for stage in stages if stage >= min_stage]
+    if STAGE_KEY in keys and not allowed:  # one rank: a stage costs nothing there
+        allowed = [min_stage]
     if not allowed:
         return
-    groups = ([policies[0]], policies[1:]) if params == states == "none" else (policies,)
-    for micro, group in product(sizes, [group for group in groups if group]):
+    groups = ([policies[0]], policies[1:]) if param_device == optimizer_device == "none" else (policies,)
+    for micro_batch, group in product(sizes, [group for group in groups if group]):
         rows = []
         for policy in group:
             rows.append([])
             for stage in allowed:
-                values = {STAGE: stage, f"{STATES}.device": states, f"{PARAMS}.device": params}
-                values |= {REMAT: policy, MICRO: micro}
-                chosen = {name: values[name] for name in names}
-                chosen |= _folders(config, question, chosen)
-                if micro is not None:
-                    chosen[STEPS] = config.train_batch_size // (micro * _data_ranks(config, world))
+                values = {STAGE_KEY: stage, f"{OFFLOAD_OPTIMIZER_KEY}.device": optimizer_device, f"{OFFLOAD_PARAM_KEY}.device": param_device}
+                values |= {CHECKPOINTING_KEY: policy, MICRO_BATCH_KEY: micro_batch}
+                chosen = {name: values[name] for name in keys}
+                chosen |= _nvme_paths(config, planner, chosen)
+                if micro_batch is not None:
+                    chosen[ACCUMULATION_KEY] = config.train_batch_size // (micro_batch * _num_data_ranks(config, world_size))
                 rows[-1].append(chosen)
         yield rows
 
 
-def _tiers(config: Config, question: Question, names: list[str]) -> Iterator[tuple[str, str]]:
+def _offload_placements(config: Config, planner: Planner, keys: list[str]) -> Iterator[tuple[str, str]]:
     """(device of the optimizer's state, device of the parameters), the cheapest first."""
-    given = [value_at(config, f"{block}.device") for block in (STATES, PARAMS)]
+    configured = [get_by_path(config, f"{block}.device") for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)]
     choices = []
-    for block, value in zip((STATES, PARAMS), given, strict=True):
-        open_ = f"{block}.device" in names
+    for block, value in zip((OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY), configured, strict=True):
+        is_auto = f"{block}.device" in keys
         # On processors the host's memory is the ranks' own.
-        host = ["cpu"] if question.cluster.device != "cpu" else []
-        disk = ["nvme"] if nvme_folder(config) else []
-        choices.append(["none", *host, *disk] if open_ else [value])
+        host = ["cpu"] if planner.cluster.device != "cpu" else []
+        disk = ["nvme"] if find_nvme_path(config) else []
+        choices.append(["none", *host, *disk] if is_auto else [value])
     cost = {"none": 0, "cpu": 1, "nvme": 2}
     pairs = [pair for pair in product(*choices) if cost[pair[1]] <= cost[pair[0]] or len(choices[0]) == 1]
     yield from sorted(pairs, key=lambda pair: (max(cost[one] for one in pair), cost[pair[1]]))
 
 
-def _folders(config: Config, question: Question, chosen: dict[str, Any]) -> dict[str, Any]:
+def _nvme_paths(config: Config, planner: Planner, chosen: dict[str, Any]) -> dict[str, Any]:
     """The folder of each tier that goes to the disk and names none."""
-    blocks = [block for block in (STATES, PARAMS) if chosen.get(f"{block}.device") == "nvme"]
+    blocks = [block for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY) if chosen.get(f"{block}.device") == "nvme"]
     return {
-        f"{block}.nvme_path": nvme_folder(config)
+        f"{block}.nvme_path": find_nvme_path(config)
         for block in blocks
-        if not value_at(config, f"{block}.nvme_path")
+        if not get_by_path(config, f"{block}.nvme_path")
     }
 
 
-def _micro_batches(config: Config, world: int) -> list[int]:
+def _micro_batches(config: Config, world_size: int) -> list[int]:
     """Micro-batches that divide the batch of a step: the largest ones, some of those between, and 1."""
-    each = config.train_batch_size // _data_ranks(config, world)
-    sizes = [size for size in range(each, 0, -1) if each % size == 0] or [1]
-    rest = sizes[_SIZES:-1]
-    return sizes[:_SIZES] + rest[1 :: max(1, len(rest) // 2)] + sizes[max(_SIZES, len(sizes) - 1) :]
+    per_rank_batch = config.train_batch_size // _num_data_ranks(config, world_size)
+    sizes = [size for size in range(per_rank_batch, 0, -1) if per_rank_batch % size == 0] or [1]
+    rest = sizes[_NUM_LARGEST_MICRO_BATCHES:-1]
+    return sizes[:_NUM_LARGEST_MICRO_BATCHES] + rest[1 :: max(1, len(rest) // 2)] + sizes[max(_NUM_LARGEST_MICRO_BATCHES, len(sizes) - 1) :]
 
 
-def _data_ranks(config: Config, world: int) -> int:
-    return max(1, data_parallel_ranks(config, world)[0])
+def _num_data_ranks(config: Config, world_size: int) -> int:
+    return max(1, resolve_dp_size(config, world_size)[0])
 
 
-def _try(question: Question, config: Config, changes: dict[str, Any]) -> Plan | None:
+def _try_plan(planner: Planner, config: Config, changes: dict[str, Any]) -> Plan | None:
     try:
-        return question.answer(changed(config, changes, question.cluster.world_size, keep=(TOTAL,)))
+        return planner.predict(resolve_with_changes(config, changes, planner.cluster.world_size, fixed_keys=(TRAIN_BATCH_KEY,)))
     except ConfigError:
         return None
     except Exception as error:  # a model that cannot be rehearsed: the plan has no say then

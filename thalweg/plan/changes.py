@@ -7,36 +7,36 @@ from typing import Any
 
 from thalweg.config import Config, load, resolve
 
-_DERIVED = ("train_batch_size", "data_parallel_size")
+_DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
 
 
-def changed(config: Config, changes: dict[str, Any], world_size: int, keep: tuple[str, ...] = ()) -> Config:
+def resolve_with_changes(config: Config, changes: dict[str, Any], world_size: int, fixed_keys: tuple[str, ...] = ()) -> Config:
     """The config with ``changes`` (dotted keys), resolved; ``keep``: totals that do not follow from factors.
 
     Raises:
         ConfigError: the values contradict each other.
     """
-    return resolve(load(with_changes(config.to_dict(), changes, keep)), world_size=world_size)
+    return resolve(load(apply_changes(config.to_dict(), changes, fixed_keys)), world_size=world_size)
 
 
-def with_changes(tree: dict[str, Any], changes: dict[str, Any], keep: tuple[str, ...] = ()) -> dict[str, Any]:
+def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any], fixed_keys: tuple[str, ...] = ()) -> dict[str, Any]:
     """A ds_config with ``changes`` (dotted keys); the total batch size is left to follow from its factors."""
-    tree = copy.deepcopy(tree)
-    for key in _DERIVED:
-        if key not in keep:
-            tree.pop(key, None)
+    config_dict = copy.deepcopy(config_dict)
+    for key in _DERIVED_KEYS:
+        if key not in fixed_keys:
+            config_dict.pop(key, None)
     for path, value in changes.items():
-        node = tree
+        node = config_dict
         *outer, last = path.split(".")
         for key in outer:
             if not isinstance(node.get(key), dict):
                 node[key] = {}
             node = node[key]
         node[last] = value
-    return tree
+    return config_dict
 
 
-def nvme_folder(config: Config) -> str | None:
+def find_nvme_path(config: Config) -> str | None:
     """The folder that the config names for what goes to a disk, by whatever option."""
     zero = config.zero_optimization
     paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from thalweg.plan.setting import Ranks
+from thalweg.plan.setting import RankTopology
 from thalweg.plan.sizes import parse_bytes
 
 
@@ -46,16 +46,16 @@ class Cluster:
     call_seconds: float = 4e-6
 
     @property
-    def ranks(self) -> Ranks:
+    def topology(self) -> RankTopology:
         """The ranks: one a device."""
-        return Ranks(self.num_nodes, self.devices_per_node, self.device)
+        return RankTopology(self.num_nodes, self.devices_per_node, self.device)
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.num_nodes * self.devices_per_node
 
-    def flops_of(self, dtype: torch.dtype) -> float:
+    def peak_flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of one device in ``dtype``."""
         table = self.flops or {"fp32": 6.0e13, "bf16": 9.89e14}
         name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
@@ -68,7 +68,7 @@ class Cluster:
         return None if self.host_memory is None else self.host_memory // self.devices_per_node
 
 
-HERE = "this machine"
+LOCAL_MACHINE = "this machine"
 _GIB = 2**30
 # Data sheets: dense peaks, memory, bandwidth of memory, of the links inside a node and to the host.
 DEVICES: dict[str, Cluster] = {
@@ -95,7 +95,7 @@ DEVICES: dict[str, Cluster] = {
 }  # fmt: skip
 
 
-def cluster_of(
+def build_cluster(
     num_nodes: int = 1,
     devices_per_node: int = 1,
     *,
@@ -119,60 +119,60 @@ def cluster_of(
     if kind in ("cuda", "gpu"):
         kind = "h100"
     if kind == "cpu":
-        base = this_machine(num_ranks=devices_per_node)
+        base = local_cluster(num_ranks=devices_per_node)
     elif kind in DEVICES:
         base = DEVICES[kind]
     else:
         raise ValueError(f"device {device!r} is not known; it may be cpu, {', '.join(DEVICES)}")
-    given: dict[str, Any] = {"num_nodes": num_nodes, "devices_per_node": devices_per_node}
+    overrides: dict[str, Any] = {"num_nodes": num_nodes, "devices_per_node": devices_per_node}
     for key, value in (("device_memory", device_memory), ("host_memory", host_memory), ("disk_bytes", disk)):
         if value is not None:
-            given[key] = parse_bytes(value, key)
-    return replace(base, **given)
+            overrides[key] = parse_bytes(value, key)
+    return replace(base, **overrides)
 
 
-def this_machine(num_ranks: int = 1) -> Cluster:
+def local_cluster(num_ranks: int = 1) -> Cluster:
     """This host as a cluster of one node with ``num_ranks`` CPU ranks; its speed is measured once."""
-    speed = _measure(max(1, min(num_ranks, len(os.sched_getaffinity(0)))))
+    speeds = _measure_speeds(max(1, min(num_ranks, len(os.sched_getaffinity(0)))))
     return Cluster(
         devices_per_node=num_ranks,
         device="cpu",
-        name=HERE,
-        host_memory=host_memory_available(),
+        name=LOCAL_MACHINE,
+        host_memory=available_host_memory(),
         disk_bytes=shutil.disk_usage("/tmp" if Path("/tmp").exists() else ".").free,
-        flops={key: value for key, value in speed.items() if key in ("fp32", "bf16")},
-        memory_bandwidth=speed["copy"],
-        host_memory_bandwidth=speed["copy"],
-        intra_bandwidth=speed["copy"] / 2,
-        host_bandwidth=speed["copy"],
+        flops={key: value for key, value in speeds.items() if key in ("fp32", "bf16")},
+        memory_bandwidth=speeds["copy"],
+        host_memory_bandwidth=speeds["copy"],
+        intra_bandwidth=speeds["copy"] / 2,
+        host_bandwidth=speeds["copy"],
         efficiency=0.95,
         call_seconds=8e-6,
     )
 
 
-def disk_limit(cluster: Cluster, folder: str | None) -> int | None:
+def get_disk_limit(cluster: Cluster, folder: str | None) -> int | None:
     """Bytes for what goes to a disk: of this machine, those free where ``folder`` is (or is to be made)."""
-    if cluster.disk_bytes is None or cluster.name != HERE or folder is None:
+    if cluster.disk_bytes is None or cluster.name != LOCAL_MACHINE or folder is None:
         return cluster.disk_bytes
-    place = Path(folder).expanduser().absolute()
-    there = next((one for one in (place, *place.parents) if one.exists()), Path("/"))
-    return shutil.disk_usage(there).free
+    target = Path(folder).expanduser().absolute()
+    existing = next((one for one in (target, *target.parents) if one.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
 
 
-def host_memory_available() -> int | None:
+def available_host_memory() -> int | None:
     """Bytes that this process and its kin may still use: MemAvailable, or less where a cgroup limits them."""
-    found = []
-    for row in _read("/proc/meminfo").splitlines():
+    limits = []
+    for row in _read_text("/proc/meminfo").splitlines():
         if row.startswith("MemAvailable:"):
-            found.append(int(row.split()[1]) * 1024)
-    found += [limit - used for limit, used in _cgroup_limits()]
-    return min(found) if found else None
+            limits.append(int(row.split()[1]) * 1024)
+    limits += [limit - used for limit, used in _cgroup_limits()]
+    return min(limits) if limits else None
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, used) of this process' memory cgroup and those above it, versions 1 and 2."""
-    found = []
-    for row in _read("/proc/self/cgroup").splitlines():
+    limits = []
+    for row in _read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = row.split(":", 2)
         if controllers not in ("", "memory"):
             continue
@@ -183,25 +183,25 @@ def _cgroup_limits() -> list[tuple[int, int]]:
             else ("memory.max", "memory.current")
         )
         folder = root / path.lstrip("/")
-        for place in [folder, *folder.parents]:
-            limit, used = _read(place / names[0]).strip(), _read(place / names[1]).strip()
+        for directory in [folder, *folder.parents]:
+            limit, used = _read_text(directory / names[0]).strip(), _read_text(directory / names[1]).strip()
             if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
-                found.append((int(limit), int(used) - _reclaimable(place)))
-            if place == root:
+                limits.append((int(limit), int(used) - _reclaimable_bytes(directory)))
+            if directory == root:
                 break
-    return found
+    return limits
 
 
-def _reclaimable(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Page cache that the kernel drops before it kills."""
-    for row in _read(folder / "memory.stat").splitlines():
+    for row in _read_text(folder / "memory.stat").splitlines():
         key, _, value = row.partition(" ")
         if key in ("total_inactive_file", "inactive_file"):
             return int(value)
     return 0
 
 
-def _read(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -209,24 +209,24 @@ def _read(path: str | Path) -> str:
 
 
 @cache
-def _measure(busy: int) -> dict[str, float]:
+def _measure_speeds(num_busy_ranks: int) -> dict[str, float]:
     """FLOP/s of one thread by dtype and the bytes a second it copies; ``busy`` ranks share the memory's."""
-    found = {}
+    speeds = {}
     with torch.no_grad():
         for name, dtype, size in (("fp32", torch.float32, 512), ("bf16", torch.bfloat16, 256)):
             a = torch.ones(size, size, dtype=dtype)
             b = torch.ones(size, size, dtype=dtype)
-            seconds = _best(lambda a=a, b=b: a @ b, 3)
-            found[name] = 2 * size**3 / seconds / max(1, torch.get_num_threads())
+            seconds = _best_seconds(lambda a=a, b=b: a @ b, 3)
+            speeds[name] = 2 * size**3 / seconds / max(1, torch.get_num_threads())
         source = torch.ones(1 << 22)
         target = torch.empty_like(source)
-        found["copy"] = 2 * source.nbytes / _best(lambda: target.copy_(source), 3) / busy
-    return found
+        speeds["copy"] = 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), 3) / num_busy_ranks
+    return speeds
 
 
-def _best(function: Any, rounds: int) -> float:
+def _best_seconds(function: Any, num_rounds: int) -> float:
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(num_rounds + 1):
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)

@@ -10,23 +10,23 @@ from torch import nn
 
 from thalweg.config import Config, load, resolve
 from thalweg.observe import resident_mib
-from thalweg.plan.auto import settle
-from thalweg.plan.batch import Batch, batch_of, like
-from thalweg.plan.changes import nvme_folder
-from thalweg.plan.cluster import Cluster, cluster_of, disk_limit
-from thalweg.plan.depth import at_full_depth, stacks_of
-from thalweg.plan.memory import simulate
-from thalweg.plan.process import Moment, PerRank
-from thalweg.plan.published import transformer_activations, zero_states
-from thalweg.plan.rehearsal import rehearse
-from thalweg.plan.setting import Setting, setting_of, unmodelled
-from thalweg.plan.source import Source, open_source
-from thalweg.plan.teams import can_split
-from thalweg.plan.time import compose, time_of
-from thalweg.plan.timeline import aligned, highest, moments
-from thalweg.plan.traffic import traffic_of
+from thalweg.plan.auto import fill_auto
+from thalweg.plan.batch import InputSpec, infer_input_spec, input_spec_from_example
+from thalweg.plan.changes import find_nvme_path
+from thalweg.plan.cluster import Cluster, build_cluster, get_disk_limit
+from thalweg.plan.depth import measure_extrapolated, find_repeated_blocks
+from thalweg.plan.memory import replay_events
+from thalweg.plan.process import MemorySample, MemoryBreakdown
+from thalweg.plan.published import transformer_activation_bytes, zero_state_bytes
+from thalweg.plan.rehearsal import trace_step
+from thalweg.plan.setting import RunSpec, run_spec_from_config, unmodelled_options
+from thalweg.plan.source import MetaModel, load_meta_model
+from thalweg.plan.teams import supports_tp
+from thalweg.plan.time import combine_times, estimate_step_time
+from thalweg.plan.timeline import align_segments, get_highest_segment, build_timeline
+from thalweg.plan.traffic import estimate_comm_volume
 from thalweg.utils.log import get_logger
-from thalweg.zero.options import model_facts, shard_options
+from thalweg.zero.options import get_model_size, build_shard_options
 
 _log = get_logger(__name__)
 
@@ -43,20 +43,20 @@ class Plan:
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
-    per_rank: PerRank
+    per_rank: MemoryBreakdown
     limit: int | None
     per_host: int
     host_limit: int | None
     traffic: dict[str, int]
     links: dict[str, int]
     tiers: dict[str, int]
-    seconds: float
-    parts: dict[str, float]
+    step_seconds: float
+    time_breakdown: dict[str, float]
     bottleneck: str
     num_parameters: int
-    tokens: int
+    tokens_per_step: int
     world_size: int
-    timeline: list[Moment] = field(default_factory=list)
+    timeline: list[MemorySample] = field(default_factory=list)
     suggestion: dict[str, Any] | None = None
     reasons: list[str] = field(default_factory=list)
     not_counted: list[str] = field(default_factory=list)
@@ -69,56 +69,56 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether every rank stays within its device, the ranks of a host together within it and its disk."""
-        over = self._over
-        within = max(over.values()) <= 0 if over else None
+        excess = self._excess_by_resource
+        within = max(excess.values()) <= 0 if excess else None
         return within if within or not self.not_counted else None
 
     @property
-    def short_of(self) -> str:
+    def exceeded_resource(self) -> str:
         """What is exceeded the most, ``"memory"`` or ``"disk"``; of a run that fits, ``"memory"``."""
-        over = self._over
-        if "disk" in over and over["disk"] > max(0, over.get("memory", 0)):
+        excess = self._excess_by_resource
+        if "disk" in excess and excess["disk"] > max(0, excess.get("memory", 0)):
             return "disk"
         return "memory"
 
     @property
-    def missing_bytes(self) -> int:
+    def excess_bytes(self) -> int:
         """By how much what :attr:`short_of` names is exceeded (negative: what is to spare)."""
-        return self._over.get(self.short_of, 0)
+        return self._excess_by_resource.get(self.exceeded_resource, 0)
 
     @property
-    def _over(self) -> dict[str, int]:
+    def _excess_by_resource(self) -> dict[str, int]:
         """Bytes beyond each limit that is known (negative: what is to spare)."""
-        memory, found = [], {}
-        if self._on_host:
+        memory, excess = [], {}
+        if self._uses_host_memory:
             memory.append(self.per_host - (self.host_limit or 0))
-        if self.limit is not None and (not self._on_host or self.tiers.get("host")):
+        if self.limit is not None and (not self._uses_host_memory or self.tiers.get("host")):
             memory.append(self.per_rank.total - self.limit)
         if memory:
-            found["memory"] = max(memory)
+            excess["memory"] = max(memory)
         if self.disk_limit is not None and self.tiers.get("disk"):
-            found["disk"] = self.tiers["disk"] * self.ranks_per_node - self.disk_limit
-        return found
+            excess["disk"] = self.tiers["disk"] * self.ranks_per_node - self.disk_limit
+        return excess
 
     @property
-    def _on_host(self) -> bool:
+    def _uses_host_memory(self) -> bool:
         """Whether something is held in a host's memory, whose size is known."""
         return self.per_host > 0 and self.host_limit is not None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the keys that `thalweg plan --json` prints."""
-        from thalweg.plan.report import as_json
+        from thalweg.plan.report import plan_to_json
 
-        return as_json(self)
+        return plan_to_json(self)
 
     def __str__(self) -> str:
-        from thalweg.plan.report import as_table
+        from thalweg.plan.report import plan_to_text
 
-        return as_table(self)
+        return plan_to_text(self)
 
 
 @dataclass(frozen=True)
-class Question:
+class Planner:
     """A model, a batch and the machines; configs are then asked about, one after the other.
 
     ``states_only``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
@@ -127,117 +127,117 @@ class Question:
     a million operators).
     """
 
-    source: Source
+    meta_model: MetaModel
     cluster: Cluster
     batch: Any = None
     sequence_length: int | None = None
     process_bytes: int = 0
-    states_only: bool = False
+    without_activations: bool = False
     micro_batch: int | None = None
-    patience: float | None = None
+    cpu_budget_s: float | None = None
 
-    def answer(self, config: Config) -> Plan:
+    def predict(self, config: Config) -> Plan:
         """The plan of a resolved config."""
-        model = self.source.model
-        setting = setting_of(config, self.cluster.ranks, shard_options(model, config))
-        missing = unmodelled(config)
-        if setting.tensor > 1 and not can_split(self.source.fresh(), setting.tensor):
-            setting = replace(setting, tensor=1)
-            missing.append("tensor_parallel.autotp_size")
-        shapes = self._shapes(model, setting)
-        timelines: list[list[Moment]] = []
-        stacks = stacks_of(model)
+        model = self.meta_model.model
+        run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
+        unmodelled_keys = unmodelled_options(config)
+        if run_spec.tp_size > 1 and not supports_tp(self.meta_model.copy_model(), run_spec.tp_size):
+            run_spec = replace(run_spec, tensor=1)
+            unmodelled_keys.append("tensor_parallel.autotp_size")
+        input_spec = self._input_spec(model, run_spec)
+        timelines: list[list[MemorySample]] = []
+        repeated_blocks = find_repeated_blocks(model)
 
-        def measure(shallow: nn.Module) -> dict[str, Any]:
+        def measure(shallow_model: nn.Module) -> dict[str, Any]:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
             on_cpu = self.cluster.device == "cpu"
-            given = [parameter.nbytes for parameter in shallow.parameters()] if on_cpu else []
-            depths = {name: len(list(shallow.get_submodule(name).children())) for name in stacks}
-            found = rehearse(shallow, shapes, setting, self.patience)
-            held = {"process_bytes": self.process_bytes, "given_bytes": given}
-            memory = simulate(found, setting, **held)
-            traffic = traffic_of(found, setting)
-            time = time_of(found, setting, traffic, memory, self.cluster)
-            if setting.updates_early and time.disk_keeps_up:
-                memory = simulate(found, setting, keeps_up=True, **held)
-            timelines.append(memory.timeline)
+            initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
+            depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
+            trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
+            replay_args = {"process_bytes": self.process_bytes, "given_bytes": initial_param_bytes}
+            replayed = replay_events(trace, run_spec, **replay_args)
+            comm_volume = estimate_comm_volume(trace, run_spec)
+            step_time = estimate_step_time(trace, run_spec, comm_volume, replayed, self.cluster)
+            if run_spec.updates_in_backward and step_time.disk_keeps_up:
+                replayed = replay_events(trace, run_spec, disk_keeps_up=True, **replay_args)
+            timelines.append(replayed.timeline)
             return {
-                "stretches": aligned(memory.stretches, depths),
-                "again": {"bytes": memory.counted_again},
+                "stretches": align_segments(replayed.segments, depths),
+                "again": {"bytes": replayed.double_counted_bytes},
                 "tiers": {
-                    "host": memory.host_bytes,
-                    "disk": memory.disk_bytes,
-                    "disk_read": memory.disk_read,
-                    "disk_written": memory.disk_written,
+                    "host": replayed.host_bytes,
+                    "disk": replayed.disk_bytes,
+                    "disk_read": replayed.disk_read_bytes,
+                    "disk_written": replayed.disk_written_bytes,
                 },
-                "memory": asdict(memory.peak),
-                "traffic": traffic.collectives,
-                "links": traffic.links,
-                "time": time.parts,
+                "memory": asdict(replayed.peak),
+                "traffic": comm_volume.bytes_by_collective,
+                "links": comm_volume.bytes_by_link,
+                "time": step_time.breakdown,
             }
 
         # Buffers and paged units fill up at some depth: no line goes through that.
         try:
-            found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
+            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
         except Exception as error:
-            if setting.sequence == 1:
+            if run_spec.sp_size == 1:
                 raise
             _log.debug("not rehearsed on parts of sequences: %s", error)
-            setting = replace(setting, sequence=1)
-            missing.append("sequence_parallel_size")
+            run_spec = replace(run_spec, sequence=1)
+            unmodelled_keys.append("sequence_parallel_size")
             timelines.clear()
-            found = at_full_depth(self.source.fresh, measure, whole=setting.memory_is_short)
-        seconds, bottleneck = compose(found["time"], self.cluster)
-        whole, cluster = len(timelines) == 1, self.cluster
-        per_rank = PerRank(**found["memory"]) if whole else highest(found["stretches"])
+            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
+        seconds, bottleneck = combine_times(costs["time"], self.cluster)
+        is_full_depth, cluster = len(timelines) == 1, self.cluster
+        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["stretches"])
         if cluster.device == "cpu":
-            groups = cluster.devices_per_node // setting.ranks.per_node  # each has an arena of its own
-            host = cluster.devices_per_node * per_rank.total - groups * found["again"]["bytes"]
+            groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has an arena of its own
+            host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["again"]["bytes"]
         else:
-            host = cluster.devices_per_node * found["tiers"]["host"]
+            host_bytes = cluster.devices_per_node * costs["tiers"]["host"]
         return Plan(
             per_rank=per_rank,
             limit=cluster.limit_per_rank(),
-            per_host=host,
+            per_host=host_bytes,
             host_limit=cluster.host_memory,
-            traffic=found["traffic"],
-            links=found["links"],
-            tiers=found["tiers"],
-            seconds=seconds,
-            parts=found["time"],
+            traffic=costs["traffic"],
+            links=costs["links"],
+            tiers=costs["tiers"],
+            step_seconds=seconds,
+            time_breakdown=costs["time"],
             bottleneck=bottleneck,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            tokens=(shapes.num_tokens if shapes else setting.micro_batch)
-            * setting.accumulation
-            * setting.ranks.world_size
-            // setting.sequence,
+            tokens_per_step=(input_spec.num_tokens if input_spec else run_spec.micro_batch_size)
+            * run_spec.accumulation_steps
+            * run_spec.topology.world_size
+            // run_spec.sp_size,
             world_size=self.cluster.world_size,
-            timeline=timelines[0] if whole else moments(found["stretches"]),
-            not_counted=missing,
-            published=self._published(setting, shapes),
-            disk_limit=disk_limit(cluster, nvme_folder(config)),
+            timeline=timelines[0] if is_full_depth else build_timeline(costs["stretches"]),
+            not_counted=unmodelled_keys,
+            published=self._formula_bytes(run_spec, input_spec),
+            disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
-            model=self.source.name,
+            model=self.meta_model.name,
             config=config,
         )
 
-    def _published(self, setting: Setting, shapes: Batch | None) -> dict[str, float]:
-        facts = model_facts(self.source.model)
-        count = sum(parameter.numel() for parameter in self.source.model.parameters())
-        found = {"zero_states": zero_states(count, setting.ranks.world_size, setting.policy.stage)}
-        if shapes is not None and facts.hidden_size and facts.num_layers:
-            tokens = shapes.num_tokens
-            found["activations"] = transformer_activations(facts.hidden_size, facts.num_layers, 1, tokens)
-        return found
+    def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
+        facts = get_model_size(self.meta_model.model)
+        count = sum(parameter.numel() for parameter in self.meta_model.model.parameters())
+        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.zero_policy.stage)}
+        if input_spec is not None and facts.hidden_size and facts.num_layers:
+            tokens = input_spec.num_tokens
+            formulas["activations"] = transformer_activation_bytes(facts.hidden_size, facts.num_layers, 1, tokens)
+        return formulas
 
-    def _shapes(self, model: nn.Module, setting: Setting) -> Batch | None:
-        if self.states_only:
+    def _input_spec(self, model: nn.Module, run_spec: RunSpec) -> InputSpec | None:
+        if self.without_activations:
             return None
         if self.batch is not None:
-            given = self.batch if isinstance(self.batch, Batch) else like(self.batch)
-            own = self.micro_batch or setting.micro_batch
-            return given if own == setting.micro_batch else given.with_rows(setting.micro_batch, own)
-        return batch_of(model, setting.micro_batch, self.sequence_length)
+            spec = self.batch if isinstance(self.batch, InputSpec) else input_spec_from_example(self.batch)
+            spec_micro_batch = self.micro_batch or run_spec.micro_batch_size
+            return spec if spec_micro_batch == run_spec.micro_batch_size else spec.with_batch_size(run_spec.micro_batch_size, spec_micro_batch)
+        return infer_input_spec(model, run_spec.micro_batch_size, self.sequence_length)
 
 
 def plan(
@@ -270,7 +270,7 @@ def plan(
         ConfigError: with every problem of the config at once.
         ValueError: nothing that describes a model; inputs that cannot be guessed.
     """
-    question = question_of(
+    planner = build_planner(
         model,
         cluster=cluster,
         num_nodes=num_nodes,
@@ -283,18 +283,18 @@ def plan(
         model_kwargs=model_kwargs,
         process_bytes=process_bytes,
     )
-    world_size, facts = question.cluster.world_size, model_facts(question.source.model)
-    resolved = resolve(settle(load(config), question), world_size=world_size, model=facts)
-    question = replace(question, micro_batch=int(resolved.train_micro_batch_size_per_gpu))
-    answer = question.answer(resolved)
-    if suggest and answer.fits is False:
+    world_size, facts = planner.cluster.world_size, get_model_size(planner.meta_model.model)
+    resolved = resolve(fill_auto(load(config), planner), world_size=world_size, model=facts)
+    planner = replace(planner, micro_batch=int(resolved.train_micro_batch_size_per_gpu))
+    result = planner.predict(resolved)
+    if suggest and result.fits is False:
         from thalweg.plan.search import suggest as search
 
-        answer.suggestion, answer.reasons = search(question, resolved)
-    return answer
+        result.suggestion, result.reasons = search(planner, resolved)
+    return result
 
 
-def question_of(
+def build_planner(
     model: Any,
     *,
     cluster: Cluster | None = None,
@@ -307,20 +307,20 @@ def question_of(
     sequence_length: int | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     process_bytes: int | None = None,
-) -> Question:
+) -> Planner:
     """The model and the machines of :func:`plan`, to be asked about one config after the other."""
-    source = open_source(model, model_kwargs)
-    where = cluster or cluster_of(
+    meta_model = load_meta_model(model, model_kwargs)
+    resolved_cluster = cluster or build_cluster(
         num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
     )
     if process_bytes is None:
-        process_bytes = _process_bytes(source, where)
-    return Question(source, where, batch, sequence_length, process_bytes)
+        process_bytes = _process_bytes(meta_model, resolved_cluster)
+    return Planner(meta_model, resolved_cluster, batch, sequence_length, process_bytes)
 
 
-def _process_bytes(source: Source, cluster: Cluster) -> int:
+def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
     """What this process holds without the model: the ranks will be such processes."""
     if cluster.device != "cpu":
         return 0
     resident = int(resident_mib() * 2**20)
-    return max(0, resident - sum(source.given_bytes)) if source.is_live else resident
+    return max(0, resident - sum(meta_model.initial_param_bytes)) if meta_model.is_materialized else resident

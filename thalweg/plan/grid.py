@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.config import load, resolve
 from thalweg.mesh import DATA_AXIS
-from thalweg.parallel.pipeline.blocks import StagedModel, cut_blocks, dissect
-from thalweg.parallel.team import Team
-from thalweg.parallel.tensor import parallelise
-from thalweg.plan.simulate import fake_job
-from thalweg.zero.options import model_facts, shard_options
-from thalweg.zero.shard import Sharded, shard
-from thalweg.zero.states import States
+from thalweg.parallel.pipeline.blocks import SplitModelStages, partition_blocks, find_blocks
+from thalweg.parallel.team import ParallelGroup
+from thalweg.parallel.tensor import apply_tensor_parallel
+from thalweg.plan.simulate import fake_process_group
+from thalweg.zero.options import get_model_size, build_shard_options
+from thalweg.zero.shard import ShardedModel, shard_model
+from thalweg.zero.states import TensorParallelLayout
 
 
 @dataclass(frozen=True)
-class Grid:
+class MeshShape:
     """Ranks along the axes, the pipeline outermost and the tensor axis innermost."""
 
     pipeline: int = 1
@@ -42,30 +42,30 @@ class Grid:
         """Ranks of the job."""
         return self.pipeline * self.data * self.tensor
 
-    def rank(self, stage: int, replica: int = 0, part: int = 0) -> int:
+    def rank_at(self, pp_rank: int, dp_rank: int = 0, tp_rank: int = 0) -> int:
         """The rank at these coordinates."""
-        return (stage * self.data + replica) * self.tensor + part
+        return (pp_rank * self.data + dp_rank) * self.tensor + tp_rank
 
 
 @dataclass
-class GridRank:
+class MeshRankReport:
     """What one rank has: shapes of its pieces by parameter, bytes held, bytes sent a step by axis (ring
     form)."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def simulate_grid(
+def simulate_mesh_rank(
     model: nn.Module,
     config: Any,
     batch: Mapping[str, Tensor],
-    grid: Grid,
-    stage: int,
-    replica: int = 0,
-    part: int = 0,
-) -> GridRank:
+    mesh_shape: MeshShape,
+    pp_rank: int,
+    dp_rank: int = 0,
+    tp_rank: int = 0,
+) -> MeshRankReport:
     """Cut ``model`` in place to one rank of ``grid``, and take a step of as many micro-batches as the config
     accumulates, each like ``batch``.
 
@@ -74,48 +74,48 @@ def simulate_grid(
     """
     if dist.is_initialized():
         raise ValueError("a simulation needs a process of its own: this one is part of a job")
-    resolved = resolve(load(config), world_size=grid.data, model=model_facts(model))
-    anatomy = dissect(model, batch)
-    cuts = cut_blocks(model, anatomy, grid.pipeline)
-    with fake_job(grid.size, grid.rank(stage, replica, part)):
-        shape = (grid.pipeline, grid.data, grid.tensor)
+    resolved = resolve(load(config), world_size=mesh_shape.data, model=get_model_size(model))
+    block_layout = find_blocks(model, batch)
+    stage_bounds = partition_blocks(model, block_layout, mesh_shape.pipeline)
+    with fake_process_group(mesh_shape.size, mesh_shape.rank_at(pp_rank, dp_rank, tp_rank)):
+        shape = (mesh_shape.pipeline, mesh_shape.data, mesh_shape.tensor)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", DATA_AXIS, "tp"))
-        team, states = _split(model, mesh, grid, stage) if grid.tensor > 1 else (None, None)
-        staged = StagedModel(model, anatomy, cuts, [stage])
-        options = shard_options(model, resolved)
-        sharded = shard(model, mesh[DATA_AXIS], options, torch.device("cpu"), states)
-        if team is not None:
-            team.ledger = sharded.ledger
-        hidden = _train(staged, sharded, batch, stage, grid, int(resolved.gradient_accumulation_steps))
-        found = _look(model, sharded)
-        found.sent["pipeline"] = hidden
+        tp_group, states = _apply_tp(model, mesh, mesh_shape, pp_rank) if mesh_shape.tensor > 1 else (None, None)
+        staged = SplitModelStages(model, block_layout, stage_bounds, [pp_rank])
+        options = build_shard_options(model, resolved)
+        sharded = shard_model(model, mesh[DATA_AXIS], options, torch.device("cpu"), states)
+        if tp_group is not None:
+            tp_group.ledger = sharded.ledger
+        pipeline_bytes = _run_window(staged, sharded, batch, pp_rank, mesh_shape, int(resolved.gradient_accumulation_steps))
+        report = _build_report(model, sharded)
+        report.sent_bytes["pipeline"] = pipeline_bytes
         sharded.close()
-    return found
+    return report
 
 
-def _split(model: nn.Module, mesh: DeviceMesh, grid: Grid, stage: int) -> tuple[Team, States]:
-    team = Team(mesh["tp"].get_group())
-    first = grid.rank(stage)
-    ranks = torch.arange(first, first + grid.data * grid.tensor).view(grid.data, grid.tensor).T.contiguous()
+def _apply_tp(model: nn.Module, mesh: DeviceMesh, mesh_shape: MeshShape, pp_rank: int) -> tuple[ParallelGroup, TensorParallelLayout]:
+    tp_group = ParallelGroup(mesh["tp"].get_group())
+    first = mesh_shape.rank_at(pp_rank)
+    ranks = torch.arange(first, first + mesh_shape.data * mesh_shape.tensor).view(mesh_shape.data, mesh_shape.tensor).T.contiguous()
     groups = [mesh["tp"].get_group(), mesh[DATA_AXIS].get_group()]
-    both = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
+    tp_dp_mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     world = dist.group.WORLD
     assert world is not None
     # Nobody answers, so the cut model's outputs mean nothing and cannot be compared.
-    return team, parallelise(model, team, both, world, check=False)
+    return tp_group, apply_tensor_parallel(model, tp_group, tp_dp_mesh, world, check=False)
 
 
-def _train(
-    staged: StagedModel, sharded: Sharded, batch: Mapping[str, Tensor], stage: int, grid: Grid, micros: int
+def _run_window(
+    staged: SplitModelStages, sharded: ShardedModel, batch: Mapping[str, Tensor], pp_rank: int, mesh_shape: MeshShape, num_micro_batches: int
 ) -> int:
     """Forward and backward of a window; returns the bytes that go to neighbouring stages."""
-    width = _width(staged.module, batch)
+    hidden_shape = _get_hidden_shape(staged.module, batch)
     sent = 0
-    for index in range(micros):
-        sharded.prepare_backward(last=index == micros - 1)
-        incoming = torch.zeros(width, requires_grad=True) if stage else None
-        value = staged.run(stage, incoming, batch)
-        if stage + 1 < grid.pipeline:
+    for index in range(num_micro_batches):
+        sharded.set_backward_flags(last=index == num_micro_batches - 1)
+        incoming = torch.zeros(hidden_shape, requires_grad=True) if pp_rank else None
+        value = staged.run(pp_rank, incoming, batch)
+        if pp_rank + 1 < mesh_shape.pipeline:
             sent += value.nbytes
             value.backward(torch.zeros_like(value))
         else:
@@ -123,13 +123,13 @@ def _train(
         if incoming is not None:
             assert incoming.grad is not None
             sent += incoming.grad.nbytes
-    sharded.finish_window()
+    sharded.finalize_grads()
     return sent
 
 
-def _width(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _get_hidden_shape(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     tokens = next(iter(batch.values()))
-    hidden = model_facts(model).hidden_size
+    hidden = get_model_size(model).hidden_size
     if hidden is None:
         raise ValueError(
             f"{type(model).__name__} has no config.hidden_size: stages cannot be simulated apart"
@@ -137,17 +137,17 @@ def _width(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     return (*tokens.shape, hidden)
 
 
-def _look(model: nn.Module, sharded: Sharded) -> GridRank:
-    found, held = GridRank(), Counter[str]()
+def _build_report(model: nn.Module, sharded: ShardedModel) -> MeshRankReport:
+    report, held_bytes = MeshRankReport(), Counter[str]()
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        found.shapes[name] = tuple(local.shape)
-        held["parameters"] += local.nbytes
+        report.shapes[name] = tuple(local.shape)
+        held_bytes["parameters"] += local.nbytes
         if parameter.grad is not None:
             grad = parameter.grad
-            held["gradients"] += (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
-    sent = Counter[str]()
+            held_bytes["gradients"] += (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
+    sent_bytes = Counter[str]()
     for entry in sharded.ledger.entries():
-        sent["tensor" if entry.carrier == "tensor" else "data"] += entry.sent_bytes
-    found.held, found.sent = dict(held), dict(sent)
-    return found
+        sent_bytes["tensor" if entry.transport == "tensor" else "data"] += entry.sent_bytes
+    report.held_bytes, report.sent_bytes = dict(held_bytes), dict(sent_bytes)
+    return report

@@ -17,111 +17,111 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-_ALIGN, _UNIT, _HEADER, _LEAST = 64, 16, 8, 32
-_SMALL = 256  # a head or tail that a small object takes
+_TENSOR_ALIGN, _MALLOC_ALIGN, _HEADER, _MIN_CHUNK = 64, 16, 8, 32
+_MAX_PINNED_BYTES = 256  # a head or tail that a small object takes
 
 
-class Heap:
+class MallocModel:
     """Addresses begin at 0; ``top`` is the highest one used so far; ``share``: of the heads and tails, how
     many a small object takes."""
 
     def __init__(self) -> None:
-        self.top = 0
-        self.share, self._due = 1.0, 0.0
-        self._end = 0  # where the untouched or coalesced rest begins
-        self._by_size: list[tuple[int, int]] = []
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._taken: list[tuple[int, int]] = []
+        self.high_water_mark = 0
+        self.pinned_fraction, self._pin_credit = 1.0, 0.0
+        self._top_chunk = 0  # where the untouched or coalesced rest begins
+        self._holes_by_size: list[tuple[int, int]] = []
+        self._hole_sizes: dict[int, int] = {}
+        self._hole_starts: dict[int, int] = {}
+        self._pinned: list[tuple[int, int]] = []
 
     def malloc(self, num_bytes: int) -> tuple[int, int]:
         """Take a block; returns (start, size) for :meth:`free`."""
-        size = max(_LEAST, -(-(num_bytes + _HEADER) // _UNIT) * _UNIT)
-        asked = size + _ALIGN + _LEAST
-        found = bisect_left(self._by_size, (asked, 0))
-        if found < len(self._by_size):
-            length, start = self._by_size[found]
-            self._remove(start, length)
+        size = max(_MIN_CHUNK, -(-(num_bytes + _HEADER) // _MALLOC_ALIGN) * _MALLOC_ALIGN)
+        requested = size + _TENSOR_ALIGN + _MIN_CHUNK
+        index = bisect_left(self._holes_by_size, (requested, 0))
+        if index < len(self._holes_by_size):
+            length, start = self._holes_by_size[index]
+            self._remove_hole(start, length)
         else:
-            start, length = self._end, asked
-            self._end = start + asked
-            self.top = max(self.top, self._end)
-        aligned = -(-(start + 2 * _HEADER) // _ALIGN) * _ALIGN - 2 * _HEADER
-        if 0 < aligned - start < _LEAST:
-            aligned += _ALIGN
+            start, length = self._top_chunk, requested
+            self._top_chunk = start + requested
+            self.high_water_mark = max(self.high_water_mark, self._top_chunk)
+        aligned = -(-(start + 2 * _HEADER) // _TENSOR_ALIGN) * _TENSOR_ALIGN - 2 * _HEADER
+        if 0 < aligned - start < _MIN_CHUNK:
+            aligned += _TENSOR_ALIGN
         if aligned > start:
-            self._put_aside(start, aligned - start)
-        rest = start + length - (aligned + size)
-        if rest >= _LEAST:
-            self._put_aside(aligned + size, rest)
+            self._pin_or_free(start, aligned - start)
+        remainder = start + length - (aligned + size)
+        if remainder >= _MIN_CHUNK:
+            self._pin_or_free(aligned + size, remainder)
         else:
-            size += rest
+            size += remainder
         return aligned, size
 
-    def has_room(self, num_bytes: int) -> bool:
+    def fits_without_growth(self, num_bytes: int) -> bool:
         """Whether a block of this size would fit without the heap growing."""
-        asked = max(_LEAST, -(-(num_bytes + _HEADER) // _UNIT) * _UNIT) + _ALIGN + _LEAST
-        return self.top - self._end >= asked or (bool(self._by_size) and self._by_size[-1][0] >= asked)
+        requested = max(_MIN_CHUNK, -(-(num_bytes + _HEADER) // _MALLOC_ALIGN) * _MALLOC_ALIGN) + _TENSOR_ALIGN + _MIN_CHUNK
+        return self.high_water_mark - self._top_chunk >= requested or (bool(self._holes_by_size) and self._holes_by_size[-1][0] >= requested)
 
     def free(self, block: tuple[int, int]) -> None:
         """Give a block back."""
-        self._give(*block)
+        self._add_hole(*block)
 
-    def settle(self) -> None:
+    def free_pinned(self) -> None:
         """The graph of a window is gone, and with it what had settled in heads and tails."""
-        for start, size in self._taken:
-            self._give(start, size)
-        self._taken.clear()
+        for start, size in self._pinned:
+            self._add_hole(start, size)
+        self._pinned.clear()
 
-    def settle_since(self, count: int) -> None:
+    def free_pinned_since(self, count: int) -> None:
         """What has settled since :attr:`num_settled` was ``count`` is gone."""
-        for start, size in self._taken[count:]:
-            self._give(start, size)
-        del self._taken[count:]
+        for start, size in self._pinned[count:]:
+            self._add_hole(start, size)
+        del self._pinned[count:]
 
     @property
-    def num_settled(self) -> int:
+    def num_pinned(self) -> int:
         """Heads and tails that small objects hold now."""
-        return len(self._taken)
+        return len(self._pinned)
 
-    def seal(self, below: int) -> None:
+    def drop_small_holes(self, below_bytes: int) -> None:
         """Holes of fewer bytes that are there now are lost: long-lived small objects settle in them."""
-        lost = bisect_left(self._by_size, (below, 0))
-        for size, start in self._by_size[:lost]:
-            del self._starts[start], self._ends[start + size]
-        del self._by_size[:lost]
-        self._taken.clear()
+        num_dropped = bisect_left(self._holes_by_size, (below_bytes, 0))
+        for size, start in self._holes_by_size[:num_dropped]:
+            del self._hole_sizes[start], self._hole_starts[start + size]
+        del self._holes_by_size[:num_dropped]
+        self._pinned.clear()
 
     @property
     def free_bytes(self) -> int:
         """Bytes in holes below the rest at the top."""
-        return sum(size for size, _ in self._by_size)
+        return sum(size for size, _ in self._holes_by_size)
 
-    def _put_aside(self, start: int, size: int) -> None:
-        self._due += self.share if size <= _SMALL else 0.0
-        if size <= _SMALL and self._due >= 1.0:
-            self._due -= 1.0
-            self._taken.append((start, size))
+    def _pin_or_free(self, start: int, size: int) -> None:
+        self._pin_credit += self.pinned_fraction if size <= _MAX_PINNED_BYTES else 0.0
+        if size <= _MAX_PINNED_BYTES and self._pin_credit >= 1.0:
+            self._pin_credit -= 1.0
+            self._pinned.append((start, size))
         else:
-            self._give(start, size)
+            self._add_hole(start, size)
 
-    def _give(self, start: int, size: int) -> None:
-        before = self._ends.get(start)
+    def _add_hole(self, start: int, size: int) -> None:
+        before = self._hole_starts.get(start)
         if before is not None:
-            self._remove(before, start - before)
+            self._remove_hole(before, start - before)
             start, size = before, size + start - before
-        after = self._starts.get(start + size)
+        after = self._hole_sizes.get(start + size)
         if after is not None:
-            self._remove(start + size, after)
+            self._remove_hole(start + size, after)
             size += after
-        if start + size == self._end:
-            self._end = start
+        if start + size == self._top_chunk:
+            self._top_chunk = start
             return
-        insort(self._by_size, (size, start))
-        self._starts[start] = size
-        self._ends[start + size] = start
+        insort(self._holes_by_size, (size, start))
+        self._hole_sizes[start] = size
+        self._hole_starts[start + size] = start
 
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._starts[start]
-        del self._ends[start + size]
+    def _remove_hole(self, start: int, size: int) -> None:
+        del self._holes_by_size[bisect_left(self._holes_by_size, (size, start))]
+        del self._hole_sizes[start]
+        del self._hole_starts[start + size]

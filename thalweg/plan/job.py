@@ -14,23 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
 from thalweg.observe import resident_mib
-from thalweg.plan.auto import choose, fill, open_paths
-from thalweg.plan.batch import batch_of
-from thalweg.plan.cluster import DEVICES, Cluster, host_memory_available, this_machine
-from thalweg.plan.core import Question
-from thalweg.plan.setting import Ranks, tensor_ranks, with_optimizer
+from thalweg.plan.auto import choose_auto_values, with_auto_values, auto_keys
+from thalweg.plan.batch import infer_input_spec
+from thalweg.plan.cluster import DEVICES, Cluster, available_host_memory, local_cluster
+from thalweg.plan.core import Planner
+from thalweg.plan.setting import RankTopology, get_tp_size, with_optimizer
 from thalweg.plan.sizes import parse_bytes
-from thalweg.plan.source import Source, open_source
+from thalweg.plan.source import MetaModel, load_meta_model
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 
 
-def settle_job(
+def fill_auto_for_job(
     config: Config,
     model: nn.Module,
     mesh: DeviceMesh,
-    everyone: dist.ProcessGroup,
+    world_group: dist.ProcessGroup,
     device: torch.device,
     optimizer: Any = None,
 ) -> Config:
@@ -39,49 +39,49 @@ def settle_job(
     ``mesh``: the data-parallel ranks; ``everyone``: all ranks of the job, whose rank 0 decides;
     ``optimizer``: the one that the program has built, if any.
     """
-    names = open_paths(config)
-    if not names:
+    keys = auto_keys(config)
+    if not keys:
         return config
-    found: list[Any] = [None]
-    root = dist.get_global_rank(everyone, 0)
+    chosen: list[Any] = [None]
+    root = dist.get_global_rank(world_group, 0)
     if dist.get_rank() == root:
-        found = [_decide(with_optimizer(config, optimizer), model, mesh, device, names)]
-    if dist.get_world_size(everyone) > 1:
-        dist.broadcast_object_list(found, src=root, group=everyone)
-    return fill(config, *found[0])
+        chosen = [_choose_for_job(with_optimizer(config, optimizer), model, mesh, device, keys)]
+    if dist.get_world_size(world_group) > 1:
+        dist.broadcast_object_list(chosen, src=root, group=world_group)
+    return with_auto_values(config, *chosen[0])
 
 
-def _decide(
-    config: Config, model: nn.Module, mesh: DeviceMesh, device: torch.device, names: list[str]
+def _choose_for_job(
+    config: Config, model: nn.Module, mesh: DeviceMesh, device: torch.device, keys: list[str]
 ) -> tuple[dict[str, Any], str]:
-    source, ranks = twin(model), ranks_of(mesh, device, tensor_ranks(config))
-    if source is None:
+    meta_model, topology = try_meta_copy(model), get_topology(mesh, device, get_tp_size(config))
+    if meta_model is None:
         return {}, ""
-    resident, local = int(resident_mib() * 2**20), ranks.per_node if device.type == "cpu" else 1
-    cluster = cluster_of_job(ranks, device, find_limit(config, device, local, resident), config)
-    question = Question(source, cluster, None, None, process_bytes(model, device))
+    resident_bytes, num_local_ranks = int(resident_mib() * 2**20), topology.ranks_per_node if device.type == "cpu" else 1
+    cluster = build_job_cluster(topology, device, find_memory_limit(config, device, num_local_ranks, resident_bytes), config)
+    planner = Planner(meta_model, cluster, None, None, measure_process_bytes(model, device))
     try:
-        batch_of(source.model, 1)
+        infer_input_spec(meta_model.model, 1)
     except ValueError:
-        question = replace(question, states_only=True)
-    return choose(config, question, names)
+        planner = replace(planner, states_only=True)
+    return choose_auto_values(config, planner, keys)
 
 
-def ranks_of(mesh: DeviceMesh, device: torch.device, tensor: int = 1) -> Ranks:
+def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> RankTopology:
     """The ranks of ``mesh``, and the ``tensor`` ranks in the place of each, by host, as the launcher says."""
-    world = mesh.size() * tensor
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    local = local if 0 < local <= world and world % local == 0 else world
-    return Ranks(world // local, local, "cpu" if device.type == "cpu" else "cuda")
+    world_size = mesh.size() * tp_size
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = local_world_size if 0 < local_world_size <= world_size and world_size % local_world_size == 0 else world_size
+    return RankTopology(world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda")
 
 
-def process_bytes(model: nn.Module, device: torch.device) -> int:
+def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
     """What this process holds but for ``model``; 0 for ranks that compute elsewhere."""
-    held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    return max(0, int(resident_mib() * 2**20) - held) if device.type == "cpu" else 0
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return max(0, int(resident_mib() * 2**20) - model_bytes) if device.type == "cpu" else 0
 
 
-def find_limit(config: Config, device: torch.device, num_local: int, resident: int) -> int | None:
+def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int) -> int | None:
     """Bytes that the ranks of this host (or this device) may hold together, from the first byte on.
 
     ``resident``: what this rank holds already.
@@ -93,38 +93,38 @@ def find_limit(config: Config, device: torch.device, num_local: int, resident: i
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if memory.host_limit is not None:
         return parse_bytes(memory.host_limit, "memory.host_limit")
-    found = []
-    available = host_memory_available()
+    limits = []
+    available = available_host_memory()
     if available is not None:
-        found.append(available + num_local * resident)
-    for kind, used in ((resource.RLIMIT_AS, _virtual_bytes()), (resource.RLIMIT_DATA, resident)):
+        limits.append(available + num_local_ranks * resident_bytes)
+    for kind, used in ((resource.RLIMIT_AS, _virtual_bytes()), (resource.RLIMIT_DATA, resident_bytes)):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY:
-            found.append(num_local * (soft - used + resident))
-    return min(found) if found else None
+            limits.append(num_local_ranks * (soft - used + resident_bytes))
+    return min(limits) if limits else None
 
 
-def cluster_of_job(ranks: Ranks, device: torch.device, limit: int | None, config: Config) -> Cluster:
+def build_job_cluster(topology: RankTopology, device: torch.device, limit: int | None, config: Config) -> Cluster:
     """The job's machines: this one's speed, and ``limit`` in place of its memory."""
     if device.type == "cpu":
-        found = this_machine(ranks.per_node)
-        return replace(found, num_nodes=ranks.num_nodes, host_memory=limit, disk_bytes=None)
+        machine = local_cluster(topology.ranks_per_node)
+        return replace(machine, num_nodes=topology.num_nodes, host_memory=limit, disk_bytes=None)
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     base = next((cluster for key, cluster in DEVICES.items() if key in name), DEVICES["h100"])
     host = config.memory.host_limit
     return replace(
         base,
-        num_nodes=ranks.num_nodes,
-        devices_per_node=ranks.per_node,
+        num_nodes=topology.num_nodes,
+        devices_per_node=topology.ranks_per_node,
         device_memory=limit,
-        host_memory=host_memory_available() if host is None else parse_bytes(host, "memory.host_limit"),
+        host_memory=available_host_memory() if host is None else parse_bytes(host, "memory.host_limit"),
     )
 
 
-def twin(model: nn.Module) -> Source | None:
+def try_meta_copy(model: nn.Module) -> MetaModel | None:
     """The model on meta, or None for one that cannot be copied: what asks is a help, not a duty."""
     try:
-        return open_source(model)
+        return load_meta_model(model)
     except Exception as error:
         _log.debug("the plan cannot copy the model: %s", error)
         return None

@@ -7,9 +7,9 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING
 
-from thalweg.plan.process import Moment, PerRank
-from thalweg.plan.report import WORDS, verdict
-from thalweg.plan.sizes import show_bytes, show_seconds
+from thalweg.plan.process import MemorySample, MemoryBreakdown
+from thalweg.plan.report import LABEL_DESCRIPTIONS, format_verdict
+from thalweg.plan.sizes import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from thalweg.plan.core import Plan
@@ -26,7 +26,7 @@ _COLOURS = {
     "logits": "#a3c585",
     "update": "#b08bbb",
 }
-_MOMENTS = 600
+_MAX_SAMPLES = 600
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; color: #222; }
@@ -38,15 +38,15 @@ svg text { font: 12px system-ui, sans-serif; fill: #444; }
 """
 
 
-def as_page(plan: Plan) -> str:
+def plan_to_html(plan: Plan) -> str:
     """The page."""
-    kind = "verdict no" if plan.fits is False else "verdict"
-    parts = "".join(
-        f"<tr><td>{escape(name)}</td><td class=n>{show_seconds(value)}</td></tr>"
-        for name, value in plan.parts.items()
+    css_class = "verdict no" if plan.fits is False else "verdict"
+    time_rows = "".join(
+        f"<tr><td>{escape(name)}</td><td class=n>{format_seconds(value)}</td></tr>"
+        for name, value in plan.time_breakdown.items()
     )
-    sent = "".join(
-        f"<tr><td>{escape(name)}</td><td class=n>{show_bytes(value)}</td></tr>"
+    traffic_rows = "".join(
+        f"<tr><td>{escape(name)}</td><td class=n>{format_bytes(value)}</td></tr>"
         for name, value in [*plan.traffic.items(), *plan.links.items()]
     )
     return f"""<!doctype html>
@@ -55,94 +55,94 @@ def as_page(plan: Plan) -> str:
 <body>
 <h1>{escape(plan.model)}</h1>
 <p>{plan.num_parameters / 1e6:,.1f} million parameters on {plan.world_size} ranks,
-{plan.tokens:,} tokens a step, {show_seconds(plan.seconds)} a step, limited by {escape(plan.bottleneck)}.</p>
-<p class="{kind}">{escape(verdict(plan))}</p>
+{plan.tokens_per_step:,} tokens a step, {format_seconds(plan.step_seconds)} a step, limited by {escape(plan.bottleneck)}.</p>
+<p class="{css_class}">{escape(format_verdict(plan))}</p>
 <h2>Bytes of one rank at its peak</h2>
-{_table(plan.per_rank)}
+{_breakdown_table(plan.per_rank)}
 <h2>One step</h2>
-{_chart(plan.timeline, plan.limit, plan.per_rank.process)}
-<h2>Seconds</h2><table>{parts}</table>
+{_timeline_svg(plan.timeline, plan.limit, plan.per_rank.process)}
+<h2>Seconds</h2><table>{time_rows}</table>
 <h2>Bytes sent by each rank in a step, by collective and by link</h2>
-<table>{sent or "<tr><td>none</td></tr>"}</table>
+<table>{traffic_rows or "<tr><td>none</td></tr>"}</table>
 </body></html>
 """
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> str:
+def _pair_rows(rows: Iterable[tuple[str, str]]) -> str:
     cells = (f"<tr><td>{escape(name)}</td><td class=n>{value}</td></tr>" for name, value in rows)
     return "".join(cells)
 
 
-def _table(per_rank: PerRank) -> str:
+def _breakdown_table(per_rank: MemoryBreakdown) -> str:
     rows = []
-    for item in fields(PerRank):
+    for item in fields(MemoryBreakdown):
         value = getattr(per_rank, item.name)
         swatch = f'<span class=swatch style="background:{_COLOURS.get(item.name, "#ddd")}"></span>'
-        cells = f"<td>{swatch}{item.name}</td><td class=n>{show_bytes(value)}</td>"
-        rows.append(f"<tr>{cells}<td>{WORDS[item.name]}</td></tr>")
-    rows.append(f"<tr><th>total</th><td class=n><b>{show_bytes(per_rank.total)}</b></td><td></td></tr>")
+        cells = f"<td>{swatch}{item.name}</td><td class=n>{format_bytes(value)}</td>"
+        rows.append(f"<tr>{cells}<td>{LABEL_DESCRIPTIONS[item.name]}</td></tr>")
+    rows.append(f"<tr><th>total</th><td class=n><b>{format_bytes(per_rank.total)}</b></td><td></td></tr>")
     return f"<table>{''.join(rows)}</table>"
 
 
-def _chart(timeline: Sequence[Moment], limit: int | None, process: int) -> str:
+def _timeline_svg(timeline: Sequence[MemorySample], limit: int | None, process_bytes: int) -> str:
     """Stacked areas of what is alive, the resident line above them, and where the phases begin."""
     if not timeline:
         return "<p>No timeline: the model was continued from a shallow one.</p>"
-    moments = _thinned(timeline)
-    highest = max(max(m.resident for m in moments), limit or 0) * 1.05
-    labels = [label for label in _COLOURS if label == "process" or any(m.alive.get(label) for m in moments)]
+    samples = _downsample(timeline)
+    highest = max(max(m.resident_bytes for m in samples), limit or 0) * 1.05
+    labels = [label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)]
 
     def x(index: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT) * index / max(1, len(moments) - 1)
+        return _LEFT + (_WIDTH - _LEFT) * index / max(1, len(samples) - 1)
 
     def y(value: float) -> float:
         return (_HEIGHT - _BOTTOM) * (1 - value / highest)
 
-    floor = [0.0] * len(moments)
-    drawn = []
+    floor = [0.0] * len(samples)
+    elements = []
     for label in labels:
         roof = [
-            low + (process if label == "process" else moment.alive.get(label, 0))
-            for low, moment in zip(floor, moments, strict=True)
+            low + (process_bytes if label == "process" else moment.live_bytes.get(label, 0))
+            for low, moment in zip(floor, samples, strict=True)
         ]
         points = [f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(roof)]
-        points += [f"{x(i):.1f},{y(floor[i]):.1f}" for i in reversed(range(len(moments)))]
+        points += [f"{x(i):.1f},{y(floor[i]):.1f}" for i in reversed(range(len(samples)))]
         title = f"<title>{label}</title>"
-        drawn.append(f'<polygon points="{" ".join(points)}" fill="{_COLOURS[label]}">{title}</polygon>')
+        elements.append(f'<polygon points="{" ".join(points)}" fill="{_COLOURS[label]}">{title}</polygon>')
         floor = roof
-    line = " ".join(f"{x(i):.1f},{y(m.resident):.1f}" for i, m in enumerate(moments))
-    drawn.append(f'<polyline points="{line}" fill="none" stroke="#222" stroke-width="1.5"/>')
+    line = " ".join(f"{x(i):.1f},{y(m.resident_bytes):.1f}" for i, m in enumerate(samples))
+    elements.append(f'<polyline points="{line}" fill="none" stroke="#222" stroke-width="1.5"/>')
     for step in range(5):
         value = highest * step / 4
-        drawn.append(
-            f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{show_bytes(value)}</text>'
+        elements.append(
+            f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{format_bytes(value)}</text>'
         )
     if limit is not None:
-        drawn.append(
+        elements.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="#c00" '
             'stroke-dasharray="6 4"/>'
         )
-    drawn += _phases(moments, x)
+    elements += _phase_markers(samples, x)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over one step">'
-        f"{''.join(drawn)}</svg>"
+        f"{''.join(elements)}</svg>"
         "<p>Areas: what is alive. Black line: what is resident. Dashed: the limit.</p>"
     )
 
 
-def _phases(moments: Sequence[Moment], x: Callable[[int], float]) -> list[str]:
-    drawn, before = [], ""
-    for index, moment in enumerate(moments):
-        if moment.phase != before and moment.phase in ("forward", "backward", "update"):
-            drawn.append(f'<text x="{x(index):.1f}" y="{_HEIGHT - 8}">{moment.phase}</text>')
+def _phase_markers(samples: Sequence[MemorySample], x: Callable[[int], float]) -> list[str]:
+    elements, previous_phase = [], ""
+    for index, sample in enumerate(samples):
+        if sample.phase != previous_phase and sample.phase in ("forward", "backward", "update"):
+            elements.append(f'<text x="{x(index):.1f}" y="{_HEIGHT - 8}">{sample.phase}</text>')
             ends = f'x1="{x(index):.1f}" x2="{x(index):.1f}" y1="0" y2="{_HEIGHT - _BOTTOM}"'
-            drawn.append(f'<line {ends} stroke="#0003"/>')
-        before = moment.phase
-    return drawn
+            elements.append(f'<line {ends} stroke="#0003"/>')
+        previous_phase = sample.phase
+    return elements
 
 
-def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
+def _downsample(timeline: Sequence[MemorySample]) -> list[MemorySample]:
     """At most ``_MOMENTS`` entries, the highest of each stretch."""
-    stride = max(1, len(timeline) // _MOMENTS)
-    stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
-    return [max(stretch, key=lambda moment: sum(moment.alive.values())) for stretch in stretches]
+    stride = max(1, len(timeline) // _MAX_SAMPLES)
+    windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    return [max(stretch, key=lambda moment: sum(moment.live_bytes.values())) for stretch in windows]

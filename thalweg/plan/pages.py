@@ -14,102 +14,102 @@ from typing import Any, cast
 
 import torch
 
-from thalweg.optim.chunks import GRAIN, Item, Operand, cut_chunks
-from thalweg.optim.streamed import StreamPolicy
-from thalweg.plan.process import Process
-from thalweg.plan.setting import Setting
+from thalweg.optim.chunks import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_chunks
+from thalweg.optim.streamed import NvmeStepPolicy
+from thalweg.plan.process import RankMemory
+from thalweg.plan.setting import RunSpec
 from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import round_up
-from thalweg.zero.homes import Slot
-from thalweg.zero.paging import PagedUnit, Pager, Phase
+from thalweg.zero.homes import ParamSpec
+from thalweg.zero.paging import PagedUnit, Pager, PagingPhase
 
 
-class _Page:
+class _FakePagedUnit:
     """Stands in for a :class:`PagedUnit`: bytes that come and go, pages that one unit leaves to another."""
 
-    def __init__(self, process: Process, name: str, image_bytes: int, home_bytes: int) -> None:
-        self.name, self.phase, self.in_use, self.closed_at = name, cast(Phase, "out"), False, -1
+    def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
+        self.name, self.phase, self.in_use, self.released_at = name, cast(PagingPhase, "out"), False, -1
         self.stale, self.last_use, self.read_bytes = False, 0, 0
-        self._process, self.image_bytes, self._home = process, image_bytes, home_bytes
-        self.room = round_up(image_bytes, HUGE_PAGE)
-        self._kept = 0  # bytes of the image that are in memory
+        self._rank_memory, self.packed_bytes, self._unsharded_bytes = rank_memory, packed_bytes, unsharded_bytes
+        self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
+        self._resident_bytes = 0  # bytes of the image that are in memory
 
-    def begin(self, donor: _Page | None = None) -> None:
+    def start_read(self, page_source: _FakePagedUnit | None = None) -> None:
         """Start reading, into the pages of ``donor`` if there is one."""
         if self.phase == "out":
-            if donor is not None and donor is not self:
-                self._kept, donor._kept = donor._kept, 0
-            self._keep(max(self._kept, self.image_bytes))
-            self.read_bytes += self.image_bytes
+            if page_source is not None and page_source is not self:
+                self._resident_bytes, page_source._resident_bytes = page_source._resident_bytes, 0
+            self._set_resident(max(self._resident_bytes, self.packed_bytes))
+            self.read_bytes += self.packed_bytes
             self.phase = "coming"
 
-    def finish(self) -> None:
+    def wait_read(self) -> None:
         """The bytes are there; in a shared home, where that is not the image, with those of the peers."""
-        self.begin()
+        self.start_read()
         if self.phase == "coming":
-            if self._home:
-                self._process.map("gathered", self._home)
-                self.clear()
+            if self._unsharded_bytes:
+                self._rank_memory.adjust_mmapped("gathered", self._unsharded_bytes)
+                self.release_pages()
             self.phase = "in"
 
-    def retire(self) -> bool:
+    def evict(self) -> bool:
         """Its bytes are not wanted any more; whether it leaves pages behind."""
-        leaves = self.phase != "out" and not self._home
-        if self.phase != "out" and self._home:
-            self.clear()
+        leaves_pages = self.phase != "out" and not self._unsharded_bytes
+        if self.phase != "out" and self._unsharded_bytes:
+            self.release_pages()
             if self.phase == "in":
-                self._process.map("gathered", -self._home)
+                self._rank_memory.adjust_mmapped("gathered", -self._unsharded_bytes)
         self.phase = "out"
-        return leaves
+        return leaves_pages
 
-    def clear(self) -> None:
+    def release_pages(self) -> None:
         """The image's pages go back."""
-        self._keep(0)
+        self._set_resident(0)
 
-    def _keep(self, nbytes: int) -> None:
-        self._process.map("gathered", nbytes - self._kept)
-        self._kept = nbytes
+    def _set_resident(self, nbytes: int) -> None:
+        self._rank_memory.adjust_mmapped("gathered", nbytes - self._resident_bytes)
+        self._resident_bytes = nbytes
 
 
-class Pages:
+class PagedParams:
     """The units of ``slots`` (by unit) that are paged, under the engine's pager."""
 
-    def __init__(self, process: Process, slots: dict[str, list[Slot]], setting: Setting) -> None:
-        shared = setting.placement == "shared"
-        self.pages = {}
-        for name, members in slots.items():
-            image = sum(round_up(prod(slot.padded_shape) * slot.compute.itemsize) for slot in members)
-            home = sum(slot.home_bytes for slot in members) if shared else 0
-            self.pages[name] = _Page(process, name, image, home)
-        meet = _meet if shared else None
-        units = cast(list[PagedUnit], list(self.pages.values()))
-        self.pager = Pager(units, setting.offload.units_in_memory, meet)
+    def __init__(self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec) -> None:
+        shared = run_spec.storage_kind == "shared"
+        self.units = {}
+        for name, members in specs_by_unit.items():
+            packed_bytes = sum(round_up(prod(slot.padded_shape) * slot.compute_dtype.itemsize) for slot in members)
+            unsharded_bytes = sum(slot.unsharded_bytes for slot in members) if shared else 0
+            self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
+        barrier = _no_barrier if shared else None
+        paged_units = cast(list[PagedUnit], list(self.units.values()))
+        self.pager = Pager(paged_units, run_spec.param_offload.max_units_in_memory, barrier)
 
-    def follow(self, verb: str, name: str) -> None:
+    def apply_mark(self, verb: str, name: str) -> None:
         """``open``, ``close`` or ``ahead`` of one unit."""
-        {"open": self.pager.open, "close": self.pager.close, "ahead": self.pager.read_ahead}[verb](name)
+        {"open": self.pager.acquire, "close": self.pager.release, "ahead": self.pager.prefetch}[verb](name)
 
-    def leave(self, name: str) -> None:
+    def invalidate(self, name: str) -> None:
         """The unit is updated within the backward pass."""
-        self.pager.forget([name])
+        self.pager.invalidate([name])
 
-    def end_of_window(self) -> None:
+    def end_window(self) -> None:
         """The update follows: nothing that is in memory is true any more."""
         self.pager.end_pass()
-        self.pager.forget(None)
+        self.pager.invalidate(None)
 
     @property
     def read_bytes(self) -> int:
         """Bytes read so far."""
-        return sum(page.read_bytes for page in self.pages.values())
+        return sum(page.read_bytes for page in self.units.values())
 
 
-def _meet(name: str) -> None:
+def _no_barrier(name: str) -> None:
     """All ranks are here."""
 
 
 @dataclass
-class Streamed:
+class StreamedUpdate:
     """One streamed update on one rank: bytes of buffers it touches, bytes read and written."""
 
     buffer_bytes: int = 0
@@ -118,7 +118,7 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class OnDisk:
+class DiskOperands:
     """Which operands of an update lie in the swap file."""
 
     master: bool
@@ -127,38 +127,38 @@ class OnDisk:
     copy: bool = True
 
 
-def stream(
-    updates: Sequence[Sequence[tuple[Slot, OnDisk]]], state_dtypes: Sequence[torch.dtype], setting: Setting
-) -> Streamed:
+def plan_streamed_update(
+    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
+) -> StreamedUpdate:
     """What the updates of a step (each a list of parameters) move through the ring of buffers."""
-    depth, size = setting.states.ring
-    touched, found = [0] * depth, Streamed()
+    depth, size = run_spec.optimizer_offload.buffer_ring_args
+    touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
-        items = [_item(slot, where, state_dtypes) for slot, where in members]
-        for turn, chunk in enumerate(cut_chunks(items, size, max(StreamPolicy().chunk_elements, GRAIN))):
+        items = [_make_param_step(slot, where, state_dtypes) for slot, where in members]
+        for chunk_index, chunk in enumerate(split_into_chunks(items, size, max(NvmeStepPolicy().chunk_elements, ALIGN_ELEMENTS))):
             spans = [*chunk.reads, *chunk.writes]
-            ends = max((span.start + span.nbytes for span in spans), default=0)
-            touched[turn % depth] = max(touched[turn % depth], ends)
-            found.read_bytes += sum(span.nbytes for span in chunk.reads)
-            found.written_bytes += sum(span.nbytes for span in chunk.writes)
-    found.buffer_bytes = sum(touched)
-    return found
+            ends = max((span.buffer_offset + span.nbytes for span in spans), default=0)
+            touched_bytes[chunk_index % depth] = max(touched_bytes[chunk_index % depth], ends)
+            result.read_bytes += sum(span.nbytes for span in chunk.reads)
+            result.written_bytes += sum(span.nbytes for span in chunk.writes)
+    result.buffer_bytes = sum(touched_bytes)
+    return result
 
 
-def _item(slot: Slot, where: OnDisk, state_dtypes: Sequence[torch.dtype]) -> Item:
-    numel, at = prod(slot.padded_shape), 0
-    operands: dict[str, Operand] = {}
+def _make_param_step(param_spec: ParamSpec, disk_operands: DiskOperands, state_dtypes: Sequence[torch.dtype]) -> ParamStep:
+    numel, next_offset = prod(param_spec.padded_shape), 0
+    operands: dict[str, StepTensor] = {}
 
-    def add(name: str, dtype: torch.dtype, on_disk: bool, **how: Any) -> None:
-        nonlocal at
-        offset = at if on_disk else None
-        at += round_up(numel * dtype.itemsize) if on_disk else 0
-        operands[name] = Operand(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
+    def add_operand(name: str, dtype: torch.dtype, on_disk: bool, **how: Any) -> None:
+        nonlocal next_offset
+        offset = next_offset if on_disk else None
+        next_offset += round_up(numel * dtype.itemsize) if on_disk else 0
+        operands[name] = StepTensor(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
 
-    add("master", slot.master, where.master, write=True)
-    add("grad", slot.master, where.grad)
+    add_operand("master", param_spec.master_dtype, disk_operands.master, write=True)
+    add_operand("grad", param_spec.master_dtype, disk_operands.grad)
     for index, dtype in enumerate(state_dtypes):
-        add(f"state {index}", dtype, where.state, write=True)
-    if where.master and slot.compute != slot.master:
-        add("copy", slot.compute, where.copy, read=False, write=True)
-    return Item({}, torch.empty(0), numel, operands, (), {}, False)
+        add_operand(f"state {index}", dtype, disk_operands.state, write=True)
+    if disk_operands.master and param_spec.compute_dtype != param_spec.master_dtype:
+        add_operand("copy", param_spec.compute_dtype, disk_operands.copy, read=False, write=True)
+    return ParamStep({}, torch.empty(0), numel, operands, (), {}, False)

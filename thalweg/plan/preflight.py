@@ -23,27 +23,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.config import Config
 from thalweg.observe import resident_mib
 from thalweg.optim import build_optimizer
-from thalweg.plan.batch import Batch, batch_of, batch_of_call
-from thalweg.plan.core import Plan, Question
-from thalweg.plan.job import cluster_of_job, find_limit, process_bytes, ranks_of, twin
-from thalweg.plan.rehearsal import in_memory, shard_bytes, slots_of
-from thalweg.plan.report import byte_table, show_changes
+from thalweg.plan.batch import InputSpec, infer_input_spec, input_spec_from_call
+from thalweg.plan.core import Plan, Planner
+from thalweg.plan.job import build_job_cluster, find_memory_limit, measure_process_bytes, get_topology, try_meta_copy
+from thalweg.plan.rehearsal import resident_params, shard_bytes, build_param_specs
+from thalweg.plan.report import format_byte_table, format_changes
 from thalweg.plan.search import suggest
-from thalweg.plan.setting import Setting, setting_of, tensor_ranks, unmodelled, with_optimizer
-from thalweg.plan.sizes import show_bytes
-from thalweg.plan.source import Source
+from thalweg.plan.setting import RunSpec, run_spec_from_config, get_tp_size, unmodelled_options, with_optimizer
+from thalweg.plan.sizes import format_bytes
+from thalweg.plan.source import MetaModel
 from thalweg.utils.log import get_logger
-from thalweg.zero.options import model_facts, shard_options
+from thalweg.zero.options import get_model_size, build_shard_options
 
 _log = get_logger(__name__)
 # Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
-_GENEROUS = 400
+_ACTIVATION_BYTES_BOUND = 400
 _SEARCH_SECONDS = 3.0
 # Of processor time for one rehearsal: no job waits longer for what it may use.
-_PATIENCE = 15.0
+_TRACE_CPU_BUDGET_S = 15.0
 
 
-class DoesNotFit(ValueError):
+class PredictedOutOfMemoryError(ValueError):
     """A job that cannot fit; ``plan`` is None where the states alone are too much to go on."""
 
     def __init__(self, message: str, plan: Plan | None = None) -> None:
@@ -70,131 +70,131 @@ class Preflight:
         self.mode = config.memory.preflight
         config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
-        self._ranks = ranks_of(mesh, device, tensor_ranks(config))
-        self._resident = int(resident_mib() * 2**20)
-        self._process_bytes = process_bytes(model, device)
-        self._limit = find_limit(config, device, self._num_local, self._resident)
-        self._source: Source | None = None
-        self._states = 0
-        missing = unmodelled(config)
-        if missing and self.mode != "off":
+        self._topology = get_topology(mesh, device, get_tp_size(config))
+        self._resident_bytes = int(resident_mib() * 2**20)
+        self._process_bytes = measure_process_bytes(model, device)
+        self._limit_bytes = find_memory_limit(config, device, self._num_local_ranks, self._resident_bytes)
+        self._meta_model: MetaModel | None = None
+        self._state_bytes = 0
+        unmodelled = unmodelled_options(config)
+        if unmodelled and self.mode != "off":
             self.mode = "off"
             if not dist.is_initialized() or dist.get_rank() == 0:
                 _log.warning(
                     "whether this job fits is not checked: the plan does not count %s yet; "
                     "watch its memory, or test with a smaller model",
-                    ", ".join(missing),
+                    ", ".join(unmodelled),
                 )
-        if self.mode == "off" or self._limit is None:
+        if self.mode == "off" or self._limit_bytes is None:
             return
-        self._states = self._bytes_of_states(model)
-        over = self._states > self._limit
+        self._state_bytes = self._compute_state_bytes(model)
+        exceeds_limit = self._state_bytes > self._limit_bytes
         if mesh.size() > 1:
-            flag = torch.tensor([int(over)], device=device)
+            flag = torch.tensor([int(exceeds_limit)], device=device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group())
-            over = bool(flag.item())
-        if over or self._is_tight():
-            self._source = twin(model)
-        if over:
-            self._refuse(None, _any_batch(model, config))
+            exceeds_limit = bool(flag.item())
+        if exceeds_limit or self._needs_batch_check():
+            self._meta_model = try_meta_copy(model)
+        if exceeds_limit:
+            self._reject(None, _try_infer_inputs(model, config))
 
-    def watch(self, model: nn.Module) -> None:
+    def check_first_batch(self, model: nn.Module) -> None:
         """Check once more when the first batch is there; call when the model is in its final form."""
-        if self.mode == "off" or self._limit is None or self._source is None:
+        if self.mode == "off" or self._limit_bytes is None or self._meta_model is None:
             return
 
-        def once(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def pre_forward_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled() and module.training:
                 handle.remove()
-                self._check_batch(batch_of_call(args, kwargs))
+                self._check_batch(input_spec_from_call(args, kwargs))
 
-        handle = model.register_forward_pre_hook(once, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True)
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, input_spec: InputSpec) -> None:
         """Refuse what the activations of this batch make too large.  Not collective: a rank that
         refuses closes its engine, and its peers notice."""
-        assert self._source is not None and self._limit is not None
-        facts = model_facts(self._source.model)
+        assert self._meta_model is not None and self._limit_bytes is not None
+        facts = get_model_size(self._meta_model.model)
         if facts.hidden_size and facts.num_layers:
-            vocabulary = getattr(getattr(self._source.model, "config", None), "vocab_size", 0) or 0
-            width = facts.hidden_size * facts.num_layers * _GENEROUS + vocabulary * 40
+            vocab_size = getattr(getattr(self._meta_model.model, "config", None), "vocab_size", 0) or 0
+            bytes_per_token = facts.hidden_size * facts.num_layers * _ACTIVATION_BYTES_BOUND + vocab_size * 40
             # Gradients, holes of the heap and what a first step brings are in the factor.
-            if 2 * (self._states + self._num_local * batch.num_tokens * width) < self._limit:
+            if 2 * (self._state_bytes + self._num_local_ranks * input_spec.num_tokens * bytes_per_token) < self._limit_bytes:
                 return
-        plan = self._ask(batch)
+        plan = self._try_predict(input_spec)
         if plan is not None and plan.fits is False:
-            self._refuse(plan, batch)
+            self._reject(plan, input_spec)
 
     @property
-    def _num_local(self) -> int:
-        return self._ranks.per_node if self._device.type == "cpu" else 1
+    def _num_local_ranks(self) -> int:
+        return self._topology.ranks_per_node if self._device.type == "cpu" else 1
 
-    def _bytes_of_states(self, model: nn.Module) -> int:
+    def _compute_state_bytes(self, model: nn.Module) -> int:
         """The least that the ranks of this host (or this device) hold between two steps."""
-        ranks = self._ranks
-        setting = setting_of(self._config, ranks, shard_options(model, self._config))
-        slots = in_memory(slots_of(model, setting), model, setting)
+        topology = self._topology
+        run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
+        resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state = 0 if setting.states.device == "nvme" else _state_bytes(setting)
+        state_itemsize = 0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
-        kept = {name: slot for name, slot in slots.items() if not setting.master_leaves(slot)}
-        shards = sum(shard_bytes(slot) for slot in kept.values()) // setting.tensor
-        updated = sum(slot.padded_numel // slot.num_shards for name, slot in kept.items() if name in trained)
-        updated //= setting.tensor
-        homes = sum(slot.home_bytes for slot in slots.values())
-        leave = setting.spills or setting.updates_early  # then gradients never are there all at once
-        grads = 0 if leave else setting.precision.master.itemsize
-        own = updated * (grads + state) if setting.optimizer else 0
-        if setting.placement == "shared":
-            own += 0 if setting.precision.compute == setting.precision.master else shards
-            return self._num_local * (self._process_bytes + own) + homes
-        separate = setting.placement == "private" and setting.precision.compute != setting.precision.master
-        copies = homes // setting.tensor if separate else 0
-        return self._num_local * (self._process_bytes + own + shards + copies)
+        in_memory_specs = {name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)}
+        shards_bytes = sum(shard_bytes(slot) for slot in in_memory_specs.values()) // run_spec.tp_size
+        updated = sum(slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained)
+        updated //= run_spec.tp_size
+        unsharded_bytes = sum(slot.unsharded_bytes for slot in resident_specs.values())
+        grads_leave_early = run_spec.grads_on_disk or run_spec.updates_in_backward  # then gradients never are there all at once
+        grads = 0 if grads_leave_early else run_spec.precision.master_dtype.itemsize
+        bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
+        if run_spec.storage_kind == "shared":
+            bytes_per_rank += 0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
+            return self._num_local_ranks * (self._process_bytes + bytes_per_rank) + unsharded_bytes
+        has_compute_copy = run_spec.storage_kind == "private" and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
+        copies = unsharded_bytes // run_spec.tp_size if has_compute_copy else 0
+        return self._num_local_ranks * (self._process_bytes + bytes_per_rank + shards_bytes + copies)
 
-    def _is_tight(self) -> bool:
+    def _needs_batch_check(self) -> bool:
         """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""
-        assert self._limit is not None
-        return self._states > self._limit // 16 or self._config.memory.host_limit is not None
+        assert self._limit_bytes is not None
+        return self._state_bytes > self._limit_bytes // 16 or self._config.memory.host_limit is not None
 
-    def _ask(self, batch: Batch) -> Plan | None:
+    def _try_predict(self, input_spec: InputSpec) -> Plan | None:
         """The plan with this batch, or None if the model cannot be rehearsed (and then nobody knows)."""
         try:
-            return self._question(batch).answer(self._config)
+            return self._build_planner(input_spec).predict(self._config)
         except Exception as error:
             _log.debug("the model cannot be rehearsed: %s: %s", type(error).__name__, error)
             return None
 
-    def _question(self, batch: Batch) -> Question:
-        assert self._source is not None
-        cluster = cluster_of_job(self._ranks, self._device, self._limit, self._config)
+    def _build_planner(self, input_spec: InputSpec) -> Planner:
+        assert self._meta_model is not None
+        cluster = build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
         micro = int(self._config.train_micro_batch_size_per_gpu)
-        asked = Question(self._source, cluster, batch, None, self._process_bytes, micro_batch=micro)
-        return replace(asked, patience=_PATIENCE)
+        planner = Planner(self._meta_model, cluster, input_spec, None, self._process_bytes, micro_batch=micro)
+        return replace(planner, patience=_TRACE_CPU_BUDGET_S)
 
-    def _refuse(self, plan: Plan | None, batch: Batch | None) -> None:
-        if plan is None and batch is not None:
-            plan = self._ask(batch)
-        message = self._explain(plan, batch)
+    def _reject(self, plan: Plan | None, input_spec: InputSpec | None) -> None:
+        if plan is None and input_spec is not None:
+            plan = self._try_predict(input_spec)
+        message = self._explain_rejection(plan, input_spec)
         if self.mode == "warn":
             _log.warning("%s", message)
             return
-        raise DoesNotFit(message, plan)
+        raise PredictedOutOfMemoryError(message, plan)
 
-    def _explain(self, plan: Plan | None, batch: Batch | None) -> str:
+    def _explain_rejection(self, plan: Plan | None, input_spec: InputSpec | None) -> str:
         """What is needed, what there is, and what would fit."""
-        assert self._limit is not None
-        where = f"the {self._num_local} ranks of this host" if self._num_local > 1 else "this rank"
-        need = self._states if plan is None else (plan.per_host or plan.per_rank.total)
-        there = f"{show_bytes(need)}, and there are {show_bytes(self._limit)}"
-        lines = [f"this job does not fit: {where} would need {there}"]
-        if plan is not None and batch is not None:
-            lines.append(byte_table(plan.per_rank, plan.limit, plan.per_host))
-            hopeless = self._num_local * self._process_bytes > self._limit
-            question = self._question(batch)
-            changes = None if hopeless else suggest(question, self._config, _SEARCH_SECONDS)[0]
+        assert self._limit_bytes is not None
+        subject = f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
+        needed_bytes = self._state_bytes if plan is None else (plan.per_host or plan.per_rank.total)
+        comparison = f"{format_bytes(needed_bytes)}, and there are {format_bytes(self._limit_bytes)}"
+        lines = [f"this job does not fit: {subject} would need {comparison}"]
+        if plan is not None and input_spec is not None:
+            lines.append(format_byte_table(plan.per_rank, plan.limit, plan.per_host))
+            hopeless = self._num_local_ranks * self._process_bytes > self._limit_bytes
+            planner = self._build_planner(input_spec)
+            changes = None if hopeless else suggest(planner, self._config, _SEARCH_SECONDS)[0]
             if changes:
-                lines.append(f"The nearest configuration that fits: {show_changes(changes)}.")
+                lines.append(f"The nearest configuration that fits: {format_changes(changes)}.")
             else:
                 lines.append("No configuration that was tried fits: take a smaller model, or more hosts.")
         else:
@@ -205,25 +205,25 @@ class Preflight:
         return "\n".join(lines)
 
 
-def _state_bytes(setting: Setting) -> int:
+def _optimizer_bytes_per_element(run_spec: RunSpec) -> int:
     """Bytes of optimizer state for each element of a matrix, seen on a small one; 0 where nobody can say."""
-    if setting.optimizer is None:
+    if run_spec.optimizer is None:
         return 0
     probe = nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros_like(probe)
     try:
-        optimizer = build_optimizer(setting.optimizer, [probe], setting.optimizer_params)
+        optimizer = build_optimizer(run_spec.optimizer, [probe], run_spec.optimizer_params)
         optimizer.step()
     except Exception as error:
-        _log.debug("the state of %s is not known: %s", setting.optimizer, error)
+        _log.debug("the state of %s is not known: %s", run_spec.optimizer, error)
         return 0
     values = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
     return sum(value.nbytes for value in values if value.numel() >= probe.numel()) // probe.numel()
 
 
-def _any_batch(model: nn.Module, config: Config) -> Batch | None:
+def _try_infer_inputs(model: nn.Module, config: Config) -> InputSpec | None:
     """A batch as the model's config suggests it, to fill the table; None where nothing does."""
     try:
-        return batch_of(model, int(config.train_micro_batch_size_per_gpu))
+        return infer_input_spec(model, int(config.train_micro_batch_size_per_gpu))
     except ValueError:
         return None

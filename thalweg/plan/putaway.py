@@ -12,68 +12,68 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from thalweg.plan.tape import Tape
+from thalweg.plan.tape import AllocationRecorder
 
-_DEPTH = 2
+_PREFETCH_DEPTH = 2
 
 
-class _Away:
+class _OffloadedFake:
     """A tensor that was put away; a fake of its shape comes back."""
 
-    def __init__(self, saver: EventSaver, tensor: Tensor, before: weakref.ref[_Away] | None) -> None:
-        self._saver, self._before = saver, before
+    def __init__(self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None) -> None:
+        self._recorder, self._previous = recorder, previous
         self._shape, self._dtype, self.num_bytes = tensor.shape, tensor.dtype, tensor.nbytes
-        self.read = 0
-        weakref.finalize(self, saver.died, tensor.nbytes).atexit = False
+        self.read_id = 0
+        weakref.finalize(self, recorder.on_freed, tensor.nbytes).atexit = False
 
     def read_ahead(self) -> None:
         """Take the memory that the bytes come back into."""
-        if not self.read:
-            self.read = self._saver.tape.note(self.num_bytes, "activations")
+        if not self.read_id:
+            self.read_id = self._recorder.alloc_recorder.record_alloc(self.num_bytes, "activations")
 
     def fetch(self) -> Tensor:
         """The tensor again."""
-        saver = self._saver
-        saver.settle()
-        if self.read:
-            saver.tape.drop(self.read)
-            self.read = 0
-        kept = self._before
-        for _ in range(_DEPTH):
-            earlier = None if kept is None else kept()
+        recorder = self._recorder
+        recorder.finish_writes()
+        if self.read_id:
+            recorder.alloc_recorder.record_free(self.read_id)
+            self.read_id = 0
+        link = self._previous
+        for _ in range(_PREFETCH_DEPTH):
+            earlier = None if link is None else link()
             if earlier is None:
                 break
             earlier.read_ahead()
-            kept = earlier._before
+            link = earlier._previous
         return torch.empty(self._shape, dtype=self._dtype)
 
 
-class EventSaver:
+class OffloadRecorder:
     """A :class:`thalweg.remat.Saver` that writes events on a tape."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self._last: weakref.ref[_Away] | None = None
-        self._leaving: deque[int] = deque()
-        self._away = self.most_away = self.put_away = 0
+    def __init__(self, alloc_recorder: AllocationRecorder) -> None:
+        self.alloc_recorder = alloc_recorder
+        self._last: weakref.ref[_OffloadedFake] | None = None
+        self._in_flight: deque[int] = deque()
+        self._current_bytes = self.peak_offloaded_bytes = self.offloaded_bytes = 0
 
-    def save(self, tensor: Tensor) -> _Away:
+    def save(self, tensor: Tensor) -> _OffloadedFake:
         """Put a tensor away."""
-        kept = _Away(self, tensor, self._last)
-        self._last = weakref.ref(kept)
-        self._away += tensor.nbytes
-        self.put_away += tensor.nbytes
-        self.most_away = max(self.most_away, self._away)
-        self._leaving.append(self.tape.note(tensor.nbytes, "buffers"))
-        while len(self._leaving) > _DEPTH:
-            self.tape.drop(self._leaving.popleft())
-        return kept
+        offloaded = _OffloadedFake(self, tensor, self._last)
+        self._last = weakref.ref(offloaded)
+        self._current_bytes += tensor.nbytes
+        self.offloaded_bytes += tensor.nbytes
+        self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._current_bytes)
+        self._in_flight.append(self.alloc_recorder.record_alloc(tensor.nbytes, "buffers"))
+        while len(self._in_flight) > _PREFETCH_DEPTH:
+            self.alloc_recorder.record_free(self._in_flight.popleft())
+        return offloaded
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """The backward pass begins: nothing is on its way out."""
-        while self._leaving:
-            self.tape.drop(self._leaving.popleft())
+        while self._in_flight:
+            self.alloc_recorder.record_free(self._in_flight.popleft())
 
-    def died(self, num_bytes: int) -> None:
+    def on_freed(self, num_bytes: int) -> None:
         """The graph that needed a tensor is gone."""
-        self._away -= num_bytes
+        self._current_bytes -= num_bytes

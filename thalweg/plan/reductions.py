@@ -10,147 +10,147 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from thalweg.optim.leaving import PENDING
+from thalweg.optim.leaving import MAX_PENDING_UPDATES
 from thalweg.optim.spill import BUFFER_BYTES
-from thalweg.plan.process import Process
-from thalweg.plan.setting import Setting
-from thalweg.plan.stage import UnitSize
+from thalweg.plan.process import RankMemory
+from thalweg.plan.setting import RunSpec
+from thalweg.plan.stage import UnitInfo
 
 
 @dataclass
-class _Block:
+class _FakeBuffer:
     num_bytes: int
-    is_held: bool = True
+    in_use: bool = True
 
 
-class _Pool:
+class _FakeBufferPool:
     """``comm/buffer.py: Pool``, its mappings counted and not made."""
 
-    def __init__(self, process: Process, label: str) -> None:
-        self._process, self._label = process, label
-        self.blocks: list[_Block] = []
+    def __init__(self, rank_memory: RankMemory, label: str) -> None:
+        self._rank_memory, self._label = rank_memory, label
+        self.buffers: list[_FakeBuffer] = []
 
-    def take(self, num_bytes: int) -> _Block:
-        free = [block for block in self.blocks if not block.is_held]
+    def acquire(self, num_bytes: int) -> _FakeBuffer:
+        free = [block for block in self.buffers if not block.in_use]
         fitting = [block for block in free if block.num_bytes >= num_bytes]
         if fitting:
-            found = min(fitting, key=lambda block: block.num_bytes)
-            found.is_held = True
-            return found
+            best_fit = min(fitting, key=lambda block: block.num_bytes)
+            best_fit.in_use = True
+            return best_fit
         for block in free:
-            self._process.map(self._label, -block.num_bytes)
-            self.blocks.remove(block)
-        self.blocks.append(block := _Block(num_bytes))
-        self._process.map(self._label, num_bytes)
+            self._rank_memory.adjust_mmapped(self._label, -block.num_bytes)
+            self.buffers.remove(block)
+        self.buffers.append(block := _FakeBuffer(num_bytes))
+        self._rank_memory.adjust_mmapped(self._label, num_bytes)
         return block
 
 
-class Reductions:
+class GradientBuffers:
     """What :meth:`reduce` touches stays touched; blocks of gradients are free again when they have left.
 
     ``keeps_up``: an update on a disk is done before the next unit's gradients are there.
     """
 
     def __init__(
-        self, process: Process, units: list[UnitSize], setting: Setting, keeps_up: bool = False
+        self, rank_memory: RankMemory, units: list[UnitInfo], run_spec: RunSpec, disk_keeps_up: bool = False
     ) -> None:
-        self._process, self._setting = process, setting
-        self._waiting = 0 if keeps_up else PENDING
+        self._rank_memory, self._run_spec = rank_memory, run_spec
+        self._max_pending = 0 if disk_keeps_up else MAX_PENDING_UPDATES
         self._units = {unit.name: unit for unit in units}
-        self._touched = [0] * setting.num_reduction_slots
-        self._read: list[set[tuple[int, int]]] = [set() for _ in self._touched]
-        self._gathers = [0] * 4
-        self._sequence = self._gather_sequence = 0
-        self._blocks: Counter[str] = Counter()
-        self._held: set[str] = set()
-        self._outputs, self._inputs = _Pool(process, "gradients"), _Pool(process, "buffers")
-        self._input: _Block | None = None
-        self._pending: list[_Block] = []
+        self._touched_bytes = [0] * run_spec.num_reduction_slots
+        self._read_ranges: list[set[tuple[int, int]]] = [set() for _ in self._touched_bytes]
+        self._gather_slot_bytes = [0] * 4
+        self._num_slot_uses = self._num_gathers = 0
+        self._num_blocks: Counter[str] = Counter()
+        self._units_with_grads: set[str] = set()
+        self._output_pool, self._input_pool = _FakeBufferPool(rank_memory, "gradients"), _FakeBufferPool(rank_memory, "buffers")
+        self._current_input: _FakeBuffer | None = None
+        self._pending_updates: list[_FakeBuffer] = []
 
     @property
-    def leaves(self) -> bool:
+    def grads_leave_early(self) -> bool:
         """Whether gradients go before the step."""
-        return self._setting.updates_early or self._setting.spills
+        return self._run_spec.updates_in_backward or self._run_spec.grads_on_disk
 
     def reduce(self, name: str, last: bool) -> None:
         """One reduction of a unit's gradients, the ``last`` of its window or not."""
         unit = self._units[name]
-        if self._setting.in_arena:
-            self._fill_slot(unit)
-        elif self.leaves:
-            if self._input is not None:
-                self._input.is_held = False
-            self._input = self._inputs.take(unit.reduce_bytes)
-        if self.leaves:
-            self._pass_on(unit, last)
+        if self._run_spec.uses_shared_memory:
+            self._touch_slot(unit)
+        elif self.grads_leave_early:
+            if self._current_input is not None:
+                self._current_input.in_use = False
+            self._current_input = self._input_pool.acquire(unit.reduce_bytes)
+        if self.grads_leave_early:
+            self._release_early(unit, last)
             return
-        needed = 2 if name in self._held else 1
-        if needed > self._blocks[name]:
-            self._process.map("gradients", unit.sharded_grad_bytes)
-            self._blocks[name] = needed
-        self._held.add(name)
+        needed = 2 if name in self._units_with_grads else 1
+        if needed > self._num_blocks[name]:
+            self._rank_memory.adjust_mmapped("gradients", unit.sharded_grad_bytes)
+            self._num_blocks[name] = needed
+        self._units_with_grads.add(name)
 
     def gather(self, name: str) -> None:
         """A unit gathered into slots that the ranks of a host fill together."""
-        place = self._gather_sequence % len(self._gathers)
-        more = max(0, self._units[name].gather_bytes - self._gathers[place])
-        self._gathers[place] += more
-        self._process.map("gathered", more)
-        self._gather_sequence += 1
+        index = self._num_gathers % len(self._gather_slot_bytes)
+        growth = max(0, self._units[name].gather_bytes - self._gather_slot_bytes[index])
+        self._gather_slot_bytes[index] += growth
+        self._rank_memory.adjust_mmapped("gathered", growth)
+        self._num_gathers += 1
 
-    def end_of_window(self) -> None:
+    def end_window(self) -> None:
         """Gradients are forgotten; the blocks stay."""
-        self._held.clear()
-        self._pending.clear()
-        for block in self._outputs.blocks + self._inputs.blocks:
-            block.is_held = False
+        self._units_with_grads.clear()
+        self._pending_updates.clear()
+        for block in self._output_pool.buffers + self._input_pool.buffers:
+            block.in_use = False
 
     @property
-    def counted_again(self) -> int:
+    def double_counted_bytes(self) -> int:
         """What the slots that the ranks of a host see add up to, less what they are."""
-        local = self._setting.span.per_node
-        read = sum(_covered(rows) for rows in self._read) * (local - 1)
-        return read * local + sum(self._gathers) * (local - 1)
+        local = self._run_spec.shard_topology.ranks_per_node
+        read = sum(_union_length(rows) for rows in self._read_ranges) * (local - 1)
+        return read * local + sum(self._gather_slot_bytes) * (local - 1)
 
-    def _fill_slot(self, unit: UnitSize) -> None:
+    def _touch_slot(self, unit: UnitInfo) -> None:
         """This rank writes its whole slot and reads its rows of the others'.
 
         Rows of a large unit lie elsewhere in a slot than those of a small one, but for the first rank's: the
         last rank touches the most.
         """
-        local = self._setting.span.per_node
-        place = self._sequence % len(self._touched)
-        more = max(0, unit.reduce_bytes - self._touched[place])
-        self._touched[place] += more
-        row = unit.reduce_bytes // local
-        first, num_bytes = (0, unit.reduce_bytes) if self._setting.replicates else (row * (local - 1), row)
-        before = _covered(self._read[place])
-        self._read[place].add((first, first + num_bytes))
-        read = _covered(self._read[place]) - before
-        self._process.map("buffers", more + read * (local - 1))
-        self._sequence += 1
+        ranks_per_node = self._run_spec.shard_topology.ranks_per_node
+        index = self._num_slot_uses % len(self._touched_bytes)
+        growth = max(0, unit.reduce_bytes - self._touched_bytes[index])
+        self._touched_bytes[index] += growth
+        row = unit.reduce_bytes // ranks_per_node
+        first, num_bytes = (0, unit.reduce_bytes) if self._run_spec.replicates_states else (row * (ranks_per_node - 1), row)
+        read_before = _union_length(self._read_ranges[index])
+        self._read_ranges[index].add((first, first + num_bytes))
+        read = _union_length(self._read_ranges[index]) - read_before
+        self._rank_memory.adjust_mmapped("buffers", growth + read * (ranks_per_node - 1))
+        self._num_slot_uses += 1
 
-    def _pass_on(self, unit: UnitSize, last: bool) -> None:
-        setting = self._setting
-        block = self._outputs.take(unit.sharded_grad_bytes)
-        if setting.updates_early and last:
-            if setting.states.device == "cpu":  # the update is done before the backward pass goes on
-                block.is_held = False
+    def _release_early(self, unit: UnitInfo, last: bool) -> None:
+        run_spec = self._run_spec
+        block = self._output_pool.acquire(unit.sharded_grad_bytes)
+        if run_spec.updates_in_backward and last:
+            if run_spec.optimizer_offload.device == "cpu":  # the update is done before the backward pass goes on
+                block.in_use = False
                 return
-            self._pending.append(block)
-            while len(self._pending) > self._waiting:
-                self._pending.pop(0).is_held = False
-        elif setting.spills:
-            ring = min(3 * BUFFER_BYTES, unit.sharded_grad_bytes)
-            self._process.map("buffers", ring)
-            self._process.map("buffers", -ring)
-            block.is_held = False
-        elif unit.name in self._held:  # added to what is there
-            block.is_held = False
-        self._held.add(unit.name)
+            self._pending_updates.append(block)
+            while len(self._pending_updates) > self._max_pending:
+                self._pending_updates.pop(0).in_use = False
+        elif run_spec.grads_on_disk:
+            write_buffer_bytes = min(3 * BUFFER_BYTES, unit.sharded_grad_bytes)
+            self._rank_memory.adjust_mmapped("buffers", write_buffer_bytes)
+            self._rank_memory.adjust_mmapped("buffers", -write_buffer_bytes)
+            block.in_use = False
+        elif unit.name in self._units_with_grads:  # added to what is there
+            block.in_use = False
+        self._units_with_grads.add(unit.name)
 
 
-def _covered(ranges: set[tuple[int, int]]) -> int:
+def _union_length(ranges: set[tuple[int, int]]) -> int:
     """Bytes of the union of (start, stop) ranges."""
     total = end = 0
     for start, stop in sorted(ranges):

@@ -25,53 +25,53 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 from thalweg.nn.deferred import LossTiling
 from thalweg.nn.tiled_loss import tile_rows
-from thalweg.nn.tiling import tile_model
+from thalweg.nn.tiling import apply_tiling
 from thalweg.optim import build_optimizer
-from thalweg.plan.attention import FusedAttention
-from thalweg.plan.batch import Batch, Field
-from thalweg.plan.putaway import EventSaver
-from thalweg.plan.setting import Setting
-from thalweg.plan.stage import Stage, Unit, UnitSize
-from thalweg.plan.tape import Event, Tape
-from thalweg.plan.teams import split_layers, split_sequences
+from thalweg.plan.attention import GpuAttentionMode
+from thalweg.plan.batch import InputSpec, TensorSpec
+from thalweg.plan.putaway import OffloadRecorder
+from thalweg.plan.setting import RunSpec
+from thalweg.plan.stage import FsdpEventSource, FsdpUnitEvents, UnitInfo
+from thalweg.plan.tape import TraceEvent, AllocationRecorder
+from thalweg.plan.teams import apply_fake_tp, apply_fake_sp
 from thalweg.remat import apply_activation_checkpointing
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.zero.homes import Slot
-from thalweg.zero.offload import choose_paged
-from thalweg.zero.units import find_units, with_stragglers
+from thalweg.zero.homes import ParamSpec
+from thalweg.zero.offload import select_paged_units
+from thalweg.zero.units import find_units, with_large_leaves
 
-MICROS_TRACED = 3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
+MAX_TRACED_MICRO_BATCHES = 3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
 
 
 @dataclass
-class Rehearsal:
+class StepTrace:
     """What one window does: events of its micro-batches, of the first update and of later ones."""
 
-    window: list[Event]
-    first_update: list[Event]
-    later_update: list[Event]
-    slots: dict[str, Slot]
-    units: list[UnitSize]
-    reductions: list[str]
-    loose_bytes: int
+    window_events: list[TraceEvent]
+    first_update_events: list[TraceEvent]
+    later_update_events: list[TraceEvent]
+    param_specs: dict[str, ParamSpec]
+    units: list[UnitInfo]
+    reduction_order: list[str]
+    scalar_param_bytes: int
     buffer_bytes: int
-    frozen: frozenset[str]
-    paged: frozenset[str]
+    frozen_params: frozenset[str]
+    paged_units: frozenset[str]
     state_dtypes: list[torch.dtype]
     flops: int
-    moved_bytes: int
-    num_calls: int
-    sent: Ledger
-    away_bytes: int = 0
-    put_away_bytes: int = 0
+    accessed_bytes: int
+    num_ops: int
+    comm_ledger: CommsLog
+    peak_offloaded_bytes: int = 0
+    offloaded_bytes: int = 0
 
 
-def rehearse(
-    model: nn.Module, batch: Batch | None, setting: Setting, seconds: float | None = None
-) -> Rehearsal:
+def trace_step(
+    model: nn.Module, input_spec: InputSpec | None, run_spec: RunSpec, cpu_budget_s: float | None = None
+) -> StepTrace:
     """Run one window of ``model`` (on meta; it is changed) without computing anything.
 
     Without a ``batch`` only what does not depend on one: no activations.  ``seconds``: of processor time that
@@ -80,129 +80,129 @@ def rehearse(
     Raises:
         ValueError: the model cannot run on shapes alone, as its control flow reads values, or takes longer.
     """
-    sent = Ledger()
-    split_layers(model, setting.tensor, sent)
-    slots, frozen = (
-        slots_of(model, setting),
+    ledger = CommsLog()
+    apply_fake_tp(model, run_spec.tp_size, ledger)
+    param_specs, frozen = (
+        build_param_specs(model, run_spec),
         frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
-    tape = Tape()
-    tape.deadline = None if seconds is None else time.thread_time() + seconds
-    tape.kernels = setting.linear_kernels if setting.on_cpu else "torch"
-    blocks = find_units(model, setting.units)
-    split_sequences(model, setting.sequence, list(blocks.values()), sent)
-    together = setting.placement == "wire" or setting.offload.pages
-    units = blocks if together else with_stragglers(model, blocks)
-    saver = EventSaver(tape) if setting.inputs_on == "nvme" or _leave_device(setting) else None
-    apply_activation_checkpointing(model, list(blocks.values()), setting.remat, saver)
-    tiling = _tile(model, setting)
-    stage = Stage(tape, setting)
+    recorder = AllocationRecorder()
+    recorder.cpu_deadline = None if cpu_budget_s is None else time.thread_time() + cpu_budget_s
+    recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
+    blocks = find_units(model, run_spec.unit_policy)
+    apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
+    stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.param_offload.uses_nvme
+    units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
+    offload_recorder = OffloadRecorder(recorder) if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec) else None
+    apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
+    tiling = _apply_tiling(model, run_spec)
+    source = FsdpEventSource(recorder, run_spec)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        loose, buffers = _fill_with_fakes(model, slots, setting)
-        sizes = _wrap(model, units, slots, stage)
+        scalar_bytes, buffers = _replace_with_fakes(model, param_specs, run_spec)
+        sizes = _install_unit_hooks(model, units, param_specs, source)
         if tiling is not None:
-            tiling.settle()
+            tiling.trust_current_hooks()
         del fake
-        with _autocast(setting), _attention(setting):
-            if batch is None:
-                _reduce_all(stage)
+        with _autocast_context(run_spec), _attention_context(run_spec):
+            if input_spec is None:
+                _record_reductions_only(source)
             else:
-                with _errors_of_the_model(model, batch):
-                    _run_window(model, batch, stage)
-        window = tape.take()
-        first, later, state = _updates(model, slots, setting, tape)
-    return Rehearsal(
-        window, first, later, slots, sizes, stage.reductions, loose, buffers, frozen, stage.paged, state,
-        tape.flops, tape.moved_bytes, tape.calls,
-        sent, saver.most_away if saver else 0, saver.put_away if saver else 0,
+                with _explain_model_errors(model, input_spec):
+                    _run_window(model, input_spec, source)
+        window_events = recorder.pop_events()
+        first, later, state = _trace_updates(model, param_specs, run_spec, recorder)
+    return StepTrace(
+        window_events, first, later, param_specs, sizes, source.reduction_order, scalar_bytes, buffers, frozen, source.paged_units, state,
+        recorder.flops, recorder.accessed_bytes, recorder.num_ops,
+        ledger, offload_recorder.peak_offloaded_bytes if offload_recorder else 0, offload_recorder.offloaded_bytes if offload_recorder else 0,
     )  # fmt: skip
 
 
-def slots_of(model: nn.Module, setting: Setting) -> dict[str, Slot]:
+def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
     """Shape and dtypes of every parameter's shard, by name (as ``zero.shard`` lays them out)."""
-    precision, slots = setting.precision, {}
+    precision, param_specs = run_spec.precision, {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             continue
-        master = precision.master_of(parameter.dtype, parameter.requires_grad)
-        compute = precision.compute_of(master)
-        if any(name == key or name.startswith(f"{key}.") for key in setting.fp32_modules):
+        master = precision.get_master_dtype(parameter.dtype, parameter.requires_grad)
+        compute = precision.get_compute_dtype(master)
+        if any(name == key or name.startswith(f"{key}.") for key in run_spec.fp32_modules):
             compute = master
-        slots[name] = Slot(
-            name, parameter.shape, master, compute, setting.num_shards, parameter.requires_grad
+        param_specs[name] = ParamSpec(
+            name, parameter.shape, master, compute, run_spec.num_shards, parameter.requires_grad
         )
-    return slots
+    return param_specs
 
 
-def shard_bytes(slot: Slot) -> int:
+def shard_bytes(param_spec: ParamSpec) -> int:
     """Bytes of one rank's padded shard, in the master dtype."""
-    return prod(slot.padded_shape) * slot.master.itemsize
+    return prod(param_spec.padded_shape) * param_spec.master_dtype.itemsize
 
 
-def in_memory(slots: dict[str, Slot], model: nn.Module, setting: Setting) -> dict[str, Slot]:
+def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
     """Those of ``slots`` that are not read from a disk when they are used."""
-    if not setting.offload.pages:
-        return slots
-    units = find_units(model, setting.units)
-    members: dict[str, list[Slot]] = {}
-    for name, slot in slots.items():
-        members.setdefault(_owner(name, setting.fp32_modules, units), []).append(slot)
-    paged = choose_paged(members, setting.offload, setting.fp32_modules)
-    gone = {slot.name for unit in paged for slot in members[unit]}
-    return {name: slot for name, slot in slots.items() if name not in gone}
+    if not run_spec.param_offload.uses_nvme:
+        return param_specs
+    units = find_units(model, run_spec.unit_policy)
+    members: dict[str, list[ParamSpec]] = {}
+    for name, slot in param_specs.items():
+        members.setdefault(_find_unit(name, run_spec.fp32_modules, units), []).append(slot)
+    paged = select_paged_units(members, run_spec.param_offload, run_spec.fp32_modules)
+    paged_names = {slot.name for unit in paged for slot in members[unit]}
+    return {name: slot for name, slot in param_specs.items() if name not in paged_names}
 
 
-def _fill_with_fakes(model: nn.Module, slots: dict[str, Slot], setting: Setting) -> tuple[int, int]:
+def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> tuple[int, int]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    made: dict[int, nn.Parameter] = {}
-    loose = buffers = 0
+    fakes: dict[int, nn.Parameter] = {}
+    scalar_bytes = buffers = 0
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
-                slot = slots.get(names[id(parameter)])
-                dtype = slot.compute if slot else parameter.dtype
-                loose += 0 if slot else parameter.nbytes
+            if id(parameter) not in fakes:
+                param_spec = param_specs.get(names[id(parameter)])
+                dtype = param_spec.compute_dtype if param_spec else parameter.dtype
+                scalar_bytes += 0 if param_spec else parameter.nbytes
                 value = torch.empty(parameter.shape, dtype=dtype)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+                fakes[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[key] = fakes[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                cast = setting.precision.buffer if buffer.is_floating_point() else None
+                cast = run_spec.precision.buffer_dtype if buffer.is_floating_point() else None
                 module._buffers[key] = fake = torch.empty(buffer.shape, dtype=cast or buffer.dtype)
                 buffers += fake.nbytes
-    return loose, buffers
+    return scalar_bytes, buffers
 
 
-def _wrap(
-    model: nn.Module, units: dict[str, nn.Module], slots: dict[str, Slot], stage: Stage
-) -> list[UnitSize]:
+def _install_unit_hooks(
+    model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
+) -> list[UnitInfo]:
     """Hang the units' hooks on the model; the root's unit comes first."""
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {
-        name: [] for name in ("", *stage.setting.fp32_modules, *units)
+        name: [] for name in ("", *source.run_spec.fp32_modules, *units)
     }
     for name, parameter in model.named_parameters():
-        owner = _owner(name, stage.setting.fp32_modules, units)
-        if name in slots:
-            by_unit[owner].append((name, parameter))
+        unit_of_param = _find_unit(name, source.run_spec.fp32_modules, units)
+        if name in param_specs:
+            by_unit[unit_of_param].append((name, parameter))
     by_unit = {name: members for name, members in by_unit.items() if members}
-    if stage.setting.offload.pages:
-        laid_out = {name: [slots[key] for key, _ in members] for name, members in by_unit.items()}
-        paged = choose_paged(laid_out, stage.setting.offload, stage.setting.fp32_modules)
-        stage.paged = frozenset(paged)
+    if source.run_spec.param_offload.uses_nvme:
+        specs_by_unit = {name: [param_specs[key] for key, _ in members] for name, members in by_unit.items()}
+        paged = select_paged_units(specs_by_unit, source.run_spec.param_offload, source.run_spec.fp32_modules)
+        source.paged_units = frozenset(paged)
     for unit_name, members in by_unit.items():
-        size = _unit_size(unit_name, [slots[name] for name, _ in members], stage.setting)
-        size.names, size.trains = [name for name, _ in members], any(p.requires_grad for _, p in members)
-        unit = Unit(stage, size, [p for _, p in members])
-        stage.units.append(unit)
+        info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)
+        info.param_names, info.is_trainable = [name for name, _ in members], any(p.requires_grad for _, p in members)
+        unit = FsdpUnitEvents(source, info, [p for _, p in members])
+        source.units.append(unit)
         module = model.get_submodule(unit_name)
-        module.register_forward_pre_hook(unit.before_forward, with_kwargs=True)
-        module.register_forward_hook(unit.after_forward)
-    return [unit.size for unit in stage.units]
+        module.register_forward_pre_hook(unit.pre_forward, with_kwargs=True)
+        module.register_forward_hook(unit.post_forward)
+    return [unit.info for unit in source.units]
 
 
-def _owner(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]) -> str:
+def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]) -> str:
     for candidates in (fp32_modules, units):
         for unit in candidates:
             if name.startswith(f"{unit}."):
@@ -210,77 +210,77 @@ def _owner(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]
     return ""
 
 
-def _unit_size(name: str, slots: list[Slot], setting: Setting) -> UnitSize:
-    reduce, master = setting.precision.reduce, setting.precision.master
-    shards = setting.num_shards
-    return UnitSize(
+def _build_unit_info(name: str, param_specs: list[ParamSpec], run_spec: RunSpec) -> UnitInfo:
+    reduce, master = run_spec.precision.reduce_dtype, run_spec.precision.master_dtype
+    shards = run_spec.num_shards
+    return UnitInfo(
         name,
-        gather_bytes=sum(slot.home_bytes for slot in slots),
-        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in slots if slot.trains),
+        gather_bytes=sum(slot.unsharded_bytes for slot in param_specs),
+        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in param_specs if slot.requires_grad),
         sharded_grad_bytes=sum(
-            slot.padded_numel // shards * master.itemsize for slot in slots if slot.trains
+            slot.padded_numel // shards * master.itemsize for slot in param_specs if slot.requires_grad
         ),
     )
 
 
-def _tile(model: nn.Module, setting: Setting) -> LossTiling | None:
-    section = setting.tiling
-    if not setting.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
+def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
+    section = run_spec.tiling
+    if not run_spec.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         if isinstance(size, int) and size > 0:
             section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
-    return tile_model(model, section)
+    return apply_tiling(model, section)
 
 
-def _leave_device(setting: Setting) -> bool:
+def _offloads_to_host(run_spec: RunSpec) -> bool:
     """Whether inputs of checkpointed units go from a GPU to the host."""
-    return setting.inputs_on == "cpu" and not setting.on_cpu
+    return run_spec.activation_offload == "cpu" and not run_spec.on_cpu
 
 
-def _autocast(setting: Setting) -> AbstractContextManager[Any]:
-    if setting.autocast is None:
+def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
+    if run_spec.autocast_dtype is None:
         return nullcontext()
-    return torch.autocast("cpu", dtype=parse_dtype(setting.autocast))
+    return torch.autocast("cpu", dtype=parse_dtype(run_spec.autocast_dtype))
 
 
-def _attention(setting: Setting) -> AbstractContextManager[Any]:
+def _attention_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
     """A GPU's, where blocks keep what it saves: what runs again in the backward pass is outside of modes."""
-    return FusedAttention() if not setting.on_cpu and setting.remat.policy == "none" else nullcontext()
+    return GpuAttentionMode() if not run_spec.on_cpu and run_spec.activation_checkpointing.policy == "none" else nullcontext()
 
 
-def _run_window(model: nn.Module, batch: Batch, stage: Stage) -> None:
-    tape, setting = stage.tape, stage.setting
+def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:
+    recorder, run_spec = source.recorder, source.run_spec
     model.train()
-    args, kwargs = batch.build()
-    tape.know([*model.parameters(), *model.buffers()])
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    tape.wide = vocabulary if isinstance(vocabulary, int) and vocabulary > 1 else None
-    count = min(setting.accumulation, MICROS_TRACED)
-    with tape:
-        for index in range(count):
-            stage.begin(index == count - 1)
-            tape.mark("forward")
-            loss = loss_of(model(*args, **kwargs))
-            tape.mark("backward")
-            if setting.accumulation > 1:
-                loss = loss / setting.accumulation
+    args, kwargs = input_spec.make_empty()
+    recorder.ignore([*model.parameters(), *model.buffers()])
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    recorder.vocab_size = vocab_size if isinstance(vocab_size, int) and vocab_size > 1 else None
+    num_micro_batches = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+    with recorder:
+        for index in range(num_micro_batches):
+            source.begin_micro_batch(index == num_micro_batches - 1)
+            recorder.record_mark("forward")
+            loss = get_loss(model(*args, **kwargs))
+            recorder.record_mark("backward")
+            if run_spec.accumulation_steps > 1:
+                loss = loss / run_spec.accumulation_steps
             loss.backward()
             del loss
-            tape.mark("end of backward")
-            stage.finish_backward()
+            recorder.record_mark("end of backward")
+            source.finish_backward()
 
 
 @contextmanager
-def _errors_of_the_model(model: nn.Module, batch: Batch) -> Iterator[None]:
+def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[None]:
     """Whatever a model makes of inputs without values is an error that names them."""
     try:
         yield
     except Exception as error:
-        given = {**{str(index): one for index, one in enumerate(batch.args)}, **batch.kwargs}
+        specs_by_name = {**{str(index): one for index, one in enumerate(input_spec.args)}, **input_spec.kwargs}
         inputs = ", ".join(
             f"{key} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
-            for key, one in given.items()
-            if isinstance(one, Field)
+            for key, one in specs_by_name.items()
+            if isinstance(one, TensorSpec)
         )
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(
@@ -289,12 +289,12 @@ def _errors_of_the_model(model: nn.Module, batch: Batch) -> Iterator[None]:
         ) from error
 
 
-def _reduce_all(stage: Stage) -> None:
-    for name in ("forward", "backward", *(f"last {u.size.name}" for u in stage.units if u.size.trains)):
-        stage.tape.mark(name)
+def _record_reductions_only(source: FsdpEventSource) -> None:
+    for name in ("forward", "backward", *(f"last {u.info.name}" for u in source.units if u.info.is_trainable)):
+        source.recorder.record_mark(name)
 
 
-def loss_of(output: Any) -> Tensor:
+def get_loss(output: Any) -> Tensor:
     """The loss of what a model returns, or a number that stands for it."""
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else output.float().mean()
@@ -306,34 +306,34 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _updates(
-    model: nn.Module, slots: dict[str, Slot], setting: Setting, tape: Tape
-) -> tuple[list[Event], list[Event], list[torch.dtype]]:
+def _trace_updates(
+    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
+) -> tuple[list[TraceEvent], list[TraceEvent], list[torch.dtype]]:
     """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
-    if setting.optimizer is None:
+    if run_spec.optimizer is None:
         return [], [], []
-    trained = [slots[name] for name, p in model.named_parameters() if p.requires_grad and name in slots]
+    trained = [param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs]
     shards = []
     for slot in trained:
         shape = slot.padded_shape
-        shard = nn.Parameter(torch.empty(shape, dtype=slot.master))
-        shard.grad = torch.empty(shape, dtype=slot.master)
+        shard = nn.Parameter(torch.empty(shape, dtype=slot.master_dtype))
+        shard.grad = torch.empty(shape, dtype=slot.master_dtype)
         shards.append(shard)
-    tape.know(shards)
-    tape.know([shard.grad for shard in shards if shard.grad is not None])
-    with tape, tape.labelled("update"), torch.no_grad():  # some make their state at once
-        optimizer = build_optimizer(setting.optimizer, shards, setting.optimizer_params)
-    born = tape.take()
+    recorder.ignore(shards)
+    recorder.ignore([shard.grad for shard in shards if shard.grad is not None])
+    with recorder, recorder.with_label("update"), torch.no_grad():  # some make their state at once
+        optimizer = build_optimizer(run_spec.optimizer, shards, run_spec.optimizer_params)
+    creation_events = recorder.pop_events()
     recorded = []
     for _ in range(2):
-        with tape, tape.labelled("update"), torch.no_grad():
-            tape.mark("update")
+        with recorder, recorder.with_label("update"), torch.no_grad():
+            recorder.record_mark("update")
             optimizer.step()
-        recorded.append(tape.take())
-    tape.take()
-    recorded[0][:0] = born
-    kept = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
-    first = [(n, size, "optimizer" if n in kept else label) for n, size, label in recorded[0]]
+        recorded.append(recorder.pop_events())
+    recorder.pop_events()
+    recorded[0][:0] = creation_events
+    persistent_ids = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
+    first = [(n, size, "optimizer" if n in persistent_ids else label) for n, size, label in recorded[0]]
     return first, recorded[1], _state_dtypes(optimizer)
 
 

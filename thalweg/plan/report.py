@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from thalweg.observe.table import format_table
-from thalweg.plan.process import PerRank
-from thalweg.plan.sizes import show_bytes, show_seconds
+from thalweg.plan.process import MemoryBreakdown
+from thalweg.plan.sizes import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from thalweg.plan.core import Plan
 
-WORDS = {
+LABEL_DESCRIPTIONS = {
     "parameters": "this rank's shard, in the master dtype",
     "gradients": "reduced, as the optimizer reads them",
     "optimizer": "the optimizer's state",
@@ -25,14 +25,14 @@ WORDS = {
 }
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The object of `thalweg plan --json`."""
-    parts = {item.name: getattr(plan.per_rank, item.name) for item in fields(PerRank)}
+    breakdown = {item.name: getattr(plan.per_rank, item.name) for item in fields(MemoryBreakdown)}
     return {
         "model": plan.model,
         "num_parameters": plan.num_parameters,
         "world_size": plan.world_size,
-        "per_rank": {**parts, "total": plan.per_rank.total},
+        "per_rank": {**breakdown, "total": plan.per_rank.total},
         "limit": plan.limit,
         "per_host": {"total": plan.per_host, "limit": plan.host_limit},
         "fits": plan.fits,
@@ -40,74 +40,74 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "not_counted": plan.not_counted,
         "published": plan.published,
         "traffic": {**plan.traffic, "total": sum(plan.traffic.values()), "links": plan.links},
-        "step_seconds": plan.seconds,
-        "step_parts": plan.parts,
+        "step_seconds": plan.step_seconds,
+        "step_parts": plan.time_breakdown,
         "bottleneck": plan.bottleneck,
-        "tokens_per_step": plan.tokens,
+        "tokens_per_step": plan.tokens_per_step,
         "suggestion": plan.suggestion,
         "reasons": plan.reasons,
     }
 
 
-def as_table(plan: Plan) -> str:
+def plan_to_text(plan: Plan) -> str:
     """The plan in readable lines."""
     lines = [
         f"{plan.model}: {plan.num_parameters / 1e6:,.1f} million parameters, "
-        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {plan.tokens:,} tokens a step",
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {plan.tokens_per_step:,} tokens a step",
         "",
-        byte_table(plan.per_rank, plan.limit, plan.per_host),
+        format_byte_table(plan.per_rank, plan.limit, plan.per_host),
         "",
-        f"step: {show_seconds(plan.seconds)}, limited by {plan.bottleneck} ("
-        + ", ".join(f"{name} {show_seconds(value)}" for name, value in plan.parts.items())
+        f"step: {format_seconds(plan.step_seconds)}, limited by {plan.bottleneck} ("
+        + ", ".join(f"{name} {format_seconds(value)}" for name, value in plan.time_breakdown.items())
         + ")",
     ]
     if plan.traffic:
-        sent = ", ".join(f"{kind} {show_bytes(value)}" for kind, value in plan.traffic.items())
-        links = ", ".join(f"{link} {show_bytes(value)}" for link, value in plan.links.items())
+        sent = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in plan.traffic.items())
+        links = ", ".join(f"{link} {format_bytes(value)}" for link, value in plan.links.items())
         lines.append(f"sent by each rank in a step: {sent}; by link: {links}")
     if plan.tiers.get("host") or plan.tiers.get("disk"):
         words = {"host": "on the host", "disk": "on disk", "disk_read": "read", "disk_written": "written"}
-        held = [f"{words[key]} {show_bytes(value)}" for key, value in plan.tiers.items() if value]
-        lines.append(f"outside of it, of each rank (read and written: in a step): {', '.join(held)}")
+        offloaded = [f"{words[key]} {format_bytes(value)}" for key, value in plan.tiers.items() if value]
+        lines.append(f"outside of it, of each rank (read and written: in a step): {', '.join(offloaded)}")
     if plan.not_counted:
         lines.append(f"NOT COUNTED, so that these bytes are a bound: {', '.join(plan.not_counted)}")
-    lines.append(verdict(plan))
+    lines.append(format_verdict(plan))
     return "\n".join(lines)
 
 
-def byte_table(per_rank: PerRank, limit: int | None = None, per_host: int = 0) -> str:
+def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_host: int = 0) -> str:
     """Bytes of one rank by what they are for."""
     rows = []
-    for item in fields(PerRank):
+    for item in fields(MemoryBreakdown):
         value = getattr(per_rank, item.name)
         if value:
-            rows.append([item.name, show_bytes(value), WORDS[item.name]])
-    rows.append(["total", show_bytes(per_rank.total), "of one rank at its peak"])
+            rows.append([item.name, format_bytes(value), LABEL_DESCRIPTIONS[item.name]])
+    rows.append(["total", format_bytes(per_rank.total), "of one rank at its peak"])
     if limit is not None:
-        rows.append(["limit", show_bytes(limit), "of one rank"])
+        rows.append(["limit", format_bytes(limit), "of one rank"])
     if per_host and per_host != per_rank.total:
-        rows.append(["host", show_bytes(per_host), "of all its ranks, what they share counted once"])
+        rows.append(["host", format_bytes(per_host), "of all its ranks, what they share counted once"])
     return format_table(["bytes a rank", "", "for"], rows)
 
 
-def verdict(plan: Plan) -> str:
+def format_verdict(plan: Plan) -> str:
     """One line: fits or not, and what would."""
     if plan.fits is None and plan.not_counted:
         return "fits: unknown, as not everything that makes it smaller is counted"
     if plan.fits is None:
         return "fits: unknown, as no limit was given"
     if plan.fits:
-        return f"fits: yes, with {show_bytes(-plan.missing_bytes)} to spare"
-    missing = f"{show_bytes(plan.missing_bytes)} too much"
-    if plan.short_of == "disk":
-        each, free = show_bytes(plan.tiers["disk"]), show_bytes(plan.disk_limit or 0)
-        missing += f" for the disk, which has {free} free for {plan.ranks_per_node} x {each}"
+        return f"fits: yes, with {format_bytes(-plan.excess_bytes)} to spare"
+    excess = f"{format_bytes(plan.excess_bytes)} too much"
+    if plan.exceeded_resource == "disk":
+        per_rank, free = format_bytes(plan.tiers["disk"]), format_bytes(plan.disk_limit or 0)
+        excess += f" for the disk, which has {free} free for {plan.ranks_per_node} x {per_rank}"
     if plan.suggestion:
-        return f"fits: NO, {missing}; this fits: {show_changes(plan.suggestion)}"
-    return f"fits: NO, {missing}, and no configuration that was tried fits"
+        return f"fits: NO, {excess}; this fits: {format_changes(plan.suggestion)}"
+    return f"fits: NO, {excess}, and no configuration that was tried fits"
 
 
-def show_changes(changes: dict[str, Any]) -> str:
+def format_changes(changes: dict[str, Any]) -> str:
     """Changes to a config in one line."""
     import json
 

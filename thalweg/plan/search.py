@@ -15,35 +15,35 @@ from typing import TYPE_CHECKING, Any
 
 from thalweg.config import Config
 from thalweg.config.problems import ConfigError
-from thalweg.plan.changes import changed, nvme_folder
-from thalweg.plan.sizes import show_bytes, show_seconds
+from thalweg.plan.changes import resolve_with_changes, find_nvme_path
+from thalweg.plan.sizes import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from thalweg.plan.core import Plan, Question
+    from thalweg.plan.core import Plan, Planner
 
 _log = get_logger(__name__)
 
 
 def suggest(
-    question: Question, config: Config, seconds: float = 6.0
+    planner: Planner, config: Config, cpu_budget_s: float = 6.0
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Changes that make the run fit, and what was found on the way; None if nothing tried fits in time."""
-    deadline = time.thread_time() + seconds
+    deadline = time.thread_time() + cpu_budget_s
     reasons: list[str] = []
-    for level in _levels(config, question.cluster.device == "cpu"):
+    for level in _candidate_groups(config, planner.cluster.device == "cpu"):
         fitting: list[tuple[float, dict[str, Any]]] = []
         for changes in level:
-            answer = _try(question, config, changes)
-            if answer is None:
+            plan = _try_plan(planner, config, changes)
+            if plan is None:
                 continue
-            fits = answer.fits is not False
+            fits = plan.fits is not False
             reasons.append(
-                f"{_words(changes)}: {show_bytes(answer.per_rank.total)}, {show_seconds(answer.seconds)}"
+                f"{_describe_changes(changes)}: {format_bytes(plan.per_rank.total)}, {format_seconds(plan.step_seconds)}"
                 f"{'' if fits else ', does not fit'}"
             )
             if fits:
-                fitting.append((answer.seconds, changes))
+                fitting.append((plan.step_seconds, changes))
             if time.thread_time() > deadline:
                 break
         if fitting:
@@ -54,9 +54,9 @@ def suggest(
     return None, reasons
 
 
-def _try(question: Question, config: Config, changes: dict[str, Any]) -> Plan | None:
+def _try_plan(planner: Planner, config: Config, changes: dict[str, Any]) -> Plan | None:
     try:
-        return question.answer(changed(config, changes, question.cluster.world_size))
+        return planner.predict(resolve_with_changes(config, changes, planner.cluster.world_size))
     except ConfigError:
         return None
     except ValueError as error:  # a head that cannot be tiled, say
@@ -64,60 +64,60 @@ def _try(question: Question, config: Config, changes: dict[str, Any]) -> Plan | 
         return None
 
 
-def _levels(config: Config, on_cpu: bool) -> Iterator[list[dict[str, Any]]]:
+def _candidate_groups(config: Config, on_cpu: bool) -> Iterator[list[dict[str, Any]]]:
     """Groups of candidates, the cheapest group first."""
     stage = config.zero_optimization.stage
-    many = int(config.data_parallel_size) > 1
-    stages = [s for s in range(stage, 4) if many] or [stage]
+    has_data_parallel = int(config.data_parallel_size) > 1
+    stages = [s for s in range(stage, 4) if has_data_parallel] or [stage]
     policies = ["none", "selective", "full"]
     policies = policies[policies.index(config.activation_checkpointing.policy) :]
-    yield [_stage(s) for s in stages if s != stage]
-    yield [_stage(s) | _remat(p) for p in policies[1:] for s in dict.fromkeys((stages[-1], stage))]
-    micro = int(config.train_micro_batch_size_per_gpu)
+    yield [_stage_change(s) for s in stages if s != stage]
+    yield [_stage_change(s) | _checkpointing_change(p) for p in policies[1:] for s in dict.fromkeys((stages[-1], stage))]
+    micro_batch = int(config.train_micro_batch_size_per_gpu)
     steps = int(config.gradient_accumulation_steps)
-    least: dict[str, Any] = {}
-    for size in (micro // 2**power for power in range(1, micro.bit_length())):
-        if micro % size == 0:
-            least = {
+    smallest: dict[str, Any] = {}
+    for size in (micro_batch // 2**power for power in range(1, micro_batch.bit_length())):
+        if micro_batch % size == 0:
+            smallest = {
                 "train_micro_batch_size_per_gpu": size,
-                "gradient_accumulation_steps": steps * micro // size,
+                "gradient_accumulation_steps": steps * micro_batch // size,
             }
-            yield [least | _stage(stages[-1]) | _remat(p) for p in dict.fromkeys((policies[0], policies[-1]))]
-    least |= _remat(policies[-1])
+            yield [smallest | _stage_change(stages[-1]) | _checkpointing_change(p) for p in dict.fromkeys((policies[0], policies[-1]))]
+    smallest |= _checkpointing_change(policies[-1])
     if not config.tiling.loss:
-        tiled = _remat(policies[-1]) | {"tiling.loss": True}
-        least |= tiled
-        yield [one | _stage(stages[-1]) for one in ([tiled] if least == tiled else [tiled, least])]
-    yield from _tiers(config, on_cpu, _remat(policies[-1]), least)
+        tiled = _checkpointing_change(policies[-1]) | {"tiling.loss": True}
+        smallest |= tiled
+        yield [one | _stage_change(stages[-1]) for one in ([tiled] if smallest == tiled else [tiled, smallest])]
+    yield from _offload_groups(config, on_cpu, _checkpointing_change(policies[-1]), smallest)
 
 
-def _tiers(
-    config: Config, on_cpu: bool, remat: dict[str, Any], least: dict[str, Any]
+def _offload_groups(
+    config: Config, on_cpu: bool, checkpointing: dict[str, Any], smallest: dict[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
     """The optimizer's state elsewhere, then the parameters too; ``least``: all that makes activations few."""
-    zero, folder = config.zero_optimization, nvme_folder(config)
-    states, params = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+    zero, folder = config.zero_optimization, find_nvme_path(config)
+    optimizer_key, param_key = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
     for device in ([] if on_cpu else ["cpu"]) + (["nvme"] if folder else []):
-        place = {"nvme_path": folder} if device == "nvme" else {}
-        moved = {f"{states}.{key}": value for key, value in {"device": device, **place}.items()}
+        nvme_path = {"nvme_path": folder} if device == "nvme" else {}
+        offload_optimizer = {f"{optimizer_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()}
         if zero.offload_optimizer.device == "none":
-            both = _stage(max(1, zero.stage)) | moved
-            yield [both, both | remat]
-            yield [both | least]
-        also = {f"{params}.{key}": value for key, value in {"device": device, **place}.items()}
-        also |= {f"{params}.max_in_cpu": 0} if device == "nvme" else {}
+            both = _stage_change(max(1, zero.stage)) | offload_optimizer
+            yield [both, both | checkpointing]
+            yield [both | smallest]
+        offload_param = {f"{param_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()}
+        offload_param |= {f"{param_key}.max_in_cpu": 0} if device == "nvme" else {}
         if zero.offload_param.device == "none":
-            yield [_stage(3) | moved | also, _stage(3) | moved | also | remat]
-            yield [_stage(3) | moved | also | least]
+            yield [_stage_change(3) | offload_optimizer | offload_param, _stage_change(3) | offload_optimizer | offload_param | checkpointing]
+            yield [_stage_change(3) | offload_optimizer | offload_param | smallest]
 
 
-def _stage(stage: int) -> dict[str, Any]:
+def _stage_change(stage: int) -> dict[str, Any]:
     return {"zero_optimization.stage": stage}
 
 
-def _remat(policy: str) -> dict[str, Any]:
+def _checkpointing_change(policy: str) -> dict[str, Any]:
     return {"activation_checkpointing.policy": policy}
 
 
-def _words(changes: dict[str, Any]) -> str:
+def _describe_changes(changes: dict[str, Any]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in changes.items()) or "as it is"

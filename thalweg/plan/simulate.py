@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.config import load, resolve
 from thalweg.mesh import DATA_AXIS
-from thalweg.zero.options import model_facts, shard_options
-from thalweg.zero.shard import shard
+from thalweg.zero.options import get_model_size, build_shard_options
+from thalweg.zero.shard import shard_model
 
 
 @dataclass
-class Simulated:
+class SimulatedRank:
     """What one rank holds and sends in a step: shapes by parameter, bytes by collective (ring form)."""
 
     shard_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Simulated:
 
 def simulate_rank(
     model: nn.Module, config: Any, batch: dict[str, Tensor], world_size: int, rank: int = 0
-) -> Simulated:
+) -> SimulatedRank:
     """Shard ``model`` in place as ``rank`` of ``world_size`` single-rank hosts; run one window's passes.
 
     Raises:
@@ -47,41 +47,41 @@ def simulate_rank(
     """
     if dist.is_initialized():
         raise ValueError("a simulation needs a process of its own: this one is part of a job")
-    resolved = resolve(load(config), world_size=world_size, model=model_facts(model))
-    with fake_job(world_size, rank):
+    resolved = resolve(load(config), world_size=world_size, model=get_model_size(model))
+    with fake_process_group(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(DATA_AXIS,))
-        sharded = shard(model, mesh, shard_options(model, resolved), torch.device("cpu"))
+        sharded = shard_model(model, mesh, build_shard_options(model, resolved), torch.device("cpu"))
         steps = int(resolved.gradient_accumulation_steps)
         for index in range(steps):
-            sharded.prepare_backward(last=index == steps - 1)
+            sharded.set_backward_flags(last=index == steps - 1)
             output = model(**batch)
             loss = output if isinstance(output, Tensor) else output.loss
             loss.backward()
-        sharded.finish_window()
-        found = Simulated()
+        sharded.finalize_grads()
+        report = SimulatedRank()
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                found.shard_shapes[name] = tuple(parameter.to_local().shape)
+                report.shard_shapes[name] = tuple(parameter.to_local().shape)
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         totals = {kind: sharded.ledger.total(kind) for kind in kinds}
-        found.traffic = {kind: entry.sent_bytes for kind, entry in totals.items() if entry.num_calls}
-        found.num_calls = sum(entry.num_calls for entry in totals.values())
+        report.traffic = {kind: entry.sent_bytes for kind, entry in totals.items() if entry.num_calls}
+        report.num_calls = sum(entry.num_calls for entry in totals.values())
         sharded.close()
-    return found
+    return report
 
 
 @contextmanager
-def fake_job(world_size: int, rank: int) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """A process group of ``world_size`` ranks without peers, and no shared memory to look for them in."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    before = os.environ.get("THALWEG_SHARED_MEMORY")
+    previous = os.environ.get("THALWEG_SHARED_MEMORY")
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
     dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        if before is None:
+        if previous is None:
             del os.environ["THALWEG_SHARED_MEMORY"]
         else:
-            os.environ["THALWEG_SHARED_MEMORY"] = before
+            os.environ["THALWEG_SHARED_MEMORY"] = previous

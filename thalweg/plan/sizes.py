@@ -9,7 +9,7 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | float | str, what: str = "size") -> int:
+def parse_bytes(value: int | float | str, label: str = "size") -> int:
     """Bytes of a size; ``GB`` counts in thousands, ``GiB`` and a bare ``G`` in 1,024s.
 
     Raises:
@@ -19,13 +19,13 @@ def parse_bytes(value: int | float | str, what: str = "size") -> int:
         return int(value)
     match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"{what} is {value!r}; write bytes or a size such as 80GiB, 512MiB, 2TB")
+        raise ValueError(f"{label} is {value!r}; write bytes or a size such as 80GiB, 512MiB, 2TB")
     number, letter, binary, unit = match.groups()
     table = _DECIMAL if unit and not binary else _BINARY
     return int(float(number) * table[letter.lower()])
 
 
-def show_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A size with three digits and a unit of 1,024s."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -35,7 +35,7 @@ def show_bytes(num_bytes: float) -> str:
     raise AssertionError
 
 
-def show_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time with three digits and a unit."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"

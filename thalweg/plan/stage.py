@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from thalweg.plan.setting import Setting
-from thalweg.plan.tape import Tape
+from thalweg.plan.setting import RunSpec
+from thalweg.plan.tape import AllocationRecorder
 
 
 @dataclass
-class UnitSize:
+class UnitInfo:
     """One unit's parameters on one rank, in bytes."""
 
     name: str
     gather_bytes: int
     reduce_bytes: int
     sharded_grad_bytes: int
-    trains: bool = True
-    names: list[str] = field(default_factory=list)
+    is_trainable: bool = True
+    param_names: list[str] = field(default_factory=list)
 
 
-class AfterBackward(torch.autograd.Function):
+class PostBackwardFunction(torch.autograd.Function):
     """Identity that calls ``hook`` when the gradients of all its inputs are there (FSDP2 has the same)."""
 
     @staticmethod
@@ -45,159 +45,159 @@ class AfterBackward(torch.autograd.Function):
         return None, *grads
 
 
-class Unit:
+class FsdpUnitEvents:
     """One unit of the fake model: gathers before use, reduces after its backward."""
 
-    def __init__(self, stage: Stage, size: UnitSize, params: list[nn.Parameter]) -> None:
-        self.stage, self.size, self.params = stage, size, params
-        self.gathered: list[int] = []
-        self.prefetched = 0
-        self.is_open = False
-        self.kept: dict[int, Tensor] = {}
+    def __init__(self, source: FsdpEventSource, info: UnitInfo, params: list[nn.Parameter]) -> None:
+        self.source, self.info, self.params = source, info, params
+        self.gathered_ids: list[int] = []
+        self.prefetched_id = 0
+        self.is_paged_in = False
+        self.accumulated_grads: dict[int, Tensor] = {}
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.stage.tape.mark(f"enter {self.size.name}")
-        self.gather()
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.source.recorder.record_mark(f"enter {self.info.name}")
+        self.unshard()
         flat, spec = tree_flatten((args, kwargs))
-        low = self.stage.low_dtype if self.size.name not in self.stage.setting.fp32_modules else None
+        cast_dtype = self.source.cast_dtype if self.info.name not in self.source.run_spec.fp32_modules else None
         for index, leaf in enumerate(flat):
-            if low is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
-                flat[index] = leaf.to(low)
+            if cast_dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
+                flat[index] = leaf.to(cast_dtype)
         inputs = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if inputs and torch.is_grad_enabled():
-            wrapped = AfterBackward.apply(self.after_backward, *(flat[i] for i in inputs))
+            wrapped = PostBackwardFunction.apply(self.post_backward, *(flat[i] for i in inputs))
             for index, leaf in zip(inputs, wrapped, strict=True):
                 flat[index] = leaf
         return tree_unflatten(flat, spec)
 
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.stage.frees and self.size.name:
-            self.free()
-        comes_again = self.stage.wire or self.is_paged
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.source.reshards_after_forward and self.info.name:
+            self.reshard()
+        needs_unshard = self.source.uses_collectives or self.is_paged
         for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and comes_again:
-                leaf.register_hook(self.before_backward)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and needs_unshard:
+                leaf.register_hook(self.pre_backward)
         return None
 
     @property
     def is_paged(self) -> bool:
-        return self.size.name in self.stage.paged
+        return self.info.name in self.source.paged_units
 
-    def before_backward(self, grad: Tensor) -> None:
-        self.gather()
-        self.stage.prefetch_before(self)
+    def pre_backward(self, grad: Tensor) -> None:
+        self.unshard()
+        self.source.prefetch_previous(self)
 
-    def gather(self) -> None:
-        stage, tape = self.stage, self.stage.tape
-        if self.is_open or self.gathered:
+    def unshard(self) -> None:
+        source, recorder = self.source, self.source.recorder
+        if self.is_paged_in or self.gathered_ids:
             return
         if self.is_paged:
-            tape.mark(f"open {self.size.name}")
-            self.is_open = True
-        if not stage.wire:
+            recorder.record_mark(f"open {self.info.name}")
+            self.is_paged_in = True
+        if not source.uses_collectives:
             return
-        if stage.setting.both_levels:  # what is gathered lies in the host's arena
-            tape.mark(f"gather {self.size.name}")
-            flat = 0
+        if source.run_spec.is_hierarchical:  # what is gathered lies in the host's arena
+            recorder.record_mark(f"gather {self.info.name}")
+            flat_id = 0
         else:
-            flat = self.prefetched or tape.note(self.size.gather_bytes, "gathered")
-        self.prefetched = 0
-        self.gathered = [tape.note(p.nbytes, "gathered") for p in self.params]
-        if flat:
-            tape.drop(flat)
+            flat_id = self.prefetched_id or recorder.record_alloc(self.info.gather_bytes, "gathered")
+        self.prefetched_id = 0
+        self.gathered_ids = [recorder.record_alloc(p.nbytes, "gathered") for p in self.params]
+        if flat_id:
+            recorder.record_free(flat_id)
         if self.is_paged:  # FSDP2 has its own copy now
-            tape.mark(f"close {self.size.name}")
-            self.is_open = False
+            recorder.record_mark(f"close {self.info.name}")
+            self.is_paged_in = False
 
     def prefetch(self) -> None:
-        stage = self.stage
-        if self.is_paged and not self.is_open and not self.gathered:
-            stage.tape.mark(f"ahead {self.size.name}")
-        elif stage.wire and not stage.setting.both_levels and not self.gathered and not self.prefetched:
-            self.prefetched = stage.tape.note(self.size.gather_bytes, "gathered")
+        source = self.source
+        if self.is_paged and not self.is_paged_in and not self.gathered_ids:
+            source.recorder.record_mark(f"ahead {self.info.name}")
+        elif source.uses_collectives and not source.run_spec.is_hierarchical and not self.gathered_ids and not self.prefetched_id:
+            self.prefetched_id = source.recorder.record_alloc(self.info.gather_bytes, "gathered")
 
-    def free(self) -> None:
-        for number in self.gathered:
-            self.stage.tape.drop(number)
-        self.gathered = []
-        if self.is_open:
-            self.stage.tape.mark(f"close {self.size.name}")
-            self.is_open = False
+    def reshard(self) -> None:
+        for storage_id in self.gathered_ids:
+            self.source.recorder.record_free(storage_id)
+        self.gathered_ids = []
+        if self.is_paged_in:
+            self.source.recorder.record_mark(f"close {self.info.name}")
+            self.is_paged_in = False
 
-    def after_backward(self) -> None:
-        stage = self.stage
+    def post_backward(self) -> None:
+        source = self.source
         grads = {id(p): p.grad for p in self.params if p.grad is not None}
         for parameter in self.params:
-            if parameter.grad is not None and id(parameter) in self.kept:
-                self.kept[id(parameter)] += parameter.grad
+            if parameter.grad is not None and id(parameter) in self.accumulated_grads:
+                self.accumulated_grads[id(parameter)] += parameter.grad
                 parameter.grad = None
-        if not stage.reduces:
-            stage.tape.mark(f"kept {self.size.name}")
-            reduce = stage.setting.precision.reduce
+        if not source.reduces_grads:
+            source.recorder.record_mark(f"kept {self.info.name}")
+            reduce = source.run_spec.precision.reduce_dtype
             for parameter in self.params:
                 if parameter.grad is not None and parameter.grad.dtype != reduce:
-                    self.kept[id(parameter)], parameter.grad = parameter.grad.to(reduce), None
-        elif grads or self.kept:
-            stage.reduce(self)
-        if stage.last or stage.setting.policy.frees_parameters:
-            self.free()
+                    self.accumulated_grads[id(parameter)], parameter.grad = parameter.grad.to(reduce), None
+        elif grads or self.accumulated_grads:
+            source.reduce_grads(self)
+        if source.is_last_micro_batch or source.run_spec.zero_policy.reshards_after_use:
+            self.reshard()
 
 
-class Stage:
+class FsdpEventSource:
     """What the units share: the tape, and what the backward pass at hand does.
 
     ``paged``: names of the units whose parameters come from a disk.
     """
 
-    def __init__(self, tape: Tape, setting: Setting) -> None:
-        self.tape, self.setting = tape, setting
-        self.wire = setting.placement == "wire"
-        self.paged: frozenset[str] = frozenset()
-        self.frees = (self.wire or setting.offload.pages) and setting.policy.frees_parameters
-        compute = setting.precision.compute
-        self.low_dtype = compute if compute != torch.float32 else None
-        self.units: list[Unit] = []
-        self.last = self.reduces = True
-        self.reductions: list[str] = []
-        self._held: int = 0
+    def __init__(self, recorder: AllocationRecorder, run_spec: RunSpec) -> None:
+        self.recorder, self.run_spec = recorder, run_spec
+        self.uses_collectives = run_spec.storage_kind == "wire"
+        self.paged_units: frozenset[str] = frozenset()
+        self.reshards_after_forward = (self.uses_collectives or run_spec.param_offload.uses_nvme) and run_spec.zero_policy.reshards_after_use
+        compute = run_spec.precision.compute_dtype
+        self.cast_dtype = compute if compute != torch.float32 else None
+        self.units: list[FsdpUnitEvents] = []
+        self.is_last_micro_batch = self.reduces_grads = True
+        self.reduction_order: list[str] = []
+        self._reduce_input_id: int = 0
 
-    def begin(self, last: bool) -> None:
+    def begin_micro_batch(self, is_last: bool) -> None:
         """One micro-batch, the last of its window or not."""
-        self.last, self.reduces = last, last or self.setting.policy.reduces_each_backward
+        self.is_last_micro_batch, self.reduces_grads = is_last, is_last or self.run_spec.zero_policy.reduces_each_backward
 
-    def prefetch_before(self, unit: Unit) -> None:
+    def prefetch_previous(self, unit: FsdpUnitEvents) -> None:
         """FSDP2 gathers the unit whose backward pass is next while this one's is computed."""
         index = self.units.index(unit)
-        if index > 0 and self.setting.policy.frees_parameters:
+        if index > 0 and self.run_spec.zero_policy.reshards_after_use:
             self.units[index - 1].prefetch()
 
-    def reduce(self, unit: Unit) -> None:
+    def reduce_grads(self, unit: FsdpUnitEvents) -> None:
         """FSDP2's reduction: copy the gradients in, free them, keep the input until the next one."""
-        tape, setting, size = self.tape, self.setting, unit.size
-        self.reductions.append(size.name)
-        self.release_input()
-        if not (setting.in_arena or setting.updates_early or setting.spills):
-            self._held = tape.note(size.reduce_bytes, "buffers")
-        unit.kept.clear()
+        recorder, run_spec, info = self.recorder, self.run_spec, unit.info
+        self.reduction_order.append(info.name)
+        self.release_reduce_input()
+        if not (run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk):
+            self._reduce_input_id = recorder.record_alloc(info.reduce_bytes, "buffers")
+        unit.accumulated_grads.clear()
         for parameter in unit.params:
             parameter.grad = None
-        tape.mark(f"{'last' if self.last else 'reduce'} {size.name}")
-        if setting.on_cpu and setting.span.num_nodes > 1:  # partial sums to and from other hosts
-            rows = size.reduce_bytes // setting.span.per_node
-            for number in [tape.note(rows, "buffers") for _ in range(2 if setting.both_levels else 1)]:
-                tape.drop(number)
+        recorder.record_mark(f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}")
+        if run_spec.on_cpu and run_spec.shard_topology.num_nodes > 1:  # partial sums to and from other hosts
+            rows = info.reduce_bytes // run_spec.shard_topology.ranks_per_node
+            for number in [recorder.record_alloc(rows, "buffers") for _ in range(2 if run_spec.is_hierarchical else 1)]:
+                recorder.record_free(number)
 
-    def release_input(self) -> None:
+    def release_reduce_input(self) -> None:
         """FSDP2 keeps a reduction's input until the next one."""
-        if self._held:
-            self.tape.drop(self._held)
-            self._held = 0
+        if self._reduce_input_id:
+            self.recorder.record_free(self._reduce_input_id)
+            self._reduce_input_id = 0
 
     def finish_backward(self) -> None:
         """Reduce what no hook has, and put every unit to rest."""
         for unit in self.units:
-            unit.after_backward()
-            if unit.prefetched:
-                self.tape.drop(unit.prefetched)
-                unit.prefetched = 0
-        self.release_input()
+            unit.post_backward()
+            if unit.prefetched_id:
+                self.recorder.record_free(unit.prefetched_id)
+                unit.prefetched_id = 0
+        self.release_reduce_input()

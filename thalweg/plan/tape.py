@@ -27,123 +27,123 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from thalweg.ops._private import reads_a_value
-from thalweg.ops.grouped import answers_without_values
-from thalweg.ops.table import default_table
+from thalweg.ops._private import is_item_call
+from thalweg.ops.grouped import fake_grouped_mm
+from thalweg.ops.table import get_autotune_cache
 
-Event = tuple[int, int, str]
+TraceEvent = tuple[int, int, str]
 
 
-class Tape(TorchDispatchMode):
+class AllocationRecorder(TorchDispatchMode):
     """Records the storages made while it is on; ``label`` names what is made now."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.label = "activations"
-        self.wide: int | None = None  # results of this width have a label of their own: logits
-        self.kernels = "torch"  # "auto": linear layers choose theirs, see ops/linear.py
+        self.vocab_size: int | None = None  # results of this width have a label of their own: logits
+        self.linear_kernels = "torch"  # "auto": linear layers choose theirs, see ops/linear.py
         self.flops = 0
-        self.moved_bytes = 0
-        self.calls = 0
-        self.deadline: float | None = None  # of this thread's processor time; operators after it are an error
-        self._ids: dict[int, int] = {}
-        self._next = 1
+        self.accessed_bytes = 0
+        self.num_ops = 0
+        self.cpu_deadline: float | None = None  # of this thread's processor time; operators after it are an error
+        self._storage_ids: dict[int, int] = {}
+        self._next_id = 1
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of ``tensors`` out: they are counted elsewhere."""
         for tensor in tensors:
-            self._ids[tensor.untyped_storage()._cdata] = 0
+            self._storage_ids[tensor.untyped_storage()._cdata] = 0
 
-    def note(self, num_bytes: int, label: str) -> int:
+    def record_alloc(self, num_bytes: int, label: str) -> int:
         """Write a storage down that no operator has made; returns its id for :meth:`drop`."""
-        number = self._next
-        self._next += 1
-        self.events.append((number, num_bytes, label))
-        return number
+        storage_id = self._next_id
+        self._next_id += 1
+        self.events.append((storage_id, num_bytes, label))
+        return storage_id
 
-    def drop(self, number: int) -> None:
+    def record_free(self, storage_id: int) -> None:
         """The storage that :meth:`note` wrote down is gone."""
-        self.events.append((-number, 0, ""))
+        self.events.append((-storage_id, 0, ""))
 
-    def mark(self, name: str) -> None:
+    def record_mark(self, name: str) -> None:
         """Write down that ``name`` (a phase, a module) begins."""
         self.events.append((0, 0, name))
 
-    def take(self) -> list[Event]:
+    def pop_events(self) -> list[TraceEvent]:
         """The events so far; the list begins anew."""
         events, self.events = self.events, []
         return events
 
     @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
+    def with_label(self, label: str) -> Iterator[None]:
         """Make storages under another label."""
-        before, self.label = self.label, label
+        previous, self.label = self.label, label
         try:
             yield
         finally:
-            self.label = before
+            self.label = previous
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, number = kwargs or {}, 0
-        if self.label == "update" and reads_a_value(func):
+        if self.label == "update" and is_item_call(func):
             # An optimizer reads a norm or its count of steps: any number does, as it moves no bytes.
             return 0.5 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-        result = answers_without_values(func.name(), args)
+        result = fake_grouped_mm(func.name(), args)
         if result is None:
-            copied = self._copied(func, args)
-            number = self.note(copied, self.label) if copied else 0
+            copied = self._kernel_copy_bytes(func, args)
+            number = self.record_alloc(copied, self.label) if copied else 0
             result = func(*args, **kwargs)
         made = 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                made += self._see(leaf)
+                made += self._record_storage(leaf)
         if number:
-            self.drop(number)
-        self._count(func, args, kwargs, result, made)
+            self.record_free(number)
+        self._count_op(func, args, kwargs, result, made)
         return result
 
-    def _copied(self, func: Any, args: Any) -> int:
+    def _kernel_copy_bytes(self, func: Any, args: Any) -> int:
         """Bytes that the kernel of a weight's gradient takes beside its result (see ``ops/products.py``).
 
         oneDNN's product copies the gradient, transposed, its convolution the result, torch's neither.  The
         gradient of the logits is the largest block of many a step, and so is its copy.
         """
-        if self.kernels != "auto" or func is not torch.ops.aten.mm.default:
+        if self.linear_kernels != "auto" or func is not torch.ops.aten.mm.default:
             return 0
         left, right = args
         features, rows = left.shape
         if left.stride() != (1, features) or left.dtype != right.dtype:
             return 0
         columns = right.shape[1]
-        name = default_table().known("tn", left.dtype, rows, features, columns)
-        copied = {"onednn": left.nbytes, "convolution": features * columns * left.itemsize}
-        return copied.get(name or "", 0)
+        name = get_autotune_cache().lookup("tn", left.dtype, rows, features, columns)
+        copy_bytes = {"onednn": left.nbytes, "convolution": features * columns * left.itemsize}
+        return copy_bytes.get(name or "", 0)
 
-    def _see(self, tensor: Tensor) -> int:
+    def _record_storage(self, tensor: Tensor) -> int:
         if tensor.device.type == "meta":  # somebody asks for a shape
             return 0
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._ids:
+        if key in self._storage_ids:
             return 0
         num_bytes = storage.nbytes()
-        logits = self.wide is not None and tensor.ndim > 1 and tensor.shape[-1] == self.wide
-        self._ids[key] = number = self.note(num_bytes, "logits" if logits else self.label)
-        weakref.finalize(storage, self._gone, key, number).atexit = False
+        is_logits = self.vocab_size is not None and tensor.ndim > 1 and tensor.shape[-1] == self.vocab_size
+        self._storage_ids[key] = storage_id = self.record_alloc(num_bytes, "logits" if is_logits else self.label)
+        weakref.finalize(storage, self._on_storage_freed, key, storage_id).atexit = False
         return num_bytes
 
-    def _gone(self, key: int, number: int) -> None:
-        self._ids.pop(key, None)
-        self.drop(number)
+    def _on_storage_freed(self, key: int, storage_id: int) -> None:
+        self._storage_ids.pop(key, None)
+        self.record_free(storage_id)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> None:
-        self.calls += 1
-        if self.deadline is not None and self.calls % 256 == 0 and time.thread_time() > self.deadline:
-            raise TimeoutError(f"after {self.calls:,} operators the step was not over")
+    def _count_op(self, func: Any, args: Any, kwargs: Any, result: Any, created_bytes: int) -> None:
+        self.num_ops += 1
+        if self.cpu_deadline is not None and self.num_ops % 256 == 0 and time.thread_time() > self.cpu_deadline:
+            raise TimeoutError(f"after {self.num_ops:,} operators the step was not over")
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-        if made or func._schema.name.endswith("_"):
+        if created_bytes or func._schema.name.endswith("_"):
             read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.moved_bytes += read + made
+            self.accessed_bytes += read + created_bytes

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from thalweg.plan.cluster import Cluster
-from thalweg.plan.memory import Memory
-from thalweg.plan.rehearsal import MICROS_TRACED, Rehearsal
-from thalweg.plan.setting import Setting
-from thalweg.plan.traffic import Traffic
+from thalweg.plan.memory import ReplayResult
+from thalweg.plan.rehearsal import MAX_TRACED_MICRO_BATCHES, StepTrace
+from thalweg.plan.setting import RunSpec
+from thalweg.plan.traffic import CommVolume
 
 _ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
 
@@ -21,74 +21,74 @@ _ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
 class StepTime:
     """Seconds of one optimizer step by cause, their composition, and the largest cause."""
 
-    parts: dict[str, float] = field(default_factory=dict)
+    breakdown: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     bottleneck: str = ""
 
     @property
     def disk_keeps_up(self) -> bool:
         """Whether what goes to and from a disk is there before it is waited for."""
-        own = sum(self.parts.get(key, 0.0) for key in ("compute", "memory bandwidth", "calls"))
-        return 0.0 < self.parts.get("disk", 0.0) < own
+        rank_seconds = sum(self.breakdown.get(key, 0.0) for key in ("compute", "memory bandwidth", "calls"))
+        return 0.0 < self.breakdown.get("disk", 0.0) < rank_seconds
 
 
-def time_of(
-    found: Rehearsal, setting: Setting, traffic: Traffic, memory: Memory, cluster: Cluster
+def estimate_step_time(
+    trace: StepTrace, run_spec: RunSpec, comm_volume: CommVolume, replayed: ReplayResult, cluster: Cluster
 ) -> StepTime:
     """How long one optimizer step takes on each rank."""
-    scale = setting.accumulation / min(setting.accumulation, MICROS_TRACED)
-    flops = cluster.flops_of(setting.precision.compute) * cluster.efficiency
-    shard = sum(
-        slot.padded_numel // slot.num_shards for name, slot in found.slots.items() if name not in found.frozen
+    scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+    flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
+    shard_numel = sum(
+        slot.padded_numel // slot.num_shards for name, slot in trace.param_specs.items() if name not in trace.frozen_params
     )
-    update = shard * _ADAM_BYTES.get(setting.optimizer or "", 28)
-    parts = {
-        "compute": found.flops * scale / flops,
-        "memory bandwidth": (found.moved_bytes * scale + update) / cluster.memory_bandwidth,
-        "calls": found.num_calls * scale * cluster.call_seconds,
+    update_bytes = shard_numel * _ADAM_BYTES.get(run_spec.optimizer or "", 28)
+    breakdown = {
+        "compute": trace.flops * scale / flops,
+        "memory bandwidth": (trace.accessed_bytes * scale + update_bytes) / cluster.memory_bandwidth,
+        "calls": trace.num_ops * scale * cluster.call_seconds,
     }
-    if traffic.links.get("inside a node"):
-        parts["links inside a node"] = traffic.links["inside a node"] / cluster.intra_bandwidth
-    if traffic.links.get("between nodes"):
-        parts["network between nodes"] = traffic.links["between nodes"] / cluster.inter_bandwidth
-    if setting.states_on_host:
-        parts["host link"] = _over_the_host_link(found, setting) / cluster.host_bandwidth
-        parts["host update"] = _host_update(update, cluster)
-        parts["memory bandwidth"] -= update / cluster.memory_bandwidth
-    if memory.disk_read or memory.disk_written:  # the ranks of a node share its disk
-        ranks = setting.ranks.per_node
-        parts["disk"] = ranks * (
-            memory.disk_read / cluster.disk_read_bandwidth
-            + memory.disk_written / cluster.disk_write_bandwidth
+    if comm_volume.bytes_by_link.get("inside a node"):
+        breakdown["links inside a node"] = comm_volume.bytes_by_link["inside a node"] / cluster.intra_bandwidth
+    if comm_volume.bytes_by_link.get("between nodes"):
+        breakdown["network between nodes"] = comm_volume.bytes_by_link["between nodes"] / cluster.inter_bandwidth
+    if run_spec.states_on_host:
+        breakdown["host link"] = _host_link_bytes(trace, run_spec) / cluster.host_bandwidth
+        breakdown["host update"] = _host_update_seconds(update_bytes, cluster)
+        breakdown["memory bandwidth"] -= update_bytes / cluster.memory_bandwidth
+    if replayed.disk_read_bytes or replayed.disk_written_bytes:  # the ranks of a node share its disk
+        ranks = run_spec.topology.ranks_per_node
+        breakdown["disk"] = ranks * (
+            replayed.disk_read_bytes / cluster.disk_read_bandwidth
+            + replayed.disk_written_bytes / cluster.disk_write_bandwidth
         )
-    seconds, bottleneck = compose(parts, cluster)
-    return StepTime(parts, seconds, bottleneck)
+    seconds, bottleneck = combine_times(breakdown, cluster)
+    return StepTime(breakdown, seconds, bottleneck)
 
 
-def _host_update(update_bytes: int, cluster: Cluster) -> float:
+def _host_update_seconds(update_bytes: int, cluster: Cluster) -> float:
     """Seconds of an update by the host's processors, whose memory all ranks of a node share."""
     return update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
 
 
-def _over_the_host_link(found: Rehearsal, setting: Setting) -> int:
+def _host_link_bytes(trace: StepTrace, run_spec: RunSpec) -> int:
     """Bytes that a GPU and its host exchange in a step: shards for each gather, gradients back."""
-    openings = setting.accumulation * (2 if setting.policy.frees_parameters else 1)
-    shards = sum(unit.gather_bytes // setting.num_shards for unit in found.units)
-    reductions = setting.accumulation if setting.policy.reduces_each_backward else 1
-    grads = sum(unit.sharded_grad_bytes for unit in found.units if unit.trains)
-    return shards * openings + grads * reductions
+    num_gathers = run_spec.accumulation_steps * (2 if run_spec.zero_policy.reshards_after_use else 1)
+    shards = sum(unit.gather_bytes // run_spec.num_shards for unit in trace.units)
+    num_reductions = run_spec.accumulation_steps if run_spec.zero_policy.reduces_each_backward else 1
+    grads = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
+    return shards * num_gathers + grads * num_reductions
 
 
-def compose(parts: dict[str, float], cluster: Cluster) -> tuple[float, str]:
+def combine_times(breakdown: dict[str, float], cluster: Cluster) -> tuple[float, str]:
     """Seconds of the whole step, and which part is the longest."""
-    bottleneck = max(parts, key=lambda key: parts[key])
+    bottleneck = max(breakdown, key=lambda key: breakdown[key])
     if cluster.device == "cpu":
-        seconds = sum(parts.values())
+        seconds = sum(breakdown.values())
     else:
-        own = parts["compute"] + parts["memory bandwidth"]
-        moved = sum(
-            value for key, value in parts.items() if key.startswith(("links", "network", "host", "disk"))
+        rank_seconds = breakdown["compute"] + breakdown["memory bandwidth"]
+        transfer_seconds = sum(
+            value for key, value in breakdown.items() if key.startswith(("links", "network", "host", "disk"))
         )
-        longer, shorter = max(own, moved, parts["calls"]), min(own, moved)
+        longer, shorter = max(rank_seconds, transfer_seconds, breakdown["calls"]), min(rank_seconds, transfer_seconds)
         seconds = longer + 0.1 * shorter
     return seconds, bottleneck

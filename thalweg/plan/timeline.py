@@ -12,62 +12,62 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from thalweg.plan.process import Moment, PerRank
+from thalweg.plan.process import MemorySample, MemoryBreakdown
 
-_ENDS = 2  # blocks at the front, and at the back
-_BETWEEN = 12  # moments of the timeline that stand for the blocks in between
+_NUM_END_BLOCKS = 2  # blocks at the front, and at the back
+_NUM_INTERPOLATED = 12  # moments of the timeline that stand for the blocks in between
 
 
-def aligned(stretches: dict[str, PerRank], depths: dict[str, int]) -> dict[str, dict[str, int]]:
+def align_segments(segments: dict[str, MemoryBreakdown], depths: dict[str, int]) -> dict[str, dict[str, int]]:
     """The bytes of each stretch of a model whose stacks have so many blocks, under names that models of
     another depth use as well; blocks in the middle are left out."""
-    found: dict[str, dict[str, int]] = {}
-    for key, parts in stretches.items():
+    result: dict[str, dict[str, int]] = {}
+    for key, parts in segments.items():
         begin, _, unit = key.rpartition("\t")
-        place = _place(unit, depths)
-        if place is not None:
-            found[f"{begin}\t{place}"] = asdict(parts)
-    return found
+        position = _get_position(unit, depths)
+        if position is not None:
+            result[f"{begin}\t{position}"] = asdict(parts)
+    return result
 
 
-def highest(stretches: dict[str, dict[str, float]]) -> PerRank:
+def get_highest_segment(segments: dict[str, dict[str, float]]) -> MemoryBreakdown:
     """The bytes of the highest stretch."""
-    parts = max(stretches.values(), key=lambda found: sum(found.values()))
-    return PerRank(**{name: max(0, round(value)) for name, value in parts.items()})
+    parts = max(segments.values(), key=lambda found: sum(found.values()))
+    return MemoryBreakdown(**{name: max(0, round(value)) for name, value in parts.items()})
 
 
-def moments(stretches: dict[str, dict[str, float]]) -> list[Moment]:
+def build_timeline(segments: dict[str, dict[str, float]]) -> list[MemorySample]:
     """One moment for each stretch, and some for the blocks between front and back."""
-    found: list[Moment] = []
-    before: tuple[str, int] = ("", 0)
-    last: dict[str, int] = {}
-    for key, values in stretches.items():
+    samples: list[MemorySample] = []
+    previous_position: tuple[str, int] = ("", 0)
+    previous_parts: dict[str, int] = {}
+    for key, values in segments.items():
         parts = {name: max(0, round(value)) for name, value in values.items()}
         phase, unit = key.split("\t")[1], key.rpartition("\t")[2]
         stack, _, index = unit.rpartition("#")
-        here = (f"{phase} {stack}", int(index)) if stack else ("", 0)
-        if stack and here[0] == before[0] and (here[1] < 0) != (before[1] < 0):
-            for step in range(1, _BETWEEN):
-                share = step / _BETWEEN
-                between = {k: round(last[k] + share * (parts[k] - last[k])) for k in parts}
-                found.append(_moment(phase, between))
-        before, last = here, parts
-        found.append(_moment(phase, parts))
-    return found
+        position = (f"{phase} {stack}", int(index)) if stack else ("", 0)
+        if stack and position[0] == previous_position[0] and (position[1] < 0) != (previous_position[1] < 0):
+            for step in range(1, _NUM_INTERPOLATED):
+                fraction = step / _NUM_INTERPOLATED
+                interpolated = {k: round(previous_parts[k] + fraction * (parts[k] - previous_parts[k])) for k in parts}
+                samples.append(_make_sample(phase, interpolated))
+        previous_position, previous_parts = position, parts
+        samples.append(_make_sample(phase, parts))
+    return samples
 
 
-def _place(unit: str, depths: dict[str, int]) -> str | None:
+def _get_position(unit: str, depths: dict[str, int]) -> str | None:
     """``unit`` with its number in the stack, from the front or (below 0) the back; None in the middle."""
     for stack, depth in depths.items():
         if unit.startswith(f"{stack}."):
             number, _, rest = unit.removeprefix(f"{stack}.").partition(".")
             index = int(number)
-            if _ENDS <= index < depth - _ENDS:
+            if _NUM_END_BLOCKS <= index < depth - _NUM_END_BLOCKS:
                 return None
-            return f"{stack}.{rest}#{index if index < _ENDS else index - depth}"
+            return f"{stack}.{rest}#{index if index < _NUM_END_BLOCKS else index - depth}"
     return unit
 
 
-def _moment(phase: str, parts: dict[str, int]) -> Moment:
-    alive = {name: value for name, value in parts.items() if name not in ("process", "fragmentation")}
-    return Moment(phase, alive | {"process": 0}, sum(parts.values()))
+def _make_sample(phase: str, parts: dict[str, int]) -> MemorySample:
+    live_bytes = {name: value for name, value in parts.items() if name not in ("process", "fragmentation")}
+    return MemorySample(phase, live_bytes | {"process": 0}, sum(parts.values()))

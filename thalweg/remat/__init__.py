@@ -27,25 +27,25 @@ where to.
 
 from __future__ import annotations
 
-from thalweg.remat.offload import DiskSaver, HostSaver, InPlace, PartitionedSaver, Saver, make_saver
+from thalweg.remat.offload import NvmeActivationOffloader, CpuActivationOffloader, NoActivationOffloader, PartitionedActivationOffloader, ActivationOffloader, build_activation_offloader
 from thalweg.remat.units import (
     POLICIES,
-    SAVEABLE,
-    RematPolicy,
+    SAVEABLE_OPS,
+    ActivationCheckpointPolicy,
     apply_activation_checkpointing,
     remove_activation_checkpointing,
 )
 
 __all__ = [
     "POLICIES",
-    "SAVEABLE",
-    "DiskSaver",
-    "HostSaver",
-    "InPlace",
-    "PartitionedSaver",
-    "RematPolicy",
-    "Saver",
+    "SAVEABLE_OPS",
+    "NvmeActivationOffloader",
+    "CpuActivationOffloader",
+    "NoActivationOffloader",
+    "PartitionedActivationOffloader",
+    "ActivationCheckpointPolicy",
+    "ActivationOffloader",
     "apply_activation_checkpointing",
-    "make_saver",
+    "build_activation_offloader",
     "remove_activation_checkpointing",
 ]

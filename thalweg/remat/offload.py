@@ -31,11 +31,11 @@ from thalweg.utils.log import get_logger
 _log = get_logger(__name__)
 
 _PAGE = 4096
-LEAST_BYTES = 64 * 1024
+MIN_OFFLOAD_BYTES = 64 * 1024
 """Smaller tensors stay where they are."""
 
 
-class Kept(Protocol):
+class OffloadedActivation(Protocol):
     """A tensor that was put away."""
 
     def fetch(self) -> Tensor:
@@ -43,123 +43,123 @@ class Kept(Protocol):
         ...
 
 
-class Saver(Protocol):
+class ActivationOffloader(Protocol):
     """Puts tensors away."""
 
-    def save(self, tensor: Tensor) -> Kept:
+    def save(self, tensor: Tensor) -> OffloadedActivation:
         """Put a detached tensor away; its memory may be given back once nobody else holds it."""
         ...
 
 
 @dataclass
-class Marker:
+class NestingGuard:
     """Says whether this thread is inside of a unit whose inputs are put away already."""
 
-    local: threading.local = field(default_factory=threading.local)
+    thread_state: threading.local = field(default_factory=threading.local)
 
     @property
-    def inside(self) -> bool:
-        return getattr(self.local, "depth", 0) > 0
+    def is_active(self) -> bool:
+        return getattr(self.thread_state, "depth", 0) > 0
 
     @contextmanager
-    def unit(self) -> Iterator[None]:
-        self.local.depth = getattr(self.local, "depth", 0) + 1
+    def enter(self) -> Iterator[None]:
+        self.thread_state.depth = getattr(self.thread_state, "depth", 0) + 1
         try:
             yield
         finally:
-            self.local.depth -= 1
+            self.thread_state.depth -= 1
 
 
 @dataclass(frozen=True)
-class _Here:
+class _InMemoryTensor:
     tensor: Tensor
 
     def fetch(self) -> Tensor:
         return self.tensor
 
 
-class InPlace:
+class NoActivationOffloader:
     """Leaves tensors where they are: the host tier of a rank that computes on the host."""
 
-    def save(self, tensor: Tensor) -> Kept:
-        return _Here(tensor)
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        return _InMemoryTensor(tensor)
 
 
-class _Chain:
+class _SaveOrder:
     """The order of saving: each kept tensor's predecessor, held weakly."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._last: weakref.ref[Any] | None = None
-        self._before: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
+        self._last_saved: weakref.ref[Any] | None = None
+        self._predecessor: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
 
-    def append(self, kept: Any) -> None:
-        self._before[kept] = self._last
-        self._last = weakref.ref(kept)
+    def append(self, tensor: Any) -> None:
+        self._predecessor[tensor] = self._last_saved
+        self._last_saved = weakref.ref(tensor)
 
-    def predecessors(self, kept: Any) -> Iterator[Any]:
+    def predecessors(self, tensor: Any) -> Iterator[Any]:
         for _ in range(self.depth):
-            link = self._before.get(kept)
-            kept = None if link is None else link()
-            if kept is None:
+            reference = self._predecessor.get(tensor)
+            tensor = None if reference is None else reference()
+            if tensor is None:
                 return
-            yield kept
+            yield tensor
 
 
 # On disk
 
 
-class _OnDisk:
+class _NvmeTensor:
     """Bytes in a region of a swap file: on their way out, out, or on their way back.
 
     They leave through a page-aligned buffer, so that the tensor itself is free at once.
     """
 
-    def __init__(self, disk: DiskSaver, tensor: Tensor) -> None:
-        self._disk, self._device = disk, tensor.device
+    def __init__(self, offloader: NvmeActivationOffloader, tensor: Tensor) -> None:
+        self._offloader, self._device = offloader, tensor.device
         self._shape, self._dtype = tensor.shape, tensor.dtype
-        self._room = disk.take(tensor.numel() * tensor.element_size())
-        self._buffer: Tensor | None = disk.buffer(tensor.shape, tensor.dtype)
+        self._room = offloader.allocate(tensor.numel() * tensor.element_size())
+        self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
         self._buffer.copy_(tensor)
-        self._write: Any = self._room.file.write(self._room.offset, self._buffer)
+        self._write: Any = self._room.swap_file.write(self._room.offset, self._buffer)
         self._read: Any = None
-        self._into: Tensor | None = None
+        self._read_buffer: Tensor | None = None
 
     def finish_write(self) -> None:
         """Wait until the bytes are out and give the buffer back."""
         if self._buffer is not None:
             buffer, write, self._buffer, self._write = self._buffer, self._write, None, None
             write.wait()
-            self._disk.reuse(buffer)
+            self._offloader.recycle_buffer(buffer)
 
     def read_ahead(self) -> None:
         if self._buffer is None and self._read is None:
-            self._into = _aligned(self._shape, self._dtype, pinned=self._device.type == "cuda")
-            self._read = self._room.file.read(self._room.offset, self._into)
+            self._read_buffer = _aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
+            self._read = self._room.swap_file.read(self._room.offset, self._read_buffer)
 
     def fetch(self) -> Tensor:
         if self._buffer is not None:  # hardly out yet: no need to read it
             self._write.wait()
-            found, self._buffer, self._write = self._buffer, None, None
+            result, self._buffer, self._write = self._buffer, None, None
         else:
             self.read_ahead()
-            assert self._into is not None
-            found, read = self._into, self._read
-            self._into = self._read = None
+            assert self._read_buffer is not None
+            result, read = self._read_buffer, self._read
+            self._read_buffer = self._read = None
             read.wait()
-        self._disk.fetched(self)
-        return found.to(self._device, non_blocking=True)
+        self._offloader.on_fetch(self)
+        return result.to(self._device, non_blocking=True)
 
     def __del__(self) -> None:
-        for ticket in (self.__dict__.get("_write"), self.__dict__.get("_read")):
-            if ticket is not None:
-                ticket.settle()
-        room = self.__dict__.get("_room")
-        if room is not None:
-            self._disk.give_back(room)
+        for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
+            if future is not None:
+                future.settle()
+        region = self.__dict__.get("_room")
+        if region is not None:
+            self._offloader.free(region)
 
 
-def _aligned(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Tensor:
+def _aligned_empty(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Tensor:
     """An uninitialised CPU tensor at a page boundary, which direct I/O asks for."""
     nbytes = shape.numel() * dtype.itemsize
     memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
@@ -168,12 +168,12 @@ def _aligned(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Ten
 
 
 @dataclass(frozen=True)
-class _Room:
-    file: Any
+class _SwapRegion:
+    swap_file: Any
     offset: int
 
 
-class DiskSaver:
+class NvmeActivationOffloader:
     """Keeps tensors in swap files below ``folder``, which grow with what a step needs.
 
     ``open_file(num_bytes)`` makes a swap file (``store.nvme.SwapFile``); ``depth``: how many tensors may be
@@ -183,63 +183,63 @@ class DiskSaver:
     def __init__(
         self, open_file: Callable[[int], Any], *, depth: int = 2, segment_bytes: int = 2**28
     ) -> None:
-        self._open, self._segment = open_file, segment_bytes
+        self._open_file, self._segment_bytes = open_file, segment_bytes
         self._files: list[Any] = []
         self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._leaving: deque[weakref.ref[_OnDisk]] = deque()
-        self._chain = _Chain(depth)
+        self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
+        self._save_order = _SaveOrder(depth)
         self._lock = threading.Lock()
 
-    def save(self, tensor: Tensor) -> Kept:
-        kept = _OnDisk(self, tensor)
-        self._chain.append(kept)
-        self._leaving.append(weakref.ref(kept))
-        while len(self._leaving) > self._chain.depth:
-            oldest = self._leaving.popleft()()
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        offloaded = _NvmeTensor(self, tensor)
+        self._save_order.append(offloaded)
+        self._pending_writes.append(weakref.ref(offloaded))
+        while len(self._pending_writes) > self._save_order.depth:
+            oldest = self._pending_writes.popleft()()
             if oldest is not None:
                 oldest.finish_write()
-        return kept
+        return offloaded
 
-    def fetched(self, kept: _OnDisk) -> None:
+    def on_fetch(self, offloaded: _NvmeTensor) -> None:
         """Start reading what the backward pass will want next; buffers for writing have had their time."""
         self._buffers.clear()
-        for one in self._chain.predecessors(kept):
-            one.read_ahead()
+        for previous in self._save_order.predecessors(offloaded):
+            previous.read_ahead()
 
-    def take(self, num_bytes: int) -> _Room:
+    def allocate(self, num_bytes: int) -> _SwapRegion:
         """Room for ``num_bytes``, whatever sizes were given back before: lengths of sequences differ."""
         with self._lock:
-            file = next((one for one in self._files if one.largest_gap >= num_bytes), None)
+            file = next((candidate for candidate in self._files if candidate.largest_gap >= num_bytes), None)
             if file is None:
-                file = self._one_more(num_bytes)
+                file = self._add_swap_file(num_bytes)
                 self._files.append(file)
-            return _Room(file, file.region(num_bytes))
+            return _SwapRegion(file, file.region(num_bytes))
 
-    def _one_more(self, num_bytes: int) -> Any:
+    def _add_swap_file(self, num_bytes: int) -> Any:
         """A swap file of a whole segment, or of less where the disk has no room for that."""
-        size = max(self._segment, num_bytes)
+        size = max(self._segment_bytes, num_bytes)
         while True:
             try:
-                return self._open(size)
+                return self._open_file(size)
             except ValueError:
                 if size == num_bytes:
                     raise
                 size = max(size // 2, num_bytes)
 
-    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A page-aligned tensor to write from."""
         free = self._buffers.get((shape, dtype))
-        return free.pop() if free else _aligned(shape, dtype)
+        return free.pop() if free else _aligned_empty(shape, dtype)
 
-    def reuse(self, buffer: Tensor) -> None:
+    def recycle_buffer(self, buffer: Tensor) -> None:
         """A buffer that is at rest."""
         self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
-    def give_back(self, room: _Room) -> None:
+    def free(self, region: _SwapRegion) -> None:
         """Room that nobody needs any more."""
         with self._lock:
-            if room.file in self._files:
-                room.file.free(room.offset)
+            if region.swap_file in self._files:
+                region.swap_file.free(region.offset)
 
     @property
     def num_bytes(self) -> int:
@@ -257,123 +257,123 @@ class DiskSaver:
 # On the host, from a GPU
 
 
-class _OnHost:
-    def __init__(self, host: HostSaver, tensor: Tensor) -> None:
-        self._host, self._device = host, tensor.device
+class _PinnedTensor:
+    def __init__(self, offloader: CpuActivationOffloader, tensor: Tensor) -> None:
+        self._offloader, self._device = offloader, tensor.device
         self._shape = tensor.shape
-        self._pinned = host.take(tensor.shape, tensor.dtype)
-        stream = host.stream
+        self._pinned = offloader.get_buffer(tensor.shape, tensor.dtype)
+        stream = offloader.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._pinned.copy_(tensor, non_blocking=True)
-            self._copied = stream.record_event()
+            self._copy_event = stream.record_event()
         tensor.record_stream(stream)
-        self._back: tuple[Tensor, Any] | None = None
+        self._prefetched: tuple[Tensor, Any] | None = None
 
     def read_ahead(self) -> None:
-        if self._back is None:
-            stream = self._host.stream
+        if self._prefetched is None:
+            stream = self._offloader.stream
             with torch.cuda.stream(stream):
                 tensor = self._pinned.to(self._device, non_blocking=True)
-                self._back = tensor, stream.record_event()
+                self._prefetched = tensor, stream.record_event()
 
     def fetch(self) -> Tensor:
         self.read_ahead()
-        assert self._back is not None
-        (tensor, ready), self._back = self._back, None
+        assert self._prefetched is not None
+        (tensor, ready), self._prefetched = self._prefetched, None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ready)
         tensor.record_stream(current)
-        self._host.fetched(self)
+        self._offloader.on_fetch(self)
         return tensor
 
     def __del__(self) -> None:
         pinned = self.__dict__.get("_pinned")
         if pinned is not None:
-            self._copied.synchronize()
-            self._host.give_back(pinned)
+            self._copy_event.synchronize()
+            self._offloader.recycle_buffer(pinned)
 
 
-class HostSaver:
+class CpuActivationOffloader:
     """Keeps a GPU's tensors in pinned host memory, copied on a stream of their own."""
 
     def __init__(self, device: torch.device, *, depth: int = 2) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._chain = _Chain(depth)
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._save_order = _SaveOrder(depth)
+        self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
-    def save(self, tensor: Tensor) -> Kept:
-        kept = _OnHost(self, tensor)
-        self._chain.append(kept)
-        return kept
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        offloaded = _PinnedTensor(self, tensor)
+        self._save_order.append(offloaded)
+        return offloaded
 
-    def fetched(self, kept: _OnHost) -> None:
+    def on_fetch(self, offloaded: _PinnedTensor) -> None:
         """Start copying back what the backward pass will want next."""
-        for one in self._chain.predecessors(kept):
-            one.read_ahead()
+        for previous in self._save_order.predecessors(offloaded):
+            previous.read_ahead()
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A pinned tensor, from what was given back where possible."""
-        free = self._free.get((shape, dtype))
+        free = self._free_buffers.get((shape, dtype))
         return free.pop() if free else torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def give_back(self, pinned: Tensor) -> None:
+    def recycle_buffer(self, pinned: Tensor) -> None:
         """A pinned tensor that nobody needs any more."""
-        self._free.setdefault((pinned.shape, pinned.dtype), []).append(pinned)
+        self._free_buffers.setdefault((pinned.shape, pinned.dtype), []).append(pinned)
 
 
 # In parts, over tensor-parallel ranks
 
 
 @dataclass(frozen=True)
-class _Part:
-    kept: Kept
+class _PartitionedTensor:
+    shard: OffloadedActivation
     shape: torch.Size
     group: dist.ProcessGroup
 
     def fetch(self) -> Tensor:
-        part = self.kept.fetch()
+        local_shard = self.shard.fetch()
         size = dist.get_world_size(self.group)
-        whole = part.new_empty(size * part.numel())
-        dist.all_gather_into_tensor(whole, part, group=self.group)
-        return whole[: self.shape.numel()].view(self.shape)
+        gathered = local_shard.new_empty(size * local_shard.numel())
+        dist.all_gather_into_tensor(gathered, local_shard, group=self.group)
+        return gathered[: self.shape.numel()].view(self.shape)
 
 
-class PartitionedSaver:
+class PartitionedActivationOffloader:
     """Each rank of ``group`` keeps its part of a tensor that all of them hold alike; fetching gathers.
 
     Korthikanti et al. 2022, section 5.  ``save`` and ``fetch`` must come in the same order on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, inner: Saver | None = None) -> None:
-        self.group, self.inner = group, inner or InPlace()
+    def __init__(self, group: dist.ProcessGroup, inner: ActivationOffloader | None = None) -> None:
+        self.group, self.inner = group, inner or NoActivationOffloader()
 
-    def save(self, tensor: Tensor) -> Kept:
+    def save(self, tensor: Tensor) -> OffloadedActivation:
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        count = -(-tensor.numel() // size)
-        part = tensor.new_zeros(count)
-        mine = tensor.reshape(-1)[rank * count : (rank + 1) * count]
-        part[: mine.numel()].copy_(mine)
-        return _Part(self.inner.save(part), tensor.shape, self.group)
+        shard_numel = -(-tensor.numel() // size)
+        shard = tensor.new_zeros(shard_numel)
+        local_values = tensor.reshape(-1)[rank * shard_numel : (rank + 1) * shard_numel]
+        shard[: local_values.numel()].copy_(local_values)
+        return _PartitionedTensor(self.inner.save(shard), tensor.shape, self.group)
 
 
-def make_saver(
-    where: Literal["none", "cpu", "nvme"], device: torch.device, folder: str | None = None
-) -> Saver | None:
+def build_activation_offloader(
+    target: Literal["none", "cpu", "nvme"], device: torch.device, folder: str | None = None
+) -> ActivationOffloader | None:
     """The saver for ``activation_checkpointing.offload``; None where inputs stay in place.
 
     Raises:
         ValueError: NVMe without a folder.
     """
-    if where == "cpu" and device.type == "cuda":
-        return HostSaver(device)
-    if where == "cpu":
+    if target == "cpu" and device.type == "cuda":
+        return CpuActivationOffloader(device)
+    if target == "cpu":
         _log.info("activations of a rank that computes on the CPU are in host memory already: none is moved")
-    if where != "nvme":
+    if target != "nvme":
         return None
     if not folder:
         raise ValueError(
             "activation_checkpointing.offload is 'nvme' and no folder is named: set memory.nvme_path, or "
             "nvme_path in offload_param or offload_optimizer"
         )
-    return DiskSaver(partial(SwapFile, folder))
+    return NvmeActivationOffloader(partial(SwapFile, folder))

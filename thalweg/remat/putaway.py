@@ -11,86 +11,86 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from thalweg.ops._private import is_plain
-from thalweg.remat.offload import LEAST_BYTES, Kept, Marker, Saver
+from thalweg.ops._private import is_plain_tensor
+from thalweg.remat.offload import MIN_OFFLOAD_BYTES, OffloadedActivation, NestingGuard, ActivationOffloader
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass
-class Storage:
+class OffloadState:
     """A saver, and whether a unit that uses it is under way in this thread; shared by a model's units."""
 
-    saver: Saver
-    marker: Marker = field(default_factory=Marker)
+    offloader: ActivationOffloader
+    nesting_guard: NestingGuard = field(default_factory=NestingGuard)
 
-    def __deepcopy__(self, memo: Any) -> Storage:
+    def __deepcopy__(self, memo: Any) -> OffloadState:
         return self
 
     def __reduce__(self) -> Any:
-        return _no_storage, ()
+        return _no_offload_state, ()
 
 
-def _no_storage() -> None:
+def _no_offload_state() -> None:
     return None
 
 
-class PutAway:
+class OffloadedForward:
     """Callable that runs ``forward`` on its arguments: first the given ones, later the fetched ones.
 
     Tensors that carry a gradient (the hidden states) are put away; masks, positions and the like, which all
     units share, stay.  The recomputation's own graph is thrown away, so fetched tensors need no history.
     """
 
-    def __init__(self, storage: Storage, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._storage, self._forward = storage, forward
+    def __init__(self, offload_state: OffloadState, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._offload_state, self._forward = offload_state, forward
         self._leaves, self._spec = _pytree.tree_flatten((args, kwargs))
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
-        self._kept: dict[int, Kept] = {}
-        self._given: list[Any] | None = list(self._leaves)
-        self._fetched: list[Any] | None = None
+        self._offloaded: dict[int, OffloadedActivation] = {}
+        self._original_leaves: list[Any] | None = list(self._leaves)
+        self._fetched_leaves: list[Any] | None = None
 
-    def __enter__(self) -> PutAway:
+    def __enter__(self) -> OffloadedForward:
         for index, leaf in enumerate(self._leaves):
-            if _leaves(leaf):
-                self._kept[index] = self._storage.saver.save(leaf.detach())
+            if _should_offload(leaf):
+                self._offloaded[index] = self._offload_state.offloader.save(leaf.detach())
         return self
 
     def __exit__(self, *_: Any) -> None:
         """The first run is over: let go of what was put away."""
-        given, self._given = self._given, None
-        assert given is not None
-        for index in self._kept:
-            self._check(index, given[index])
+        original_leaves, self._original_leaves = self._original_leaves, None
+        assert original_leaves is not None
+        for index in self._offloaded:
+            self._check(index, original_leaves[index])
             self._leaves[index] = None
 
-    def contexts(self, choose: Callable[[], Contexts] | None = None) -> Contexts:
+    def context_fn(self, inner_context_fn: Callable[[], ContextPair] | None = None) -> ContextPair:
         """``context_fn`` of torch's checkpoint: as ``choose`` says, and what is put away is fetched before
         the second run's context begins, which would count the operators of fetching."""
-        first, second = (nullcontext(), nullcontext()) if choose is None else choose()
-        return first, _Fetching(self, second)
+        first, second = (nullcontext(), nullcontext()) if inner_context_fn is None else inner_context_fn()
+        return first, _FetchContext(self, second)
 
-    def fetch(self) -> None:
+    def fetch_inputs(self) -> None:
         """Bring the arguments back for one more run."""
         leaves = list(self._leaves)
-        for index, kept in self._kept.items():
-            leaves[index] = kept.fetch().detach().requires_grad_()
+        for index, offloaded in self._offloaded.items():
+            leaves[index] = offloaded.fetch().detach().requires_grad_()
         for index, leaf in enumerate(self._leaves):
             self._check(index, leaf)
-        self._fetched = leaves
+        self._fetched_leaves = leaves
 
     def __call__(self) -> Any:
-        leaves = self._given
+        leaves = self._original_leaves
         if leaves is None:
-            leaves, self._fetched = self._fetched, None
+            leaves, self._fetched_leaves = self._fetched_leaves, None
         assert leaves is not None
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        with self._storage.marker.unit():
+        with self._offload_state.nesting_guard.enter():
             return self._forward(*args, **kwargs)
 
-    def drop(self) -> None:
+    def release_inputs(self) -> None:
         """Let go of fetched arguments that no run has taken."""
-        self._fetched = None
+        self._fetched_leaves = None
 
     def _check(self, index: int, leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf._version != self._versions[index]:
@@ -100,27 +100,27 @@ class PutAway:
             )
 
 
-class _Fetching:
+class _FetchContext:
     """Fetches, then enters ``inner``; may be entered again."""
 
-    def __init__(self, away: PutAway, inner: AbstractContextManager[Any]) -> None:
-        self._away, self._inner = away, inner
+    def __init__(self, offloaded_forward: OffloadedForward, inner: AbstractContextManager[Any]) -> None:
+        self._offloaded_forward, self._inner = offloaded_forward, inner
 
     def __enter__(self) -> Any:
-        self._away.fetch()
+        self._offloaded_forward.fetch_inputs()
         return self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        self._away.drop()
+        self._offloaded_forward.release_inputs()
         return self._inner.__exit__(*error)
 
 
-def _leaves(value: Any) -> bool:
+def _should_offload(value: Any) -> bool:
     return (
-        is_plain(value)
+        is_plain_tensor(value)
         and not isinstance(value, nn.Parameter)
         and value.requires_grad
         and value.is_floating_point()
         and value.layout is torch.strided
-        and value.numel() * value.element_size() >= LEAST_BYTES
+        and value.numel() * value.element_size() >= MIN_OFFLOAD_BYTES
     )

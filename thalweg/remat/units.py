@@ -18,17 +18,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from thalweg.ops.linear import matmul_operators
-from thalweg.ops.subclass import Disguised, subclass_of, undisguise
-from thalweg.remat.offload import Saver
-from thalweg.remat.putaway import PutAway, Storage
+from thalweg.ops.linear import get_matmul_ops
+from thalweg.ops.subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.remat.offload import ActivationOffloader
+from thalweg.remat.putaway import OffloadedForward, OffloadState
 
 POLICIES = ("none", "full", "selective")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 @dataclass(frozen=True)
-class RematPolicy:
+class ActivationCheckpointPolicy:
     """What is recomputed.
 
     ``policy``: ``"none"``; ``"full"``, every unit keeps its inputs alone; ``"selective"``.
@@ -51,29 +51,29 @@ class RematPolicy:
                 f"every={self.every} and save={self.save} belong to policy 'selective', and the policy is "
                 f"{self.policy!r}; set policy='selective' or leave them out"
             )
-        if unknown := sorted(set(self.save or ()) - set(SAVEABLE)):
-            raise ValueError(f"save names {unknown}; it may name {', '.join(map(repr, SAVEABLE))}")
+        if unknown := sorted(set(self.save or ()) - set(SAVEABLE_OPS)):
+            raise ValueError(f"save names {unknown}; it may name {', '.join(map(repr, SAVEABLE_OPS))}")
         if self.save is not None:
             object.__setattr__(self, "save", tuple(self.save))
 
     @property
-    def saved_groups(self) -> tuple[str, ...]:
+    def saved_op_groups(self) -> tuple[str, ...]:
         """The groups of operators whose results are kept."""
         if self.policy != "selective":
             return ()
         if self.save is not None:
             return self.save
-        return tuple(SAVEABLE) if self.every == 1 else ()
+        return tuple(SAVEABLE_OPS) if self.every == 1 else ()
 
 
-def _matmuls() -> frozenset[Any]:
+def _matmul_ops() -> frozenset[Any]:
     aten = torch.ops.aten
     names = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
     packets = (getattr(aten, name) for name in names if hasattr(aten, name))
-    return frozenset(packet.default for packet in packets) | matmul_operators()
+    return frozenset(packet.default for packet in packets) | get_matmul_ops()
 
 
-def _attentions() -> frozenset[Any]:
+def _attention_ops() -> frozenset[Any]:
     aten = torch.ops.aten
     names = (
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -88,26 +88,26 @@ def _attentions() -> frozenset[Any]:
     return frozenset(getattr(p, "default", p) for p in packets if p is not None)
 
 
-SAVEABLE: dict[str, Callable[[], frozenset[Any]]] = {"matmul": _matmuls, "attention": _attentions}
+SAVEABLE_OPS: dict[str, Callable[[], frozenset[Any]]] = {"matmul": _matmul_ops, "attention": _attention_ops}
 
 
 @cache
-def _saved_operators(groups: tuple[str, ...]) -> frozenset[Any]:
-    return frozenset().union(*(SAVEABLE[group]() for group in groups))
+def _saved_ops(groups: tuple[str, ...]) -> frozenset[Any]:
+    return frozenset().union(*(SAVEABLE_OPS[group]() for group in groups))
 
 
-def _selective_contexts(groups: tuple[str, ...]) -> tuple[AbstractContextManager, AbstractContextManager]:
-    saved = _saved_operators(groups)
+def _selective_context_fn(groups: tuple[str, ...]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    saved_ops = _saved_ops(groups)
 
     def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)
 
 
-class _Checkpointed(Disguised):
-    _thalweg_remat: RematPolicy
-    _thalweg_storage: Storage | None = None  # the instance's own, where inputs are put away
+class _CheckpointedModule(DynamicSubclass):
+    _thalweg_remat: ActivationCheckpointPolicy
+    _thalweg_storage: OffloadState | None = None  # the instance's own, where inputs are put away
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,14 +117,14 @@ class _Checkpointed(Disguised):
             return plain(*args, **kwargs)
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
-        groups = self._thalweg_remat.saved_groups
+        groups = self._thalweg_remat.saved_op_groups
         # torch.compile understands a partial here, but not the default spelled out.
-        contexts: dict[str, Any] = {"context_fn": partial(_selective_contexts, groups)} if groups else {}
+        contexts: dict[str, Any] = {"context_fn": partial(_selective_context_fn, groups)} if groups else {}
         storage = self._thalweg_storage
-        if storage is not None and not storage.marker.inside:
-            with PutAway(storage, plain, args, kwargs) as away:
-                both = partial(away.contexts, contexts.get("context_fn"))
-                return checkpoint(away, use_reentrant=False, preserve_rng_state=True, context_fn=both)
+        if storage is not None and not storage.nesting_guard.is_active:
+            with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
+                both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
+                return checkpoint(offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
@@ -145,12 +145,12 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 @cache
-def _checkpointed_class(plain: type, policy: RematPolicy) -> type:
-    return subclass_of(plain, _Checkpointed, _thalweg_remat=policy)
+def _checkpointed_class(plain: type, policy: ActivationCheckpointPolicy) -> type:
+    return make_subclass(plain, _CheckpointedModule, _thalweg_remat=policy)
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, units: Sequence[nn.Module], policy: RematPolicy, saver: Saver | None = None
+    model: nn.Module, units: Sequence[nn.Module], policy: ActivationCheckpointPolicy, offloader: ActivationOffloader | None = None
 ) -> None:
     """Let ``units`` (modules of ``model``, in forward order) recompute their activations by ``policy``.
 
@@ -160,11 +160,11 @@ def apply_activation_checkpointing(
     """
     if policy.policy == "none":
         return
-    inside = set(model.modules())
-    chosen = list(units)[:: policy.every]
-    for unit in chosen:
+    members = set(model.modules())
+    selected = list(units)[:: policy.every]
+    for unit in selected:
         name = type(unit).__name__
-        if unit not in inside:
+        if unit not in members:
             raise ValueError(f"a {name} among the units is not a module of the model")
         if isinstance(unit, FSDPModule):
             raise ValueError(f"{name} is sharded already; apply activation checkpointing before fully_shard")
@@ -174,16 +174,16 @@ def apply_activation_checkpointing(
             raise ValueError(
                 f"{name} has a replaced forward; apply activation checkpointing before replacing it"
             )
-    storage = None if saver is None else Storage(saver)
-    for unit in chosen:
-        if not isinstance(unit, _Checkpointed):
+    offload_state = None if offloader is None else OffloadState(offloader)
+    for unit in selected:
+        if not isinstance(unit, _CheckpointedModule):
             unit.__class__ = _checkpointed_class(type(unit), policy)
-        if storage is not None:
-            unit.__dict__["_thalweg_storage"] = storage
+        if offload_state is not None:
+            unit.__dict__["_thalweg_storage"] = offload_state
 
 
 def remove_activation_checkpointing(model: nn.Module) -> int:
     """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
     for module in model.modules():
         module.__dict__.pop("_thalweg_storage", None)
-    return undisguise(model, _Checkpointed)
+    return restore_class(model, _CheckpointedModule)

@@ -8,35 +8,35 @@ import torch
 from torch import nn
 
 from thalweg.config import Config
-from thalweg.mesh import Axes
-from thalweg.remat.offload import DiskSaver, PartitionedSaver, make_saver
-from thalweg.remat.units import RematPolicy, apply_activation_checkpointing
+from thalweg.mesh import ParallelMeshes
+from thalweg.remat.offload import NvmeActivationOffloader, PartitionedActivationOffloader, build_activation_offloader
+from thalweg.remat.units import ActivationCheckpointPolicy, apply_activation_checkpointing
 
 
-def recompute(
-    model: nn.Module, units: list[nn.Module], axes: Axes, config: Config, device: torch.device
+def setup_activation_checkpointing(
+    model: nn.Module, units: list[nn.Module], axes: ParallelMeshes, config: Config, device: torch.device
 ) -> Callable[[], None]:
     """Checkpoint ``units`` as the config says; returns what gives back the room that it takes on a disk."""
     section = config.activation_checkpointing
-    policy = RematPolicy(policy=section.policy, every=section.every)
-    where = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
-    saver = make_saver(where, device, nvme_folder(config)) if section.policy != "none" else None
-    kept = saver
+    policy = ActivationCheckpointPolicy(policy=section.policy, every=section.every)
+    target = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
+    base_offloader = build_activation_offloader(target, device, default_nvme_path(config)) if section.policy != "none" else None
+    offloader = base_offloader
     if section.partition_activations and section.policy != "none":
-        if axes.tensor is not None:
-            kept = PartitionedSaver(axes.tensor.get_group(), saver)
+        if axes.tp is not None:
+            offloader = PartitionedActivationOffloader(axes.tp.get_group(), base_offloader)
         else:
-            config.note("activation_checkpointing.partition_activations", "idle: there is one tensor rank")
-    apply_activation_checkpointing(model, units, policy, kept)
-    return saver.close if isinstance(saver, DiskSaver) else _nothing
+            config.add_note("activation_checkpointing.partition_activations", "idle: there is one tensor rank")
+    apply_activation_checkpointing(model, units, policy, offloader)
+    return base_offloader.close if isinstance(base_offloader, NvmeActivationOffloader) else _noop
 
 
-def nvme_folder(config: Config) -> str | None:
+def default_nvme_path(config: Config) -> str | None:
     """The folder for what has no ``nvme_path`` of its own."""
     zero = config.zero_optimization
     paths = (config.memory.nvme_path, zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path)
     return next((path for path in paths if path), None)
 
 
-def _nothing() -> None:
+def _noop() -> None:
     return None

@@ -14,26 +14,26 @@ Nothing here knows of models or optimisers.  No thread starts and no memory is t
 
 from __future__ import annotations
 
-from thalweg.store.buffers import Ring
+from thalweg.store.buffers import BufferRing
 from thalweg.store.disk import Disk
-from thalweg.store.io import IoThreads, Ticket, together
+from thalweg.store.io import IoThreadPool, IoFuture, combine_futures
 from thalweg.store.nvme import SwapError, SwapFile
-from thalweg.store.paged import PagedMemory, memfd
+from thalweg.store.paged import EvictableMemory, memfd
 from thalweg.store.tiers import DeviceTier, HostTier, NvmeTier, Tier, aligned_empty
 
 __all__ = [
     "DeviceTier",
     "Disk",
     "HostTier",
-    "IoThreads",
+    "IoThreadPool",
     "NvmeTier",
-    "PagedMemory",
-    "Ring",
+    "EvictableMemory",
+    "BufferRing",
     "SwapError",
     "SwapFile",
-    "Ticket",
+    "IoFuture",
     "Tier",
     "aligned_empty",
     "memfd",
-    "together",
+    "combine_futures",
 ]

@@ -12,34 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.store.paged import PagedMemory
+from thalweg.store.paged import EvictableMemory
 from thalweg.store.regions import round_up
 
 
-class Ring:
+class BufferRing:
     """``count`` buffers of ``nbytes`` (rounded up to pages); ``ring[i]`` is the one that turn ``i`` uses.
 
     ``pin``: page-locked, so that copies to and from a CUDA device are asynchronous.
     """
 
-    def __init__(self, count: int, nbytes: int, *, pin: bool = False) -> None:
-        assert count > 0 and nbytes > 0, (count, nbytes)
-        self.count, self.nbytes = count, round_up(nbytes)
-        self._memory = PagedMemory(count * self.nbytes)
-        whole = self._memory.tensor(0, (count, self.nbytes), torch.uint8)
-        self.pinned = pin and torch.cuda.is_available() and _lock_pages(whole)
-        self._buffers = list(whole.unbind())
+    def __init__(self, num_buffers: int, buffer_bytes: int, *, pin: bool = False) -> None:
+        assert num_buffers > 0 and buffer_bytes > 0, (num_buffers, buffer_bytes)
+        self.num_buffers, self.buffer_bytes = num_buffers, round_up(buffer_bytes)
+        self._memory = EvictableMemory(num_buffers * self.buffer_bytes)
+        rows = self._memory.tensor(0, (num_buffers, self.buffer_bytes), torch.uint8)
+        self.pinned = pin and torch.cuda.is_available() and _lock_pages(rows)
+        self._buffers = list(rows.unbind())
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_buffers
 
-    def __getitem__(self, turn: int) -> Tensor:
-        return self._buffers[turn % self.count]
+    def __getitem__(self, index: int) -> Tensor:
+        return self._buffers[index % self.num_buffers]
 
-    def drop(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory back until the ring is used again."""
         if not self.pinned:
-            self._memory.drop(0, self.count * self.nbytes)
+            self._memory.evict(0, self.num_buffers * self.buffer_bytes)
 
     def close(self) -> None:
         """Unlock pinned pages."""

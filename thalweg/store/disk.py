@@ -45,21 +45,21 @@ class Disk:
             raise OSError(errno.EINVAL, "this system has no O_DIRECT")
         return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
 
-    def allocate(self, handle: int, num_bytes: int) -> None:
+    def fallocate(self, handle: int, num_bytes: int) -> None:
         """Make the file ``num_bytes`` long, every byte of it backed by the disk."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, num_bytes)
         else:
             os.ftruncate(handle, num_bytes)
 
-    def lengthen(self, handle: int, num_bytes: int) -> None:
+    def truncate(self, handle: int, num_bytes: int) -> None:
         """Make the file ``num_bytes`` long; what is new is a hole."""
         os.ftruncate(handle, num_bytes)
 
     def free_bytes(self, folder: Path) -> int:
         """Bytes that this user may still write on the file system of ``folder``."""
-        facts = os.statvfs(folder)
-        return facts.f_bavail * facts.f_frsize
+        stats = os.statvfs(folder)
+        return stats.f_bavail * stats.f_frsize
 
     def preadv(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read at byte ``offset``; returns the bytes read."""
@@ -69,17 +69,17 @@ class Disk:
         """Write at byte ``offset``; returns the bytes written."""
         return os.pwritev(handle, buffers, offset)
 
-    def forget_cached(self, handle: int, offset: int, nbytes: int) -> None:
+    def drop_page_cache(self, handle: int, offset: int, nbytes: int) -> None:
         """Start writing dirty pages of the range out and drop the clean ones from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def expect_cached(self, handle: int, offset: int, nbytes: int) -> None:
+    def readahead(self, handle: int, offset: int, nbytes: int) -> None:
         """Start reading the range into the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def remap(self, handle: int, address: int, nbytes: int, offset: int) -> None:
+    def mmap_fixed(self, handle: int, address: int, nbytes: int, offset: int) -> None:
         """Let ``nbytes`` of addresses, which a shared mapping of the file holds, show it from ``offset``.
 
         Raises:
@@ -92,10 +92,10 @@ class Disk:
         word = ctypes.c_size_t
         call.argtypes = [word, word, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
         call.restype = word
-        found = call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _FIXED, handle, offset)
-        if found != address:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        mapped_address = call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _FIXED, handle, offset)
+        if mapped_address != address:
+            error_number = ctypes.get_errno()
+            raise OSError(error_number, os.strerror(error_number))
 
     def close(self, handle: int) -> None:
         """Give the handle back."""

@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class Ticket:
+class IoFuture:
     """Transfers under way.  :meth:`wait` returns when all are done, or raises the first one's error."""
 
     __slots__ = ("_parts", "_pid")
 
-    def __init__(self, parts: Iterable[Future[Any]] = ()) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
+        self._parts = tuple(futures)
         self._pid = os.getpid()
 
     def wait(self) -> None:
@@ -31,40 +31,40 @@ class Ticket:
         Raises:
             SwapError: a transfer failed.
         """
-        parts, error = self._parts, None
-        if parts and self._pid != os.getpid():
+        futures, error = self._parts, None
+        if futures and self._pid != os.getpid():
             raise RuntimeError("a transfer begun before a fork belongs to the parent process")
-        for part in parts:
+        for future in futures:
             # Every part is waited for, so that nobody writes into the buffer after an error was raised.
-            error = error or part.exception()
+            error = error or future.exception()
         if error is not None:
             raise error
         self._parts = ()
 
-    def settle(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """As :meth:`wait`, but an error is left for it to raise: for buffers that must be at rest."""
-        for part in self._parts:
-            part.exception()
+        for future in self._parts:
+            future.exception()
 
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return (or raise) at once."""
-        return all(part.done() for part in self._parts)
+        return all(future.done() for future in self._parts)
 
 
-def together(tickets: Iterable[Ticket]) -> Ticket:
+def combine_futures(futures: Iterable[IoFuture]) -> IoFuture:
     """One ticket for all of ``tickets``."""
-    return Ticket(part for ticket in tickets for part in ticket._parts)
+    return IoFuture(inner_future for future in futures for inner_future in future._parts)
 
 
-class IoThreads:
+class IoThreadPool:
     """At most ``num_threads`` threads that run calls in the order in which they came; each runs ``begin``
     first."""
 
     def __init__(
-        self, num_threads: int, name: str = "thalweg-io", begin: Callable[[], None] | None = None
+        self, num_threads: int, name: str = "thalweg-io", initializer: Callable[[], None] | None = None
     ) -> None:
-        self.num_threads, self._name, self._begin = num_threads, name, begin
+        self.num_threads, self._name, self._initializer = num_threads, name, initializer
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class IoThreads:
             self._lock, self._pool, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, self._name, self._begin)
+                self._pool = ThreadPoolExecutor(self.num_threads, self._name, self._initializer)
             return self._pool.submit(call, *args)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class IoThreads:
             pool.shutdown(wait=not threading.current_thread().name.startswith(self._name))
 
 
-class Meter:
+class IoThroughput:
     """Bytes moved one way, and the seconds in which at least one transfer was under way."""
 
     def __init__(self) -> None:

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from thalweg.store.disk import Disk
-from thalweg.store.extents import Extents
-from thalweg.store.io import IoThreads, Meter, Ticket
-from thalweg.store.regions import PAGE, Regions, round_up
+from thalweg.store.extents import RemapTable
+from thalweg.store.io import IoThreadPool, IoThroughput, IoFuture
+from thalweg.store.regions import PAGE, RangeAllocator, round_up
 from thalweg.utils.log import get_logger
 
 _log = get_logger("store")
@@ -75,19 +75,19 @@ class SwapFile:
     ) -> None:
         self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
-        self._block = max(round_up(block_bytes), PAGE)
-        self.reads, self.writes = Meter(), Meter()
+        self._block_bytes = max(round_up(block_bytes), PAGE)
+        self.reads, self.writes = IoThroughput(), IoThroughput()
         self._handle = self._create()
         self._direct = self._open_direct()
         self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._regions = Regions(self.num_bytes)
-        self._extents = Extents()
+        self._allocator = RangeAllocator(self.num_bytes)
+        self._remap_table = RemapTable()
         self._lock = threading.RLock()
-        self._threads = IoThreads(num_threads)
+        self._threads = IoThreadPool(num_threads)
         self._closed = False
         # An engine that is dropped without being closed must not keep the disk's space.
-        self._end = weakref.finalize(self, _give_back, self._disk, self._threads, self._handle, self._direct)
+        self._finalizer = weakref.finalize(self, _close_resources, self._disk, self._threads, self._handle, self._direct)
 
     # Space
 
@@ -99,14 +99,14 @@ class SwapFile:
     @property
     def free_bytes(self) -> int:
         """Bytes that no region has taken."""
-        return self._regions.free_bytes
+        return self._allocator.free_bytes
 
     @property
     def largest_gap(self) -> int:
         """Bytes of the largest region that could be had without growing."""
-        return self._regions.largest_gap
+        return self._allocator.largest_gap
 
-    def region(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.  The file
         grows where it has no gap of that size and its capacity allows.
 
@@ -114,14 +114,14 @@ class SwapFile:
             ValueError: it may not grow, or the disk has too little room.
         """
         with self._lock:
-            offset = self._regions.reserve(nbytes)
+            offset = self._allocator.allocate(nbytes)
             if offset is None and self.num_bytes + round_up(nbytes) <= self._capacity:
                 self.extend(nbytes)
-                offset = self._regions.reserve(nbytes)
+                offset = self._allocator.allocate(nbytes)
         if offset is None:
             raise ValueError(
-                f"the swap file in {self.folder} was made for {_size(self.num_bytes)} and has "
-                f"{_size(self._regions.largest_gap)} left in one piece; {_size(nbytes)} more are needed: "
+                f"the swap file in {self.folder} was made for {_format_bytes(self.num_bytes)} and has "
+                f"{_format_bytes(self._allocator.largest_gap)} left in one piece; {_format_bytes(nbytes)} more are needed: "
                 "make it larger"
             )
         return offset
@@ -138,14 +138,14 @@ class SwapFile:
         with self._lock:
             if self.num_bytes + extra > self._capacity:
                 raise ValueError(
-                    f"a swap file of at most {_size(self._capacity)} cannot take {_size(extra)} more"
+                    f"a swap file of at most {_format_bytes(self._capacity)} cannot take {_format_bytes(extra)} more"
                 )
             free = self._disk.free_bytes(self.folder)
             if free < extra:
-                raise ValueError(self._too_small(free, needed=extra))
-            self._allocate(self._handle, self.num_bytes + extra)
+                raise ValueError(self._too_small_message(free, needed=extra))
+            self._fallocate(self._handle, self.num_bytes + extra)
             self.num_bytes += extra
-            self._regions.extend(extra)
+            self._allocator.extend(extra)
 
     def extend_if_free(self, num_bytes: int, free_bytes: int) -> bool:
         """:meth:`extend`, if the disk has ``free_bytes``; whether it had."""
@@ -161,7 +161,7 @@ class SwapFile:
     def free(self, offset: int) -> None:
         """Give back the region that begins at ``offset``; its views must not be used any more."""
         with self._lock:
-            self._regions.release(offset)
+            self._allocator.free(offset)
 
     # The slow path
 
@@ -190,32 +190,32 @@ class SwapFile:
         stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
         if stop > start and not self._closed:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-            for extent in self._extents.find(start, stop - start):
-                self._disk.forget_cached(self._handle, extent.place, extent.nbytes)
+            for extent in self._remap_table.lookup(start, stop - start):
+                self._disk.drop_page_cache(self._handle, extent.file_offset, extent.nbytes)
 
-    def expect(self, offset: int, nbytes: int) -> None:
+    def readahead(self, offset: int, nbytes: int) -> None:
         """A hint that views of the range are about to be read: the disk starts at once."""
-        for extent in self._extents.find(offset, nbytes):
-            self._disk.expect_cached(self._handle, extent.place, extent.nbytes)
+        for extent in self._remap_table.lookup(offset, nbytes):
+            self._disk.readahead(self._handle, extent.file_offset, extent.nbytes)
 
-    def exchange(self, first: int, second: int, nbytes: int) -> None:
+    def swap_ranges(self, first: int, second: int, nbytes: int) -> None:
         """Let two ranges of whole pages change places in the file; no transfer of theirs may be under way.
 
         Raises:
             OSError: the system cannot map the file anew; nothing has changed then.
         """
         assert first % PAGE == second % PAGE == nbytes % PAGE == 0, (first, second, nbytes)
-        self._extents.exchange(first, second, nbytes)
+        self._remap_table.swap_ranges(first, second, nbytes)
         try:
             for start in (first, second):
                 self._remap(start, nbytes)
         except OSError:
-            self._extents.exchange(first, second, nbytes)
+            self._remap_table.swap_ranges(first, second, nbytes)
             for start in (first, second):
                 self._remap(start, nbytes)
             raise
 
-    def can_exchange(self) -> bool:
+    def can_swap_ranges(self) -> bool:
         """Whether :meth:`exchange` works on this system."""
         try:
             self._remap(0, PAGE)
@@ -224,12 +224,12 @@ class SwapFile:
         return True
 
     def _remap(self, start: int, nbytes: int) -> None:
-        for extent in self._extents.find(start, nbytes):
-            self._disk.remap(self._handle, self._base + extent.start, extent.nbytes, extent.place)
+        for extent in self._remap_table.lookup(start, nbytes):
+            self._disk.mmap_fixed(self._handle, self._base + extent.start, extent.nbytes, extent.file_offset)
 
     # The fast path
 
-    def read(self, offset: int, into: Tensor) -> Ticket:
+    def read(self, offset: int, into: Tensor) -> IoFuture:
         """Fill the contiguous CPU tensor ``into`` from ``offset``.
 
         Bytes bypass the page cache where the memory's address and the offset are multiples of the page
@@ -237,7 +237,7 @@ class SwapFile:
         """
         return self._transfer(self._read_block, offset, into)
 
-    def write(self, offset: int, source: Tensor) -> Ticket:
+    def write(self, offset: int, source: Tensor) -> IoFuture:
         """Store the contiguous CPU tensor ``source`` at ``offset``; it must not change until the ticket is
         done."""
         return self._transfer(self._write_block, offset, source)
@@ -247,7 +247,7 @@ class SwapFile:
         if self._closed:
             return
         self._closed = True
-        self._end()
+        self._finalizer()
         del self._memory  # views hold it on their own
 
     def __enter__(self) -> SwapFile:
@@ -256,31 +256,31 @@ class SwapFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _transfer(self, block: Any, offset: int, tensor: Tensor) -> Ticket:
+    def _transfer(self, transfer_block: Any, offset: int, tensor: Tensor) -> IoFuture:
         assert not self._closed, "the swap file is closed"
-        data = _bytes_of(tensor)
+        data = _as_memoryview(tensor)
         assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
         aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
         aligned = aligned // PAGE * PAGE if self._direct is not None else 0
-        parts = []
-        for extent in self._extents.find(offset, data.nbytes):
+        futures = []
+        for extent in self._remap_table.lookup(offset, data.nbytes):
             begin = extent.start - offset
             end = begin + extent.nbytes
-            border = min(max(aligned, begin), end)
-            cuts = [*range(begin, border, self._block), *range(border, end, self._block), end]
-            for start, stop in pairwise(cuts):
-                place = extent.place + start - begin
-                parts.append(self._threads.submit(block, data[start:stop], place, stop <= aligned))
-        return Ticket(parts)
+            aligned_end = min(max(aligned, begin), end)
+            boundaries = [*range(begin, aligned_end, self._block_bytes), *range(aligned_end, end, self._block_bytes), end]
+            for start, stop in pairwise(boundaries):
+                file_offset = extent.file_offset + start - begin
+                futures.append(self._threads.submit(transfer_block, data[start:stop], file_offset, stop <= aligned))
+        return IoFuture(futures)
 
     def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
-        self._move(self.reads, "read", data, offset, direct)
+        self._transfer_block(self.reads, "read", data, offset, direct)
 
     def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
-        self._move(self.writes, "write", data, offset, direct)
+        self._transfer_block(self.writes, "write", data, offset, direct)
 
-    def _move(self, meter: Meter, verb: str, data: memoryview, offset: int, direct: bool) -> None:
-        call = self._disk.preadv if verb == "read" else self._disk.pwritev
+    def _transfer_block(self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool) -> None:
+        syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
         total, nbytes = 0, data.nbytes
         meter.begin()
         try:
@@ -289,20 +289,20 @@ class SwapFile:
                 aligned = direct and self._direct is not None and total % PAGE == 0
                 handle = self._direct if aligned and self._direct is not None else self._handle
                 try:
-                    done = call(handle, [data[total:]], offset + total)
+                    transferred = syscall(handle, [data[total:]], offset + total)
                 except OSError as error:
                     if error.errno == errno.EINVAL and aligned:  # a coarser alignment than a page
                         direct = False
                         continue
                     raise
-                if done <= 0:
+                if transferred <= 0:
                     raise OSError(errno.EIO, "the file ends early")
-                total += done
+                total += transferred
         except OSError as error:
-            cure = " Make room on that disk." if error.errno == errno.ENOSPC else ""
+            hint = " Make room on that disk." if error.errno == errno.ENOSPC else ""
             raise SwapError(
                 f"cannot {verb} {nbytes} bytes at offset {offset} of the swap file in {self.folder}: "
-                f"{error.strerror or error}.{cure}"
+                f"{error.strerror or error}.{hint}"
             ) from error
         finally:
             meter.end(total)
@@ -319,7 +319,7 @@ class SwapFile:
                 "to hold the swap file"
             ) from error
         if free < self.num_bytes:
-            raise ValueError(self._too_small(free))
+            raise ValueError(self._too_small_message(free))
         try:
             handle = disk.open_unnamed(folder)
         except OSError as error:
@@ -328,7 +328,7 @@ class SwapFile:
                 "this user may write to"
             ) from error
         try:
-            self._allocate(handle, self.num_bytes)
+            self._fallocate(handle, self.num_bytes)
         except ValueError:
             disk.close(handle)
             raise
@@ -339,30 +339,30 @@ class SwapFile:
         for size in (capacity, min(capacity, 4 * self.num_bytes), self.num_bytes):
             try:
                 if size > self.num_bytes:
-                    self._disk.lengthen(self._handle, size)
+                    self._disk.truncate(self._handle, size)
                 return size, mmap.mmap(self._handle, size)
             except OSError:  # a limit on addresses or on the length of files
                 if size == self.num_bytes:
                     raise
         raise AssertionError("the last size returns or raises")
 
-    def _allocate(self, handle: int, num_bytes: int) -> None:
+    def _fallocate(self, handle: int, num_bytes: int) -> None:
         try:
-            self._disk.allocate(handle, num_bytes)
+            self._disk.fallocate(handle, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise ValueError(
-                    self._too_small(self._disk.free_bytes(self.folder), error.strerror)
+                    self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)
                 ) from error
             raise ValueError(
-                f"the swap folder {self.folder} refuses a file of {_size(num_bytes)}: {error.strerror}"
+                f"the swap folder {self.folder} refuses a file of {_format_bytes(num_bytes)}: {error.strerror}"
             ) from error
 
-    def _too_small(self, free: int, cause: str | None = None, needed: int = 0) -> str:
-        why = f" ({cause})" if cause else ""
+    def _too_small_message(self, free: int, cause: str | None = None, needed: int = 0) -> str:
+        reason = f" ({cause})" if cause else ""
         return (
-            f"the swap file needs {_size(needed or self.num_bytes)} and the disk of {self.folder} has "
-            f"{_size(free)} free{why}: make room, point nvme_path to a larger disk, or offload less (device "
+            f"the swap file needs {_format_bytes(needed or self.num_bytes)} and the disk of {self.folder} has "
+            f"{_format_bytes(free)} free{reason}: make room, point nvme_path to a larger disk, or offload less (device "
             '"cpu" for the parameters or the optimiser)'
         )
 
@@ -386,14 +386,14 @@ class SwapFile:
         return handle
 
 
-def _give_back(disk: Disk, threads: IoThreads, *handles: int | None) -> None:
+def _close_resources(disk: Disk, threads: IoThreadPool, *handles: int | None) -> None:
     threads.close()
     for handle in handles:
         if handle is not None:
             disk.close(handle)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _as_memoryview(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
     if not tensor.numel():
         return memoryview(b"")
@@ -401,5 +401,5 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _size(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB"

@@ -27,14 +27,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from thalweg.store.regions import PAGE, Regions, round_up
+from thalweg.store.regions import PAGE, RangeAllocator, round_up
 
 HUGE_PAGE = 2 << 20
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _POPULATE_WRITE = 23  # of madvise(2)
 
 
-class PagedMemory:
+class EvictableMemory:
     """``num_bytes`` of addresses; ``shared`` is a memfd of at least that size (kept open by its owner).
 
     Raises:
@@ -51,28 +51,28 @@ class PagedMemory:
             if os.fstat(shared).st_size < self.num_bytes:
                 raise ValueError(f"the shared memory has fewer than {self.num_bytes} bytes: see memfd()")
             self._memory = mmap.mmap(shared, self.num_bytes)
-        self._discard = getattr(mmap, "MADV_DONTNEED" if shared is None else "MADV_REMOVE", None)
+        self._evict_advice = getattr(mmap, "MADV_DONTNEED" if shared is None else "MADV_REMOVE", None)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
+            _madvise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._regions = Regions(self.num_bytes, align)
+        self._allocator = RangeAllocator(self.num_bytes, align)
 
-    def region(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """Take ``nbytes`` of addresses (in whole pages); returns their offset.
 
         Raises:
             ValueError: there is no gap of that size.
         """
-        offset = self._regions.reserve(nbytes)
+        offset = self._allocator.allocate(nbytes)
         if offset is None:
             raise ValueError(
-                f"{nbytes} bytes do not fit: {self._regions.largest_gap} of {self.num_bytes} are left"
+                f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left"
             )
         return offset
 
     def free(self, offset: int) -> None:
         """Give back the addresses, and the pages, of the region that begins at ``offset``."""
-        self.drop(offset, self._regions.release(offset))
+        self.evict(offset, self._allocator.free(offset))
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
@@ -82,11 +82,11 @@ class PagedMemory:
             tuple(shape)
         )
 
-    def drop(self, offset: int, nbytes: int) -> None:
+    def evict(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly within the range back to the system."""
         start, stop = round_up(offset), (offset + nbytes) // PAGE * PAGE
-        if stop > start and self._discard is not None:
-            _advise(self._memory, self._discard, start, stop - start)
+        if stop > start and self._evict_advice is not None:
+            _madvise(self._memory, self._evict_advice, start, stop - start)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Let pages come that hold the range, as if each were written to; what they hold stays.
@@ -101,7 +101,7 @@ class PagedMemory:
             call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
             call(self._base + start, stop - start, _POPULATE_WRITE)
 
-    def move(self, source: int, target: int, nbytes: int) -> bool:
+    def move_pages(self, source: int, target: int, nbytes: int) -> bool:
         """Give the pages of ``source`` to ``target`` (offsets; whole pages), whose own are lost.
 
         ``source`` is dropped by that.  Huge pages stay whole where both begin on one.  False, and nothing has
@@ -111,7 +111,7 @@ class PagedMemory:
         if not self._private:
             return False
         with suppress(OSError, AttributeError):
-            remap(self._base + source, self._base + target, nbytes)
+            mremap(self._base + source, self._base + target, nbytes)
             return True
         return False
 
@@ -121,7 +121,7 @@ class PagedMemory:
         return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
 
 
-class Ahead:
+class PagePrefaulter:
     """Lets the pages of a memory that is used from its start on come before they are needed, in a thread.
 
     A first touch costs what clearing 2 MiB costs, and on a virtual machine whose host has not given the
@@ -129,28 +129,28 @@ class Ahead:
     """
 
     def __init__(
-        self, memory: PagedMemory, piece: int, *, first: int = 256 << 20, margin: int = 64 << 20
+        self, memory: EvictableMemory, chunk_bytes: int, *, initial_bytes: int = 256 << 20, margin_bytes: int = 64 << 20
     ) -> None:
         """``piece``: bytes that are used together; ``first``: bytes that come at once (at most a quarter of
         the memory), ``margin``: bytes that are there beyond those in use (at most an eighth)."""
-        self._memory, self._piece = memory, piece
-        self._margin = min(margin, memory.num_bytes // 8)
-        self._there = 0
-        self._extend(min(first, memory.num_bytes // 4))
+        self._memory, self._chunk_bytes = memory, chunk_bytes
+        self._margin_bytes = min(margin_bytes, memory.num_bytes // 8)
+        self._prefaulted_bytes = 0
+        self._prefault(min(initial_bytes, memory.num_bytes // 4))
 
-    def reach(self, piece: int) -> None:
+    def prefault_to(self, chunk_index: int) -> None:
         """Note that this piece is in use."""
-        used = (piece + 1) * self._piece
-        if self._there < min(used + self._margin // 2, self._memory.num_bytes):
-            self._extend(used + self._margin)
+        used_bytes = (chunk_index + 1) * self._chunk_bytes
+        if self._prefaulted_bytes < min(used_bytes + self._margin_bytes // 2, self._memory.num_bytes):
+            self._prefault(used_bytes + self._margin_bytes)
 
-    def _extend(self, stop: int) -> None:
-        start, self._there = self._there, stop
+    def _prefault(self, stop: int) -> None:
+        start, self._prefaulted_bytes = self._prefaulted_bytes, stop
         if stop - start >= HUGE_PAGE:  # less comes quickly enough by itself
             threading.Thread(target=self._memory.populate, args=(start, stop - start), daemon=True).start()
 
 
-def remap(source: int, target: int, nbytes: int) -> None:
+def mremap(source: int, target: int, nbytes: int) -> None:
     """mremap(2): pages go from one address to another, and ``source`` stays mapped, empty.
 
     Raises:
@@ -160,8 +160,8 @@ def remap(source: int, target: int, nbytes: int) -> None:
     word = ctypes.c_size_t
     call.argtypes, call.restype = [word, word, word, ctypes.c_int, word], word
     if call(source, nbytes, nbytes, _MAYMOVE | _FIXED | _DONTUNMAP, target) != target:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
 
 
 def memfd(num_bytes: int) -> int:
@@ -171,7 +171,7 @@ def memfd(num_bytes: int) -> int:
     return handle
 
 
-def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
+def _madvise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
     try:
         memory.madvise(advice, start, nbytes)
     except OSError as error:

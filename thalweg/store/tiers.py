@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thalweg.store.buffers import Ring
-from thalweg.store.io import Ticket
+from thalweg.store.buffers import BufferRing
+from thalweg.store.io import IoFuture
 from thalweg.store.nvme import SwapFile
 from thalweg.store.regions import PAGE
 
@@ -134,17 +134,17 @@ class _Held:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    written: list[Ticket]
+    written: list[IoFuture]
     near: Tensor | None = None
-    read: Ticket | None = None
+    read: IoFuture | None = None
 
 
 class NvmeTier:
     """Values in ``swap``; ``ring`` bounds what is on its way out."""
 
-    def __init__(self, swap: SwapFile, ring: Ring) -> None:
+    def __init__(self, swap: SwapFile, ring: BufferRing) -> None:
         self.swap, self.ring = swap, ring
-        self._busy: list[Ticket] = [Ticket() for _ in range(len(ring))]
+        self._busy: list[IoFuture] = [IoFuture() for _ in range(len(ring))]
         self._turn = 0
         self._held: dict[Hashable, _Held] = {}
 
@@ -156,11 +156,11 @@ class NvmeTier:
         """
         assert key not in self._held, key
         data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else None
-        held = _Held(self.swap.region(tensor.nbytes), tensor.shape, tensor.dtype, tensor.device, [])
+        held = _Held(self.swap.allocate(tensor.nbytes), tensor.shape, tensor.dtype, tensor.device, [])
         self._held[key] = held
-        for start in range(0, tensor.nbytes, self.ring.nbytes):
+        for start in range(0, tensor.nbytes, self.ring.buffer_bytes):
             assert data is not None
-            part = data[start : start + self.ring.nbytes]
+            part = data[start : start + self.ring.buffer_bytes]
             slot = self._turn % len(self.ring)
             self._turn += 1
             self._busy[slot].wait()

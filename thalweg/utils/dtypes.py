@@ -6,7 +6,7 @@ import difflib
 
 import torch
 
-_NAMES: dict[str, torch.dtype] = {
+_DTYPES_BY_NAME: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "float32": torch.float32,
     "float": torch.float32,
@@ -20,7 +20,7 @@ _NAMES: dict[str, torch.dtype] = {
     "double": torch.float64,
 }
 
-_SHORT: dict[torch.dtype, str] = {
+_SHORT_NAMES: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -41,13 +41,13 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     if not isinstance(name, str):
         raise ValueError(f"a dtype is given by its name, such as 'bf16'; got {name!r}")
     key = name.strip().lower().removeprefix("torch.")
-    if key in _NAMES:
-        return _NAMES[key]
-    nearest = difflib.get_close_matches(key, _NAMES, n=1, cutoff=0.4)
+    if key in _DTYPES_BY_NAME:
+        return _DTYPES_BY_NAME[key]
+    nearest = difflib.get_close_matches(key, _DTYPES_BY_NAME, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"unknown dtype {name!r}{hint} (known: {', '.join(_NAMES)})")
+    raise ValueError(f"unknown dtype {name!r}{hint} (known: {', '.join(_DTYPES_BY_NAME)})")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of ``dtype``: ``fp32``, ``bf16``, ``fp16``, ``fp64``, else torch's own."""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))

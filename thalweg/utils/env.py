@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 _LOOPBACK = ("localhost", "ip6-localhost", "::1", "0.0.0.0")
 _PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
-_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
+_HOST_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class _Family:
+class _LauncherVariables:
     """One launcher's names for the four numbers; alternatives of a name are tried in order."""
 
     source: str
@@ -56,11 +56,11 @@ class _Family:
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
-    job: tuple[str, ...] = ()
+    job_id: tuple[str, ...] = ()
 
 
-_TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-_OPENMPI = _Family(
+_TORCHRUN = _LauncherVariables("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_OPENMPI = _LauncherVariables(
     "openmpi",
     ("OMPI_COMM_WORLD_RANK",),
     ("OMPI_COMM_WORLD_SIZE",),
@@ -68,7 +68,7 @@ _OPENMPI = _Family(
     ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID"),
 )
-_SLURM = _Family(
+_SLURM = _LauncherVariables(
     "slurm",
     ("SLURM_PROCID",),
     ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
@@ -76,7 +76,7 @@ _SLURM = _Family(
     (),
     ("SLURM_JOB_ID", "SLURM_JOBID"),
 )
-_PMI = _Family(
+_PMI = _LauncherVariables(
     "pmi",
     ("PMI_RANK", "MV2_COMM_WORLD_RANK"),
     ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -84,13 +84,13 @@ _PMI = _Family(
     ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_JOBID", "SLURM_JOB_ID"),
 )
-_KUBEFLOW = _Family("kubeflow", ("PET_NODE_RANK",), ("PET_NNODES",), (), ("PET_NPROC_PER_NODE",))
+_KUBEFLOW = _LauncherVariables("kubeflow", ("PET_NODE_RANK",), ("PET_NNODES",), (), ("PET_NPROC_PER_NODE",))
 
 
-def variables_of(source: str) -> dict[str, str]:
+def get_launcher_variables(source: str) -> dict[str, str]:
     """The variables that a launcher of this ``source`` sets, by the fields of :class:`RankInfo`."""
     families = (_TORCHRUN, _OPENMPI, _SLURM, _PMI, _KUBEFLOW)
-    family = next((one for one in families if one.source == source), _TORCHRUN)
+    family = next((candidate for candidate in families if candidate.source == source), _TORCHRUN)
     return {
         "rank": family.rank[0],
         "world_size": family.world_size[0],
@@ -99,13 +99,13 @@ def variables_of(source: str) -> dict[str, str]:
     }
 
 
-def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
+def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read rank, world size and rendezvous address from the launcher's variables.
 
     Raises ``ValueError`` that names the variable and the cure when a launcher's variables are set in part,
     are not numbers, or contradict each other.
     """
-    scheduler = _scheduler(environ)
+    scheduler = _from_scheduler(environ)
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
     if has_rank and has_world:
         return _from_torchrun(environ, scheduler)
@@ -116,18 +116,18 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
     ):
         return _from_kubeflow(environ)
     if scheduler is None:
-        loose = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
-        if loose:
+        set_names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
+        if set_names:
             missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
             raise ValueError(
-                f"{_and(loose)} {'is' if len(loose) == 1 else 'are'} set but {_and(missing)} "
+                f"{_join_names(set_names)} {'is' if len(set_names) == 1 else 'are'} set but {_join_names(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not: start the program with `thalweg run --nproc N "
                 "script.py` (or torchrun, srun, mpirun), which sets them all, or "
-                f"`unset {' '.join(loose)}` to run one process alone"
+                f"`unset {' '.join(set_names)}` to run one process alone"
             )
         return RankInfo(0, 1, 0, 1, None, None, "single")
     for name, value in (("RANK", scheduler.rank), ("WORLD_SIZE", scheduler.world_size)):
-        if name in environ and _integer(environ, name) != value:
+        if name in environ and _parse_integer(environ, name) != value:
             raise ValueError(
                 f"{name}={environ[name]} contradicts {value}, which {scheduler.source} gives this process: "
                 f"`unset {name}`, or let one launcher set all of RANK, WORLD_SIZE and LOCAL_RANK"
@@ -136,17 +136,17 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> RankInfo:
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    rank, world_size = _parse_integer(environ, "RANK"), _parse_integer(environ, "WORLD_SIZE")
     local_rank = _first_integer(environ, _TORCHRUN.local_rank)
     local_world_size = _first_integer(environ, _TORCHRUN.local_world_size)
-    addr, port = _master(environ)
+    addr, port = _read_master(environ)
     if local_rank is None or local_world_size is None:
         if scheduler is not None and (scheduler.rank, scheduler.world_size) == (rank, world_size):
-            known = (scheduler.local_rank, scheduler.local_world_size)
-        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not _is_loopback(addr):
-            known = (0, 1)
-        elif world_size == 1 or addr is None or _is_loopback(addr):
-            known = (rank, world_size)
+            local = (scheduler.local_rank, scheduler.local_world_size)
+        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not _is_loopback_addr(addr):
+            local = (0, 1)
+        elif world_size == 1 or addr is None or _is_loopback_addr(addr):
+            local = (rank, world_size)
         else:
             name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
             raise ValueError(
@@ -154,18 +154,18 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
                 f"but {name} is not set: export {name} (with one process on each host: {name}={hint}), or "
                 "start with torchrun"
             )
-        local_rank = known[0] if local_rank is None else local_rank
-        local_world_size = known[1] if local_world_size is None else local_world_size
-    return _checked(
+        local_rank = local[0] if local_rank is None else local_rank
+        local_world_size = local[1] if local_world_size is None else local_world_size
+    return _validate(
         _TORCHRUN, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "torchrun")
     )
 
 
 def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
     """A plain ``python`` in a pod whose variables are meant for torchrun: it is the pod's one rank."""
-    rank, hosts = (
-        _required(environ, _KUBEFLOW, _KUBEFLOW.rank),
-        _required(environ, _KUBEFLOW, ("PET_NNODES",)),
+    rank, num_hosts = (
+        _required_integer(environ, _KUBEFLOW, _KUBEFLOW.rank),
+        _required_integer(environ, _KUBEFLOW, ("PET_NNODES",)),
     )
     per_node = environ.get("PET_NPROC_PER_NODE", "1")
     if per_node not in ("1", "auto", "cpu"):
@@ -181,42 +181,42 @@ def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
         raise ValueError(
             "PET_NNODES is set but PET_MASTER_ADDR is not: set it to the address of the first pod"
         )
-    number = _integer({"PET_MASTER_PORT": text}, "PET_MASTER_PORT")
-    return _checked(_KUBEFLOW, RankInfo(rank, hosts, 0, 1, addr, number, "kubeflow"))
+    number = _parse_integer({"PET_MASTER_PORT": text}, "PET_MASTER_PORT")
+    return _validate(_KUBEFLOW, RankInfo(rank, num_hosts, 0, 1, addr, number, "kubeflow"))
 
 
-def _scheduler(environ: Mapping[str, str]) -> RankInfo | None:
+def _from_scheduler(environ: Mapping[str, str]) -> RankInfo | None:
     """What Open MPI, SLURM or PMI says, or None when none of them started this process."""
-    if _present(environ, _OPENMPI.rank + _OPENMPI.world_size):
+    if _any_set(environ, _OPENMPI.rank + _OPENMPI.world_size):
         return _from_mpi(environ, _OPENMPI)
     slurm = _from_slurm(environ) if _is_slurm_task(environ) else None
-    if _present(environ, _PMI.rank + _PMI.world_size):
-        pmi = (_required(environ, _PMI, _PMI.rank), _required(environ, _PMI, _PMI.world_size))
+    if _any_set(environ, _PMI.rank + _PMI.world_size):
+        pmi = (_required_integer(environ, _PMI, _PMI.rank), _required_integer(environ, _PMI, _PMI.world_size))
         # `srun --mpi=pmi2` sets both families; mpiexec's proxies run under an srun of another meaning.
         if slurm is None or pmi != (slurm.rank, slurm.world_size):
             return _from_mpi(environ, _PMI)
     return slurm
 
 
-def _from_mpi(environ: Mapping[str, str], family: _Family) -> RankInfo:
-    rank, world_size = _required(environ, family, family.rank), _required(environ, family, family.world_size)
+def _from_mpi(environ: Mapping[str, str], family: _LauncherVariables) -> RankInfo:
+    rank, world_size = _required_integer(environ, family, family.rank), _required_integer(environ, family, family.world_size)
     local_rank = _first_integer(environ, family.local_rank)
     local_world_size = _first_integer(environ, family.local_world_size)
     if local_rank is None or local_world_size is None:
         if world_size != 1:
             names = family.local_rank[:1] if local_rank is None else family.local_world_size[:1]
             raise ValueError(
-                f"{_set_name(environ, family.rank)} is set but {names[0]} is not, so the ranks of this host "
+                f"{_first_set(environ, family.rank)} is set but {names[0]} is not, so the ranks of this host "
                 f"cannot be told apart: export {names[0]}, or start with `thalweg run --nproc N script.py`"
             )
         local_rank, local_world_size = 0, 1
-    addr, port = _master(environ)
+    addr, port = _read_master(environ)
     if local_world_size == world_size:  # one host: nobody needs to be told where it is
         addr = addr or "127.0.0.1"
-        port = port or _derived_port(environ, family, fallback=str(os.getppid()))
+        port = port or _derive_port(environ, family, fallback=str(os.getppid()))
     elif addr is not None:
-        port = port or _derived_port(environ, family, fallback=None)
-    return _checked(
+        port = port or _derive_port(environ, family, fallback=None)
+    return _validate(
         family, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, family.source)
     )
 
@@ -231,7 +231,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
-    rank, world_size = _required(environ, _SLURM, _SLURM.rank), _required(environ, _SLURM, _SLURM.world_size)
+    rank, world_size = _required_integer(environ, _SLURM, _SLURM.rank), _required_integer(environ, _SLURM, _SLURM.world_size)
     local_world_size = _slurm_local_world_size(environ, world_size)
     local_rank = _first_integer(environ, _SLURM.local_rank)
     if local_rank is None:
@@ -241,7 +241,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
                 "sets both, or export SLURM_LOCALID"
             )
         local_rank = 0
-    addr, port = _master(environ)
+    addr, port = _read_master(environ)
     if addr is None:
         nodes = (
             environ.get("SLURM_STEP_NODELIST")
@@ -249,14 +249,14 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
             or environ.get("SLURM_NODELIST")
         )
         addr = _first_host(nodes) if nodes else ("127.0.0.1" if local_world_size == world_size else None)
-    port = port or _derived_port(environ, _SLURM, fallback=None)
-    return _checked(_SLURM, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "slurm"))
+    port = port or _derive_port(environ, _SLURM, fallback=None)
+    return _validate(_SLURM, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "slurm"))
 
 
 def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environ:
-            counts = _tasks_per_node(environ, name)
+            counts = _parse_tasks_per_node(environ, name)
             node = _first_integer(environ, ("SLURM_NODEID",)) or 0
             if sum(counts) == world_size and node < len(counts):
                 return counts[node]
@@ -271,11 +271,11 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     return world_size // nodes
 
 
-def _tasks_per_node(environ: Mapping[str, str], name: str) -> list[int]:
+def _parse_tasks_per_node(environ: Mapping[str, str], name: str) -> list[int]:
     """Expand SLURM's ``2(x3),1`` to ``[2, 2, 2, 1]``."""
     counts: list[int] = []
-    for part in environ[name].split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+    for item in environ[name].split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
         if match is None:
             raise ValueError(
                 f"{name}={environ[name]!r} is not SLURM's form, such as '2(x3),1': unset it to run without"
@@ -292,15 +292,15 @@ def _first_host(nodes: str) -> str:
         if character == "," and depth == 0:
             end = position
             break
-    match = _RANGE.match(nodes[:end].strip())
+    match = _HOST_RANGE.match(nodes[:end].strip())
     if match is None:
         raise ValueError(f"cannot read the first host of SLURM's node list {nodes!r}: export MASTER_ADDR")
     return f"{match['prefix']}{match['first'] or ''}{match['suffix'] or ''}"
 
 
-def _derived_port(environ: Mapping[str, str], family: _Family, fallback: str | None) -> int | None:
+def _derive_port(environ: Mapping[str, str], family: _LauncherVariables, fallback: str | None) -> int | None:
     """A port all ranks agree on without talking: a hash of the job's identity, None when it has none."""
-    name = _set_name(environ, family.job)
+    name = _first_set(environ, family.job_id)
     if name is None and fallback is None:
         return None
     step = environ.get("SLURM_STEP_ID", "")
@@ -308,7 +308,7 @@ def _derived_port(environ: Mapping[str, str], family: _Family, fallback: str | N
     return _PORTS[zlib.crc32(identity.encode()) % len(_PORTS)]
 
 
-def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+def _read_master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     addr = environ.get("MASTER_ADDR") or None
     port = _first_integer(environ, ("MASTER_PORT",))
     if port is not None and not 0 < port < 65536:
@@ -318,7 +318,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     return addr, port
 
 
-def _checked(family: _Family, info: RankInfo) -> RankInfo:
+def _validate(family: _LauncherVariables, info: RankInfo) -> RankInfo:
     def name(names: tuple[str, ...]) -> str:
         return names[0] if names else "the number of tasks on this host"
 
@@ -345,40 +345,40 @@ def _checked(family: _Family, info: RankInfo) -> RankInfo:
     return info
 
 
-def _required(environ: Mapping[str, str], family: _Family, names: tuple[str, ...]) -> int:
+def _required_integer(environ: Mapping[str, str], family: _LauncherVariables, names: tuple[str, ...]) -> int:
     value = _first_integer(environ, names)
     if value is None:
-        present = _set_name(environ, family.rank + family.world_size)
+        set_name = _first_set(environ, family.rank + family.world_size)
         raise ValueError(
-            f"{present} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run "
-            f"--nproc N script.py`, which set both, or `unset {present}` to run one process alone"
+            f"{set_name} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run "
+            f"--nproc N script.py`, which set both, or `unset {set_name}` to run one process alone"
         )
     return value
 
 
 def _first_integer(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    name = _set_name(environ, names)
-    return None if name is None else _integer(environ, name)
+    name = _first_set(environ, names)
+    return None if name is None else _parse_integer(environ, name)
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
+def _parse_integer(environ: Mapping[str, str], name: str) -> int:
     text = environ[name].strip()
     if re.fullmatch(r"-?[0-9]{1,10}", text) is None:
         raise ValueError(f"{name}={environ[name]!r} is not a whole number: set it to one, or unset it")
     return int(text)
 
 
-def _set_name(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in environ), None)
 
 
-def _present(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    return _set_name(environ, names) is not None
+def _any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    return _first_set(environ, names) is not None
 
 
-def _is_loopback(addr: str) -> bool:
+def _is_loopback_addr(addr: str) -> bool:
     return addr in _LOOPBACK or addr.startswith("127.")
 
 
-def _and(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " and ".join(names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from thalweg.utils.env import read_ranks
+from thalweg.utils.env import read_rank_info
 
 ROOT = "thalweg"
 
@@ -21,7 +21,7 @@ def current_rank() -> int:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     try:
-        return read_ranks().rank
+        return read_rank_info().rank
     except ValueError:  # reported by whoever needs the ranks; a log line must not fail for it
         return 0
 

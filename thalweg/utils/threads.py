@@ -7,7 +7,7 @@ import threading
 import torch
 
 
-def use_one_core() -> None:
+def set_single_threaded() -> None:
     """Let torch's operations of this thread run on it alone, and leave all others as they are.
 
     torch keeps the number of threads twice: for each thread (OpenMP's own), and as a default for threads that
@@ -15,6 +15,6 @@ def use_one_core() -> None:
     """
     default = torch.get_num_threads()
     torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-    restore.start()
-    restore.join()
+    restorer = threading.Thread(target=torch.set_num_threads, args=(default,))
+    restorer.start()
+    restorer.join()

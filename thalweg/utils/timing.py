@@ -34,7 +34,7 @@ class PhaseTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Return seconds by phase since the last call, in order of first use, and start anew."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -8,26 +8,26 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
+def iter_tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from tensors_of(value)
+            yield from iter_tensors(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from tensors_of(value)
+            yield from iter_tensors(value)
 
 
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call ``model`` with a batch: a mapping as keywords, a tuple or list as positions, else as it is."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def loss_of(output: Any) -> Tensor:
+def get_loss(output: Any) -> Tensor:
     """The loss in a model's output: the output itself, its ``loss``, or its first element.
 
     Raises:

@@ -15,22 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thalweg.zero._fsdp2 import Group
+from thalweg.zero._fsdp2 import FSDPGroupHandle
 
 
-def agree_on_gradients(
-    groups: Sequence[Group], modules: Iterable[nn.Module], ranks: dist.ProcessGroup, device: torch.device
+def sync_unused_params(
+    groups: Sequence[FSDPGroupHandle], modules: Iterable[nn.Module], process_group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Let ``ranks`` agree on the units that hold parameters of ``modules``, whenever they are reduced."""
-    if dist.get_world_size(ranks) == 1:
+    if dist.get_world_size(process_group) == 1:
         return
-    held = {id(inner) for module in modules for inner in module.modules()}
+    module_ids = {id(inner) for module in modules for inner in module.modules()}
 
-    def agree(present: list[bool]) -> list[bool]:
+    def reduce_presence(present: list[bool]) -> list[bool]:
         flags = torch.tensor(present, dtype=torch.uint8, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
         return [bool(flag) for flag in flags.tolist()]
 
     for group in groups:
-        if any(id(module) in held for param in group.params for module, _ in param.places):
-            group.agree_on_gradients(agree)
+        if any(id(module) in module_ids for param in group.params for module, _ in param.locations):
+            group.sync_unused_params(reduce_presence)

@@ -30,131 +30,131 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import Codec, Hosts, Ledger, Packing
-from thalweg.comm.quantised import WEIGHTS, gather_payloads
-from thalweg.zero.homes import Store
+from thalweg.comm import BlockQuantizer, HostGroups, CommsLog, PayloadFormat
+from thalweg.comm.quantised import WEIGHT_QUANTIZER, all_gather_payloads
+from thalweg.zero.homes import ShardStorage
 
-SAME, STEP, WHOLE, RAW = range(4)
-STEPS = Codec(4)
+UNCHANGED, DELTA, QUANTIZED, RAW = range(4)
+DELTA_QUANTIZER = BlockQuantizer(4)
 # Payload of one all-gather: large enough for the link, small beside the model.
 _BUCKET_BYTES = 8 << 20
 
 
 @dataclass
-class _Parcel:
+class _ParamUpdate:
     """What this rank sends of one parameter."""
 
-    store: Store
-    mode: int
+    storage: ShardStorage
+    encoding: int
     payload: Tensor | None = None
 
 
-class Crossing:
+class CrossHostSync:
     """Brings this host's homes up to date; collective over ``group``."""
 
     def __init__(
-        self, hosts: Hosts, rank: int, group: dist.ProcessGroup, ledger: Ledger, lossy: frozenset[str]
+        self, hosts: HostGroups, rank: int, group: dist.ProcessGroup, ledger: CommsLog, lossy: frozenset[str]
     ) -> None:
         """``lossy``: names of the parameters that may be rounded on their way."""
         self._hosts, self._group, self._ledger, self._lossy = hosts, group, ledger, lossy
-        self._peers = hosts.shards_of_peers(rank)
+        self._peer_ranks = hosts.get_peer_ranks(rank)
         self._rank, self._world_size = rank, dist.get_world_size(group)
         self._versions: dict[str, int] = {}
         self._updated = False
         self._pending: set[str] = set()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Take it that nobody holds anything: all parameters go as they are the next time."""
         self._versions.clear()
         self._pending.clear()
         self._updated = False
 
-    def note_update(self) -> None:
+    def mark_updated(self) -> None:
         """An optimizer step may change every trained parameter from here on."""
         self._updated = True
 
-    def __call__(self, stores: Iterable[Store]) -> None:
+    def __call__(self, storages: Iterable[ShardStorage]) -> None:
         """Send what has changed and write what comes; a fence must follow before anyone reads."""
-        stores = list(stores)
+        storages = list(storages)
         if self._updated:
             self._pending.update(name for name in self._versions)
             self._updated = False
-        parcels = [self._wish(store) for store in stores]
-        self._agree(parcels)
-        full = sum(parcel.store.slot.home_bytes for parcel in parcels if parcel.mode != SAME)
+        updates = [self._choose_encoding(store) for store in storages]
+        self._agree_on_encodings(updates)
+        full = sum(parcel.storage.spec.unsharded_bytes for parcel in updates if parcel.encoding != UNCHANGED)
         with self._ledger.timed(
             "all_gather", "parameters", "both", full_bytes=full, world_size=self._world_size
         ) as call:
-            for bucket in _buckets([parcel for parcel in parcels if parcel.mode != SAME]):
-                sent = torch.cat([self._payload(parcel) for parcel in bucket])
-                received = gather_payloads(sent, self._hosts.peers, self._hosts.num_hosts)
-                for rank, row in zip(self._peers, received, strict=True):
-                    self._apply(bucket, rank, row)
-                call.moved(*self._hosts.peers_route.ring(sent.numel()))
-        for store in stores:
-            self._versions[store.slot.name] = store.version()
-            self._pending.discard(store.slot.name)
+            for bucket in _iter_buckets([parcel for parcel in updates if parcel.encoding != UNCHANGED]):
+                sent = torch.cat([self._build_payload(parcel) for parcel in bucket])
+                received = all_gather_payloads(sent, self._hosts.inter_host_group, self._hosts.num_hosts)
+                for rank, row in zip(self._peer_ranks, received, strict=True):
+                    self._apply_updates(bucket, rank, row)
+                call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(sent.numel()))
+        for store in storages:
+            self._versions[store.spec.name] = store.version()
+            self._pending.discard(store.spec.name)
 
-    def _wish(self, store: Store) -> _Parcel:
-        name = store.slot.name
+    def _choose_encoding(self, storage: ShardStorage) -> _ParamUpdate:
+        name = storage.spec.name
         if name not in self._versions:
-            return _Parcel(store, RAW)
-        moved = store.version() != self._versions[name]
-        if not moved and not (name in self._pending and (store.trains or store.slot.trains)):
-            return _Parcel(store, SAME)
+            return _ParamUpdate(storage, RAW)
+        is_modified = storage.version() != self._versions[name]
+        if not is_modified and not (name in self._pending and (storage.requires_grad or storage.spec.requires_grad)):
+            return _ParamUpdate(storage, UNCHANGED)
         if name not in self._lossy:
-            return _Parcel(store, RAW)
-        numel = store.shard.numel()
-        step = torch.sub(store.shard.view(-1).float(), store.rows_of(self._rank).view(-1))
-        payload = torch.empty(STEPS.num_bytes(numel), dtype=torch.uint8)
-        STEPS.encode(step, payload)
-        fine = STEPS.step_sizes(payload, numel).square().sum()
-        coarse = WEIGHTS.errors(store.shard.view(-1)).square().sum()
-        return _Parcel(store, STEP, payload) if fine <= coarse else _Parcel(store, WHOLE)
+            return _ParamUpdate(storage, RAW)
+        numel = storage.shard.numel()
+        delta = torch.sub(storage.shard.view(-1).float(), storage.get_rank_rows(self._rank).view(-1))
+        payload = torch.empty(DELTA_QUANTIZER.num_bytes(numel), dtype=torch.uint8)
+        DELTA_QUANTIZER.quantize(delta, payload)
+        delta_error = DELTA_QUANTIZER.get_scales(payload, numel).square().sum()
+        quantized_error = WEIGHT_QUANTIZER.compute_scales(storage.shard.view(-1)).square().sum()
+        return _ParamUpdate(storage, DELTA, payload) if delta_error <= quantized_error else _ParamUpdate(storage, QUANTIZED)
 
-    def _agree(self, parcels: list[_Parcel]) -> None:
-        modes = torch.tensor([parcel.mode for parcel in parcels], dtype=torch.uint8)
-        dist.all_reduce(modes, op=dist.ReduceOp.MAX, group=self._group)
-        for parcel, mode in zip(parcels, modes.tolist(), strict=True):
-            if mode != parcel.mode:
+    def _agree_on_encodings(self, updates: list[_ParamUpdate]) -> None:
+        encodings = torch.tensor([parcel.encoding for parcel in updates], dtype=torch.uint8)
+        dist.all_reduce(encodings, op=dist.ReduceOp.MAX, group=self._group)
+        for parcel, encoding in zip(updates, encodings.tolist(), strict=True):
+            if encoding != parcel.encoding:
                 parcel.payload = None
-            parcel.mode = mode
+            parcel.encoding = encoding
 
-    def _payload(self, parcel: _Parcel) -> Tensor:
-        if parcel.payload is not None:
-            return parcel.payload
-        store, form = parcel.store, _form(parcel)
-        values = store.shard.view(-1)
-        if parcel.mode == STEP:  # this rank's rows are as they were, another's are not
-            values = torch.sub(values.float(), store.rows_of(self._rank).view(-1))
-        payload = torch.empty(form.num_bytes, dtype=torch.uint8)
-        form.pack(values, payload)
+    def _build_payload(self, update: _ParamUpdate) -> Tensor:
+        if update.payload is not None:
+            return update.payload
+        storage, payload_format = update.storage, _get_payload_format(update)
+        values = storage.shard.view(-1)
+        if update.encoding == DELTA:  # this rank's rows are as they were, another's are not
+            values = torch.sub(values.float(), storage.get_rank_rows(self._rank).view(-1))
+        payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8)
+        payload_format.pack(values, payload)
         return payload
 
-    def _apply(self, bucket: list[_Parcel], rank: int, row: Tensor) -> None:
-        begin = 0
-        for parcel in bucket:
-            form, rows = _form(parcel), parcel.store.rows_of(rank)
-            payload = row[begin : begin + form.num_bytes]
-            begin += form.num_bytes
-            if rank == self._rank and parcel.mode == RAW and rows.data_ptr() == parcel.store.shard.data_ptr():
+    def _apply_updates(self, bucket: list[_ParamUpdate], rank: int, row: Tensor) -> None:
+        byte_start = 0
+        for update in bucket:
+            payload_format, rows = _get_payload_format(update), update.storage.get_rank_rows(rank)
+            payload = row[byte_start : byte_start + payload_format.num_bytes]
+            byte_start += payload_format.num_bytes
+            if rank == self._rank and update.encoding == RAW and rows.data_ptr() == update.storage.shard.data_ptr():
                 continue  # the shard is its rows
-            form.unpack(payload, rows.view(-1), add=parcel.mode == STEP)
+            payload_format.unpack(payload, rows.view(-1), add=update.encoding == DELTA)
 
 
-def _form(parcel: _Parcel) -> Packing:
-    codec = WEIGHTS if parcel.mode == WHOLE else STEPS
-    return Packing(((parcel.store.shard.numel(), parcel.mode != RAW),), codec, parcel.store.slot.compute)
+def _get_payload_format(update: _ParamUpdate) -> PayloadFormat:
+    quantizer = WEIGHT_QUANTIZER if update.encoding == QUANTIZED else DELTA_QUANTIZER
+    return PayloadFormat(((update.storage.shard.numel(), update.encoding != RAW),), quantizer, update.storage.spec.compute_dtype)
 
 
-def _buckets(parcels: list[_Parcel]) -> Iterable[list[_Parcel]]:
-    bucket: list[_Parcel] = []
-    used = 0
-    for parcel in parcels:
-        if bucket and used > _BUCKET_BYTES:
+def _iter_buckets(updates: list[_ParamUpdate]) -> Iterable[list[_ParamUpdate]]:
+    bucket: list[_ParamUpdate] = []
+    num_bytes = 0
+    for update in updates:
+        if bucket and num_bytes > _BUCKET_BYTES:
             yield bucket
-            bucket, used = [], 0
-        bucket.append(parcel)
-        used += _form(parcel).num_bytes
+            bucket, num_bytes = [], 0
+        bucket.append(update)
+        num_bytes += _get_payload_format(update).num_bytes
     if bucket:
         yield bucket

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
+_DTENSOR_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
 
 
 class FullParameter(torch.Tensor):
     """A plain tensor with DTensor's slots, so that Python lets an object change between the two."""
 
-    __slots__ = _SLOTS
+    __slots__ = _DTENSOR_SLOTS
     # As nn.Parameter: what is computed from it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -35,18 +35,18 @@ class FullParameter(torch.Tensor):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def exchange(a: Tensor, b: Tensor) -> None:
+def swap_tensors(a: Tensor, b: Tensor) -> None:
     """Exchange class and content of ``a`` and ``b``.
 
     Where one is a DTensor both have its slots afterwards: FSDP2 looks at the local tensor of
     the user's object when a forward runs while that object is full.
     """
     if isinstance(a, DTensor) or isinstance(b, DTensor):
-        for slot in _SLOTS:
-            held = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
-            setattr(a, slot, held)
-            setattr(b, slot, held)
-    kind = type(a)
+        for slot in _DTENSOR_SLOTS:
+            value = getattr(a, slot) if hasattr(a, slot) else getattr(b, slot)
+            setattr(a, slot, value)
+            setattr(b, slot, value)
+    type_a = type(a)
     object.__setattr__(a, "__class__", type(b))
-    object.__setattr__(b, "__class__", kind)
+    object.__setattr__(b, "__class__", type_a)
     torch._C._swap_tensor_impl(a, b)

@@ -9,85 +9,85 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.zero.homes import Store
-from thalweg.zero.init import has_pending, materialize
+from thalweg.zero.homes import ShardStorage
+from thalweg.zero.init import has_meta_tensors, materialize_module
 from thalweg.zero.policy import Precision
-from thalweg.zero.spread import is_spread
+from thalweg.zero.spread import is_expert_param
 
-Places = dict[str, list[tuple[nn.Module, str]]]
+ParamLocations = dict[str, list[tuple[nn.Module, str]]]
 
 
-def places_of(model: nn.Module) -> Places:
+def get_param_locations(model: nn.Module) -> ParamLocations:
     """Every module attribute of each parameter, tied ones included, by its first name."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
-    places: Places = {name: [] for name in names.values()}
+    locations: ParamLocations = {name: [] for name in names.values()}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                places[names[id(parameter)]].append((module, key))
-    return places
+                locations[names[id(parameter)]].append((module, key))
+    return locations
 
 
-def _put(places: list[tuple[nn.Module, str]], value: Tensor, requires_grad: bool) -> None:
+def _set_parameter(locations: list[tuple[nn.Module, str]], value: Tensor, requires_grad: bool) -> None:
     parameter = nn.Parameter(value, requires_grad=requires_grad)
-    for module, key in places:
+    for module, key in locations:
         module._parameters[key] = parameter
 
 
-def fill(
+def load_initial_values(
     model: nn.Module,
-    places: Places,
-    stores: dict[str, Store],
+    locations: ParamLocations,
+    storages: dict[str, ShardStorage],
     mesh: DeviceMesh,
     precision: Precision,
     device: torch.device,
 ) -> None:
     """Bring rank 0's values into shards, loose parameters and buffers; free the full tensors."""
-    agree = _agreement(mesh, device)
-    held: dict[str, Tensor] = {}
+    broadcast_from_rank0 = _make_broadcast(mesh, device)
+    unsharded_values: dict[str, Tensor] = {}
 
     def sink(name: str, meta: Tensor, full: Tensor) -> None:
-        if name in stores:
-            stores[name].fill(agree(full))
+        if name in storages:
+            storages[name].load_full(broadcast_from_rank0(full))
         else:
-            held[name] = agree(full).clone()
+            unsharded_values[name] = broadcast_from_rank0(full).clone()
 
-    if has_pending(model):
-        materialize(model, sink, device=str(device))
-    for name, where in places.items():
-        parameter = where[0][0]._parameters[where[0][1]]
+    if has_meta_tensors(model):
+        materialize_module(model, sink, device=str(device))
+    for name, param_locations in locations.items():
+        parameter = param_locations[0][0]._parameters[param_locations[0][1]]
         assert parameter is not None
-        shape, dtype, trains = parameter.shape, parameter.dtype, parameter.requires_grad
-        if is_spread(parameter):
-            _put(where, parameter.detach().to(precision.master_of(dtype, trains)), trains)
+        shape, dtype, requires_grad = parameter.shape, parameter.dtype, parameter.requires_grad
+        if is_expert_param(parameter):
+            _set_parameter(param_locations, parameter.detach().to(precision.get_master_dtype(dtype, requires_grad)), requires_grad)
             continue
-        if name in stores:
+        if name in storages:
             if not parameter.is_meta:
-                stores[name].fill(agree(parameter))
+                storages[name].load_full(broadcast_from_rank0(parameter))
             del parameter  # the last reference, unless the user holds one
-            _put(where, torch.empty(shape, dtype=dtype, device="meta"), trains)
+            _set_parameter(param_locations, torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
         else:
-            value = held[name] if parameter.is_meta else agree(parameter)
-            _put(where, value.to(precision.master_of(dtype, trains), copy=True), trains)
+            value = unsharded_values[name] if parameter.is_meta else broadcast_from_rank0(parameter)
+            _set_parameter(param_locations, value.to(precision.get_master_dtype(dtype, requires_grad), copy=True), requires_grad)
     for module_name, module in model.named_modules():
         for key, buffer in list(module._buffers.items()):
             if buffer is not None:
                 name = f"{module_name}.{key}" if module_name else key
-                value = held[name] if buffer.is_meta else agree(buffer)
-                cast = precision.buffer if value.is_floating_point() else None
+                value = unsharded_values[name] if buffer.is_meta else broadcast_from_rank0(buffer)
+                cast = precision.buffer_dtype if value.is_floating_point() else None
                 module._buffers[key] = value.to(cast or value.dtype)
 
 
-def _agreement(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _make_broadcast(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor], Tensor]:
     """A function that returns rank 0's value of a tensor on every rank."""
     group = mesh.get_group()
-    root = dist.get_global_rank(group, 0)
+    src_rank = dist.get_global_rank(group, 0)
 
-    def agree(full: Tensor) -> Tensor:
+    def broadcast_from_rank0(full: Tensor) -> Tensor:
         full = full.detach().to(device)
         if mesh.size() > 1:
             full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(full.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
+            dist.broadcast(full.view(-1).view(torch.uint8), src=src_rank, group=group)  # gloo knows few dtypes
         return full
 
-    return agree
+    return broadcast_from_rank0

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 # A leaf is None; a sequence is (its type, its members).
-Spec = tuple[Any, list[Any]] | None
-CallSpec = tuple[list[Spec], dict[str, Spec]]
+TreeSpec = tuple[Any, list[Any]] | None
+CallSpec = tuple[list[TreeSpec], dict[str, TreeSpec]]
 
 
-def flatten(value: Any, leaves: list[Any]) -> Spec:
+def flatten(value: Any, leaves: list[Any]) -> TreeSpec:
     """Append the leaves of ``value`` to ``leaves``; a sequence without tensors is one leaf."""
     if type(value) in (tuple, list) and any(isinstance(x, Tensor | tuple | list) for x in value):
         return type(value), [flatten(x, leaves) for x in value]
@@ -19,9 +19,9 @@ def flatten(value: Any, leaves: list[Any]) -> Spec:
     return None
 
 
-def rebuild(spec: Spec, leaves: Any) -> Any:
+def unflatten(spec: TreeSpec, leaves: Any) -> Any:
     """Undo :func:`flatten`, taking from the iterator ``leaves``."""
-    return next(leaves) if spec is None else spec[0](rebuild(part, leaves) for part in spec[1])
+    return next(leaves) if spec is None else spec[0](unflatten(child_spec, leaves) for child_spec in spec[1])
 
 
 def flatten_call(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], CallSpec]:
@@ -31,13 +31,13 @@ def flatten_call(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], CallSpec
     return leaves, spec
 
 
-def rebuild_call(spec: CallSpec, leaves: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+def unflatten_call(spec: CallSpec, leaves: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Undo :func:`flatten_call`."""
-    rest = iter(leaves)
-    return [rebuild(part, rest) for part in spec[0]], {k: rebuild(part, rest) for k, part in spec[1].items()}
+    leaf_iterator = iter(leaves)
+    return [unflatten(part, leaf_iterator) for part in spec[0]], {k: unflatten(part, leaf_iterator) for k, part in spec[1].items()}
 
 
-def leaves_of(value: Any) -> list[Any]:
+def get_leaves(value: Any) -> list[Any]:
     """Return the leaves of ``value``."""
     leaves: list[Any] = []
     flatten(value, leaves)

@@ -39,19 +39,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 from thalweg.utils.log import get_logger
-from thalweg.zero._fsdp2 import groups_of
-from thalweg.zero.exchange import FullParameter, exchange
-from thalweg.zero.logical import laid_out
-from thalweg.zero.pending import is_pending, value_of
+from thalweg.zero._fsdp2 import get_fsdp_groups
+from thalweg.zero.exchange import FullParameter, swap_tensors
+from thalweg.zero.logical import distribute_like
+from thalweg.zero.pending import is_deferred, materialize_tensor
 from thalweg.zero.record import is_meta
 
 _log = get_logger(__name__)
 
 
 @dataclass(eq=False)
-class _Gathered:
+class _GatheredParam:
     """One parameter while it is full: the user's object, and the spare that keeps the DTensor."""
 
     param: Tensor
@@ -61,20 +61,20 @@ class _Gathered:
 
 # Parameters that are full at present, by the id of the user's object: a context inside
 # another one finds here what the outer one has gathered.
-_open: dict[int, _Gathered] = {}
+_gathered: dict[int, _GatheredParam] = {}
 
 # Roots of the sharded models of this process, with the ledger of each.
-_roots: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
+_ledgers_by_root: weakref.WeakKeyDictionary[nn.Module, CommsLog] = weakref.WeakKeyDictionary()
 
 
-def track(root: nn.Module, ledger: Ledger | None = None) -> None:
+def register_sharded_model(root: nn.Module, ledger: CommsLog | None = None) -> None:
     """Make known that ``root`` has been sharded with ``fully_shard`` (the core calls this once).
 
     Between a forward and the next reshard FSDP2 shows unsharded parameters in its modules;
     with this knowledge a context finds the shards behind them.
     """
-    if ledger is not None or root not in _roots:
-        _roots[root] = ledger or Ledger()
+    if ledger is not None or root not in _ledgers_by_root:
+        _ledgers_by_root[root] = ledger or CommsLog()
 
 
 class GatheredParameters:
@@ -109,41 +109,41 @@ class GatheredParameters:
         self.enabled = enabled
         self.modifier_rank = modifier_rank
         self.fwd_module = fwd_module
-        self.params = _distinct(params) if enabled else []
-        self._mine: list[_Gathered] = []
-        self._full: list[Tensor] = []
+        self.params = _unique_params(params) if enabled else []
+        self._entered: list[_GatheredParam] = []
+        self._full_params: list[Tensor] = []
         self._aliases: list[tuple[Tensor, Tensor]] = []
-        self._owners: list[nn.Module] = []
-        self._ledger = Ledger()
+        self._roots: list[nn.Module] = []
+        self._ledger = CommsLog()
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        self._owners = _owners(self.params, self.fwd_module)
-        self._ledger = next((_roots[root] for root in self._owners), self._ledger)
-        behind: dict[int, Tensor] = {}
-        shown: dict[int, Tensor] = {}
-        for root in self._owners:
-            behind |= {id(param): shard for param, shard in _shown(root)}
-            _free_copies(root)
-            shown |= {id(shard): param for param, shard in _shown(root)}
+        self._roots = _find_sharded_roots(self.params, self.fwd_module)
+        self._ledger = next((_ledgers_by_root[root] for root in self._roots), self._ledger)
+        shard_by_unsharded: dict[int, Tensor] = {}
+        unsharded_by_shard: dict[int, Tensor] = {}
+        for root in self._roots:
+            shard_by_unsharded |= {id(param): shard for param, shard in _list_unsharded(root)}
+            _free_unsharded_copies(root)
+            unsharded_by_shard |= {id(shard): param for param, shard in _list_unsharded(root)}
         try:
             for param in self.params:
-                target = behind.get(id(param), param)
-                self._open(target)
-                for other in (param, shown.get(id(target), target)):
+                target = shard_by_unsharded.get(id(param), param)
+                self._gather_param(target)
+                for other in (param, unsharded_by_shard.get(id(target), target)):
                     if other is not target:
-                        self._alias(other, target)
+                        self._alias_unsharded(other, target)
         except BaseException:
             self._restore()
             raise
 
-    def _open(self, param: Tensor) -> None:
-        record = _open.get(id(param))
-        _check_rank(self.modifier_rank, record.sharded if record else param)
-        if isinstance(param, DTensor) or is_pending(param):
-            with self._counted("all_gather", param):
-                self._mine.append(_gather(param))
+    def _gather_param(self, param: Tensor) -> None:
+        record = _gathered.get(id(param))
+        _check_modifier_rank(self.modifier_rank, record.sharded if record else param)
+        if isinstance(param, DTensor) or is_deferred(param):
+            with self._log_collective("all_gather", param):
+                self._entered.append(_swap_in_full(param))
         elif is_meta(param):
             raise ValueError("this parameter is on meta and has no value yet: call thalweg.initialize first")
         elif param.numel() and not param.untyped_storage().size():
@@ -151,15 +151,15 @@ class GatheredParameters:
                 "this parameter is a gathered copy that has been freed since; take it from the module again "
                 "(model.parameters()), or pass fwd_module=model"
             )
-        if not any(param is full for full in self._full):
-            self._full.append(param)
+        if not any(param is full for full in self._full_params):
+            self._full_params.append(param)
 
-    def _alias(self, unsharded: Tensor, full: Tensor) -> None:
+    def _alias_unsharded(self, unsharded: Tensor, full: Tensor) -> None:
         """Make FSDP2's unsharded object the same full tensor, so that a write to either counts."""
         if any(unsharded is x for x, _ in self._aliases):
             return
         spare = nn.Parameter(full.detach(), full.requires_grad)
-        exchange(unsharded, spare)
+        swap_tensors(unsharded, spare)
         self._aliases.append((unsharded, spare))
 
     def __exit__(
@@ -170,70 +170,70 @@ class GatheredParameters:
         values: list[tuple[Tensor, Tensor]] = []
         try:
             if kind is None:
-                values = self._values()
+                values = self._broadcast_values()
         finally:
             self._restore()
         for param, value in values:
-            _write(param, value)
+            _write_to_shard(param, value)
         if values:
-            self._refresh({id(param): value for param, value in values})
+            self._refresh_unsharded_copies({id(param): value for param, value in values})
 
-    def _refresh(self, values: dict[int, Tensor]) -> None:
+    def _refresh_unsharded_copies(self, values: dict[int, Tensor]) -> None:
         """Bring gathered copies up to date that FSDP2 holds now and would use again as they are."""
-        for root in self._owners:
-            for unsharded, shard in _shown(root):
+        for root in self._roots:
+            for unsharded, shard in _list_unsharded(root):
                 if id(shard) in values and unsharded.untyped_storage().size():
                     unsharded.data.copy_(values[id(shard)])
 
     @torch.no_grad()
-    def _values(self) -> list[tuple[Tensor, Tensor]]:
+    def _broadcast_values(self) -> list[tuple[Tensor, Tensor]]:
         """Broadcast what the modifier left; return (parameter, value) to write once they are DTensors."""
-        _check_shapes(self._mine)
+        _check_shapes(self._entered)
         if self.modifier_rank is None:
-            _warn_if_written(self._mine)
+            _warn_if_written(self._entered)
             return []
         values = []
-        for param in self._full:
+        for param in self._full_params:
             value = param.detach().contiguous()
-            record = _open.get(id(param))
-            with self._counted("broadcast", record.sharded if record else param):
-                _broadcast(value, self.modifier_rank, record.sharded if record else None)
-            if record in self._mine:
+            record = _gathered.get(id(param))
+            with self._log_collective("broadcast", record.sharded if record else param):
+                _broadcast_over_mesh(value, self.modifier_rank, record.sharded if record else None)
+            if record in self._entered:
                 values.append((param, value))
                 continue
             param.copy_(value)
             if record is not None:  # an outer context keeps it open; its shard takes the value now
-                _write(record.sharded, value)
+                _write_to_shard(record.sharded, value)
         return values
 
     @contextmanager
-    def _counted(self, kind: str, param: Tensor) -> Iterator[None]:
+    def _log_collective(self, kind: str, param: Tensor) -> Iterator[None]:
         """Count the body as one collective on ``param`` (sharded), whose full value it moves."""
         size = param.device_mesh.size() if isinstance(param, DTensor) else 1
-        full_bytes, route = param.numel() * param.itemsize, self._ledger.route
+        full_bytes, topology = param.numel() * param.itemsize, self._ledger.topology
         with self._ledger.timed(
             kind, "GatheredParameters", "wire", full_bytes=full_bytes, world_size=size
         ) as call:
             yield
-            if size == 1 or route is None:
+            if size == 1 or topology is None:
                 return
             if kind == "all_gather":
-                call.moved(*route.ring(full_bytes // len(route.hosts)))
+                call.add_bytes(*topology.ring_bytes(full_bytes // len(topology.host_ids)))
             elif dist.get_rank() == self.modifier_rank:
-                call.moved(*route.all_to_all(full_bytes))
+                call.add_bytes(*topology.all_to_all_bytes(full_bytes))
 
     def _restore(self) -> None:
         for param, alias in reversed(self._aliases):
-            exchange(param, alias)
-        for record in reversed(self._mine):
+            swap_tensors(param, alias)
+        for record in reversed(self._entered):
             requires_grad = record.param.requires_grad
-            exchange(record.param, record.sharded)
+            swap_tensors(record.param, record.sharded)
             record.param.requires_grad_(requires_grad)
-            del _open[id(record.param)]
-        self._mine, self._aliases, self._full = [], [], []
+            del _gathered[id(record.param)]
+        self._entered, self._aliases, self._full_params = [], [], []
 
 
-def _distinct(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _unique_params(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
     listed = [params] if isinstance(params, Tensor) else list(params)
     for param in listed:
         if not isinstance(param, Tensor):
@@ -244,37 +244,37 @@ def _distinct(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return list({id(param): param for param in listed}.values())
 
 
-def _owners(params: list[Tensor], fwd_module: nn.Module | None) -> list[nn.Module]:
+def _find_sharded_roots(params: list[Tensor], fwd_module: nn.Module | None) -> list[nn.Module]:
     """Return the sharded models that any of ``params`` belongs to."""
     if fwd_module is not None:
-        track(fwd_module)
-    wanted = {id(param) for param in params}
-    return [root for root in list(_roots) if any(id(p) in wanted for pair in _pairs(root) for p in pair)]
+        register_sharded_model(fwd_module)
+    param_ids = {id(param) for param in params}
+    return [root for root in list(_ledgers_by_root) if any(id(p) in param_ids for pair in _list_current_and_sharded(root) for p in pair)]
 
 
-def _pairs(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _list_current_and_sharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (object that the modules show now, sharded parameter) for all of FSDP2's in ``root``."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    for group in groups_of(root):
+    for group in get_fsdp_groups(root):
         for param in group.params:
-            module, key = param.places[0]
-            shown = module._parameters[key]
-            assert shown is not None
-            pairs.append((shown, param.sharded))
+            module, key = param.locations[0]
+            current = module._parameters[key]
+            assert current is not None
+            pairs.append((current, param.sharded_param))
     return pairs
 
 
-def _shown(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _list_unsharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (object that the modules show, its shard) for what is unsharded in ``root`` now."""
-    return [(param, shard) for param, shard in _pairs(root) if param is not shard]
+    return [(param, shard) for param, shard in _list_current_and_sharded(root) if param is not shard]
 
 
-def _free_copies(root: nn.Module) -> None:
+def _free_unsharded_copies(root: nn.Module) -> None:
     """Free the gathered copies, so that a forward inside the context gathers by itself.
 
     Under a live graph they stay: the graph may have saved them.
     """
-    pairs = _shown(root)
+    pairs = _list_unsharded(root)
     if pairs and all(param._use_count() == 1 for param, _ in pairs):  # pyright: ignore[reportAttributeAccessIssue]
         _reshard(root)
 
@@ -286,19 +286,19 @@ def _reshard(root: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _gather(param: Tensor) -> _Gathered:
+def _swap_in_full(param: Tensor) -> _GatheredParam:
     """Make the object ``param`` the full tensor."""
     if isinstance(param, DTensor):
-        spare = torch.Tensor._make_subclass(FullParameter, _full_value(param), param.requires_grad)
+        spare = torch.Tensor._make_subclass(FullParameter, _all_gather_full(param), param.requires_grad)
     else:
-        spare = nn.Parameter(value_of(param), param.requires_grad)
-    exchange(param, spare)
-    record = _Gathered(param, spare, param._version)
-    _open[id(param)] = record
+        spare = nn.Parameter(materialize_tensor(param), param.requires_grad)
+    swap_tensors(param, spare)
+    record = _GatheredParam(param, spare, param._version)
+    _gathered[id(param)] = record
     return record
 
 
-def _full_value(param: DTensor) -> Tensor:
+def _all_gather_full(param: DTensor) -> Tensor:
     """All-gather ``param`` into memory of its own."""
     mesh, local = param.device_mesh, param.to_local()
     source = param
@@ -318,33 +318,33 @@ def _full_value(param: DTensor) -> Tensor:
 
 
 @torch.no_grad()
-def _write(param: Tensor, value: Tensor) -> None:
+def _write_to_shard(param: Tensor, value: Tensor) -> None:
     """Copy this rank's part of ``value`` (the full tensor) into the shard that ``param`` holds."""
     if not isinstance(param, DTensor):
         param.copy_(value)  # pending: recorded as a constant
         return
     local = param.to_local()
     value = value.to(param.device_mesh.device_type)
-    local.copy_(laid_out(value, param, source=None).to_local())
+    local.copy_(distribute_like(value, param, src_rank=None).to_local())
 
 
-def _broadcast(value: Tensor, rank: int, sharded: Tensor | None) -> None:
+def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> None:
     """Give every rank of the mesh (of the world, for a plain tensor) the value of ``rank``, in place."""
     if not isinstance(sharded, DTensor):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(value, rank)
         return
     mesh = sharded.device_mesh
-    at = (mesh.mesh == rank).nonzero()[0].tolist()
+    coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
     # Axis by axis: after axis i each rank holds the value of the rank that has the source's
     # coordinates on the axes up to i and its own on the others.
-    for axis, coordinate in enumerate(at):
+    for axis, coordinate in enumerate(coordinates):
         if mesh.size(axis) > 1:
             group = mesh.get_group(axis)
             dist.broadcast(value, dist.get_global_rank(group, coordinate), group=group)
 
 
-def _check_rank(rank: int | None, param: Tensor) -> None:
+def _check_modifier_rank(rank: int | None, param: Tensor) -> None:
     if rank is None:
         return
     if isinstance(param, DTensor):
@@ -353,16 +353,16 @@ def _check_rank(rank: int | None, param: Tensor) -> None:
         ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
     if rank not in ranks:
         raise ValueError(
-            f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {_brief(ranks)}; "
+            f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {_format_ranks(ranks)}; "
             "name one of them, or None to read only"
         )
 
 
-def _brief(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return str(ranks) if len(ranks) <= 8 else f"{min(ranks)} to {max(ranks)}"
 
 
-def _check_shapes(records: Iterable[_Gathered]) -> None:
+def _check_shapes(records: Iterable[_GatheredParam]) -> None:
     for record in records:
         if record.param.shape != record.sharded.shape:
             raise ValueError(
@@ -372,7 +372,7 @@ def _check_shapes(records: Iterable[_Gathered]) -> None:
             )
 
 
-def _warn_if_written(records: list[_Gathered]) -> None:
+def _warn_if_written(records: list[_GatheredParam]) -> None:
     written = sum(record.param._version != record.version for record in records)
     if written:
         _log.warning(
@@ -382,7 +382,7 @@ def _warn_if_written(records: list[_Gathered]) -> None:
         )
 
 
-def gathered(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def iter_gathered(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ``(param, full)`` one parameter at a time: at most one full tensor is alive (read only)."""
     for param in params:
         with GatheredParameters(param):

@@ -28,31 +28,31 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm import Arena
+from thalweg.comm import SharedMemoryArena
 
-Placement = Literal["shared", "private", "wire"]
+StorageKind = Literal["shared", "private", "wire"]
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSpec:
     """What must be stored for one parameter: its logical shape, dtypes and number of shards."""
 
     name: str
     shape: torch.Size
-    master: torch.dtype
-    compute: torch.dtype
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
     num_shards: int
-    trains: bool = True
+    requires_grad: bool = True
 
     @property
-    def rows(self) -> int:
+    def rows_per_shard(self) -> int:
         """Rows of a padded shard: the chunking of ``torch.chunk``."""
         return -(-self.shape[0] // self.num_shards)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of a padded shard."""
-        return (self.rows, *self.shape[1:])
+        return (self.rows_per_shard, *self.shape[1:])
 
     @property
     def padded_numel(self) -> int:
@@ -60,21 +60,21 @@ class Slot:
         return self.num_shards * prod(self.padded_shape)
 
     @property
-    def home_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of the home."""
-        return self.padded_numel * self.compute.itemsize
+        return self.padded_numel * self.compute_dtype.itemsize
 
 
-class Shown(Protocol):
+class ShardedParamHandle(Protocol):
     """What the model shows of a store."""
 
     @property
-    def sharded(self) -> Tensor:
+    def sharded_param(self) -> Tensor:
         """The sharded parameter over the store's shard."""
         ...
 
 
-class Store:
+class ShardStorage:
     """Shard and home of one parameter on this rank; ``rank`` counts its shards.
 
     ``cast_into``: where this rank's rows are cast to when they are published, if the home is not the shard;
@@ -83,119 +83,119 @@ class Store:
 
     def __init__(
         self,
-        slot: Slot,
+        spec: ParamSpec,
         rank: int,
         shard: Tensor,
-        home: Tensor | None = None,
-        cast_into: Tensor | None = None,
-        padded: Tensor | None = None,
+        unsharded: Tensor | None = None,
+        cast_dest: Tensor | None = None,
+        padded_unsharded: Tensor | None = None,
     ) -> None:
-        self.slot, self.shard, self.home = slot, shard, home
-        self.shown: Shown | None = None
-        start = rank * slot.rows
-        self._first = min(start, slot.shape[0])
-        self._last = min(start + slot.rows, slot.shape[0])
-        self._cast_into, self._padded = cast_into, padded
+        self.spec, self.shard, self.unsharded = spec, shard, unsharded
+        self.param_handle: ShardedParamHandle | None = None
+        start = rank * spec.rows_per_shard
+        self._row_start = min(start, spec.shape[0])
+        self._row_end = min(start + spec.rows_per_shard, spec.shape[0])
+        self._cast_dest, self._padded_unsharded = cast_dest, padded_unsharded
 
     @classmethod
-    def make(
+    def create(
         cls,
-        slot: Slot,
+        spec: ParamSpec,
         rank: int,
-        placement: Placement,
-        arena: Arena | None,
+        storage_kind: StorageKind,
+        arena: SharedMemoryArena | None,
         device: torch.device,
-        apart: bool = False,
-    ) -> Store:
+        separate_master: bool = False,
+    ) -> ShardStorage:
         """A store in the memory that ``placement`` says.
 
         ``apart``: the shard is kept beside its rows of the home, which others see rounded.
         """
-        if placement == "shared":
+        if storage_kind == "shared":
             assert arena is not None
-            offset = arena.reserve(slot.home_bytes)
-            home, own_rows = shared_home(slot, rank, arena, offset)
-            padded = arena.tensor(offset, (slot.num_shards * slot.rows, *slot.shape[1:]), slot.compute)
-            if slot.master == slot.compute and not apart:
-                return cls(slot, rank, own_rows, home, padded=padded)
-            shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
-            return cls(slot, rank, shard, home, own_rows, padded)
-        shard = torch.zeros(slot.padded_shape, dtype=slot.master, device=device)
-        if placement == "wire":
-            return cls(slot, rank, shard)
-        if slot.master == slot.compute:
+            offset = arena.reserve(spec.unsharded_bytes)
+            unsharded, local_rows = view_unsharded(spec, rank, arena, offset)
+            padded_unsharded = arena.tensor(offset, (spec.num_shards * spec.rows_per_shard, *spec.shape[1:]), spec.compute_dtype)
+            if spec.master_dtype == spec.compute_dtype and not separate_master:
+                return cls(spec, rank, local_rows, unsharded, padded=padded_unsharded)
+            shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
+            return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
+        shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
+        if storage_kind == "wire":
+            return cls(spec, rank, shard)
+        if spec.master_dtype == spec.compute_dtype:
             # The same memory under another version counter, as a gathered copy would have.
-            return cls(slot, rank, shard, shard.data)
-        home = torch.zeros(slot.shape, dtype=slot.compute, device=device)
-        return cls(slot, rank, shard, home, home)
+            return cls(spec, rank, shard, shard.data)
+        unsharded = torch.zeros(spec.shape, dtype=spec.compute_dtype, device=device)
+        return cls(spec, rank, shard, unsharded, unsharded)
 
-    def fill(self, full: Tensor) -> None:
+    def load_full(self, full: Tensor) -> None:
         """Set this rank's rows from the full value (any dtype)."""
         with torch.no_grad():
-            self.shard[: self.num_rows].copy_(self.own_rows(full))
+            self.shard[: self.num_rows].copy_(self.local_rows(full))
 
     def version(self) -> int:
         """Grows with every write to the master, through the shard or through the parameter over it, whose
         counters are not the same; transfers to where it lies do not count."""
-        found = self.shard._version
-        if self.shown is not None:
-            param = self.shown.sharded
-            found += param._version
+        version = self.shard._version
+        if self.param_handle is not None:
+            param = self.param_handle.sharded_param
+            version += param._version
             if isinstance(param, DTensor):
                 with torch.no_grad():
-                    found += param.to_local()._version
-        return found
+                    version += param.to_local()._version
+        return version
 
     @property
-    def trains(self) -> bool:
+    def requires_grad(self) -> bool:
         """Whether the parameter trains now."""
-        return self.slot.trains if self.shown is None else self.shown.sharded.requires_grad
+        return self.spec.requires_grad if self.param_handle is None else self.param_handle.sharded_param.requires_grad
 
     @property
     def num_rows(self) -> int:
         """Rows of this rank, padding left out."""
-        return self._last - self._first
+        return self._row_end - self._row_start
 
-    def own_rows(self, full: Tensor) -> Tensor:
+    def local_rows(self, full: Tensor) -> Tensor:
         """This rank's rows of the full value."""
-        return full[self._first : self._last]
+        return full[self._row_start : self._row_end]
 
-    def rows_of(self, rank: int) -> Tensor:
+    def get_rank_rows(self, rank: int) -> Tensor:
         """The padded rows of ``rank`` in a shared home."""
-        assert self._padded is not None
-        return self._padded.narrow(0, rank * self.slot.rows, self.slot.rows)
+        assert self._padded_unsharded is not None
+        return self._padded_unsharded.narrow(0, rank * self.spec.rows_per_shard, self.spec.rows_per_shard)
 
     @property
-    def cast(self) -> tuple[Tensor, Tensor] | None:
+    def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
         """(destination, source) of the copy that publishing needs, or None.  Frozen parameters too: what is
         written through ``p.data`` is counted nowhere."""
-        return None if self._cast_into is None else (self._cast_into, self.shard)
+        return None if self._cast_dest is None else (self._cast_dest, self.shard)
 
 
-def shared_home(slot: Slot, rank: int, arena: Arena, offset: int) -> tuple[Tensor, Tensor]:
+def view_unsharded(spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int) -> tuple[Tensor, Tensor]:
     """The home at ``offset`` of the arena, and this rank's rows of it."""
-    row_bytes = prod(slot.padded_shape) * slot.compute.itemsize
-    own_rows = arena.tensor(offset + rank * row_bytes, slot.padded_shape, slot.compute)
-    return arena.tensor(offset, slot.shape, slot.compute), own_rows
+    row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
+    local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
+    return arena.tensor(offset, spec.shape, spec.compute_dtype), local_rows
 
 
-def arena_bytes(slots: Iterable[Slot]) -> int:
+def get_arena_bytes(specs: Iterable[ParamSpec]) -> int:
     """Bytes of arena for the homes of ``slots``, each aligned."""
-    return sum(slot.home_bytes + 64 for slot in slots)
+    return sum(spec.unsharded_bytes + 64 for spec in specs)
 
 
-def largest_unit(slots: Mapping[str, Slot], units: Iterable[str], reduce: torch.dtype) -> int:
+def max_unit_grad_bytes(param_specs: Mapping[str, ParamSpec], units: Iterable[str], reduce_dtype: torch.dtype) -> int:
     """Bytes of the largest unit's gradients as they are reduced; what no unit holds is the root's."""
     names, sizes = list(units), dict[str, int]()
-    for name, slot in slots.items():
+    for name, spec in param_specs.items():
         unit = next((unit for unit in names if name.startswith(f"{unit}.")), "")
-        sizes[unit] = sizes.get(unit, 0) + slot.padded_numel * reduce.itemsize
+        sizes[unit] = sizes.get(unit, 0) + spec.padded_numel * reduce_dtype.itemsize
     return max(sizes.values(), default=0)
 
 
-def publish(stores: Iterable[Store]) -> None:
+def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
     """Cast this rank's rows into the homes; homes that are the shard itself need nothing."""
     with torch.no_grad():
-        for store in stores:
-            if (pair := store.cast) is not None:
-                pair[0].copy_(pair[1])
+        for storage in storages:
+            if (copy_pair := storage.refresh_copy) is not None:
+                copy_pair[0].copy_(copy_pair[1])

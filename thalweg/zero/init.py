@@ -28,18 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.zero.pending import is_pending, settle
-from thalweg.zero.record import cells, is_meta, ref_of
-from thalweg.zero.recorder import Recorder
-from thalweg.zero.replay import local, paused, replay
-from thalweg.zero.reset import record_resets
+from thalweg.zero.pending import is_deferred, drop_record
+from thalweg.zero.record import storage_records, is_meta, make_view_ref
+from thalweg.zero.recorder import RecordMode
+from thalweg.zero.replay import thread_state, pause_recording, replay_targets
+from thalweg.zero.reset import record_module_init
 
-__all__ = ["Init", "has_pending", "materialize", "paused"]
+__all__ = ["Init", "has_meta_tensors", "materialize_module", "pause_recording"]
 
-Sink = Callable[[str, Tensor, Tensor], None]
+ValueSink = Callable[[str, Tensor, Tensor], None]
 
 # Tensors of so many elements are computed at once while a model is built.
-SMALL = 4096
+SMALL_NUMEL = 4096
 
 
 class Init:
@@ -79,12 +79,12 @@ class Init:
             raise ValueError(f"zero.Init(dtype={dtype!r}): give a floating dtype, as torch.bfloat16, or None")
         self.enabled = enabled
         self.dtype = dtype
-        self._open: list[tuple[Recorder | None, torch.dtype]] = []
+        self._entered: list[tuple[RecordMode | None, torch.dtype]] = []
 
     def __enter__(self) -> Init:
         if self.enabled:
-            recorder = None if local.recording else Recorder(SMALL)
-            self._open.append((recorder, torch.get_default_dtype()))
+            recorder = None if thread_state.is_recording else RecordMode(SMALL_NUMEL)
+            self._entered.append((recorder, torch.get_default_dtype()))
             if recorder is not None:
                 recorder.__enter__()
             if self.dtype is not None:
@@ -95,18 +95,18 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
-            recorder, dtype = self._open.pop()
+            recorder, dtype = self._entered.pop()
             torch.set_default_dtype(dtype)
             if recorder is not None:
                 recorder.__exit__(kind, error, trace)
 
 
-def has_pending(module: nn.Module) -> bool:
+def has_meta_tensors(module: nn.Module) -> bool:
     """Return whether any parameter or buffer of ``module`` is on meta."""
-    return bool(_named_meta(module))
+    return bool(_get_meta_tensors(module))
 
 
-def materialize(module: nn.Module, sink: Sink, *, device: str | torch.device = "cpu") -> None:
+def materialize_module(module: nn.Module, sink: ValueSink, *, device: str | torch.device = "cpu") -> None:
     """Give ``sink(name, tensor, value)`` the value of every parameter and buffer on meta.
 
     Called once for each distinct tensor, under its first name; ``value`` is a full plain
@@ -118,20 +118,20 @@ def materialize(module: nn.Module, sink: Sink, *, device: str | torch.device = "
         ValueError: a tensor has neither a record nor a module that can initialise it; raised
             before the sink is called.
     """
-    named = _named_meta(module)
-    record_resets(module, {name: tensor for name, tensor in named.items() if not is_pending(tensor)})
-    names, tensors = list(named), list(named.values())
+    meta_tensors = _get_meta_tensors(module)
+    record_module_init(module, {name: tensor for name, tensor in meta_tensors.items() if not is_deferred(tensor)})
+    names, tensors = list(meta_tensors), list(meta_tensors.values())
 
     def emit(index: int, value: Tensor) -> None:
         sink(names[index], tensors[index], value.to(device))
 
-    replay([ref_of(tensor) for tensor in tensors], emit)
+    replay_targets([make_view_ref(tensor) for tensor in tensors], emit)
     for tensor in tensors:
-        settle(tensor)
-    cells.clean()
+        drop_record(tensor)
+    storage_records.remove_dead()
 
 
-def _named_meta(module: nn.Module) -> dict[str, Tensor]:
+def _get_meta_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the distinct parameters and buffers on meta by their first names."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor for name, tensor in named if is_meta(tensor)}

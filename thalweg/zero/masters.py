@@ -22,77 +22,77 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.comm import Arena
-from thalweg.comm.verdict import all_or_none
+from thalweg.comm import SharedMemoryArena
+from thalweg.comm.verdict import all_ranks_or_raise
 from thalweg.store import SwapFile
 from thalweg.store.regions import round_up
-from thalweg.zero.homes import Placement, Slot, shared_home
-from thalweg.zero.offload import CAPACITY_TO_COME, Offload, PagedStore, Paging, Writer, page_units
+from thalweg.zero.homes import StorageKind, ParamSpec, view_unsharded
+from thalweg.zero.offload import OPTIMIZER_CAPACITY_BYTES, ParamOffloadPolicy, PagedShardStorage, NvmeStorage, SwapFileWriter, build_unit_paging
 from thalweg.zero.paging import Pager
-from thalweg.zero.wiring import Wiring
+from thalweg.zero.wiring import Collectives
 
 
-class MasterStore(PagedStore):
+class NvmeMasterStorage(PagedShardStorage):
     """A store whose shard is a view of the swap file and whose home is in memory; ``rows``: this rank's rows
     of the home, padded."""
 
     def __init__(
-        self, slot: Slot, rank: int, swap: SwapFile, writer: Writer, home: Tensor, rows: Tensor
+        self, spec: ParamSpec, rank: int, swap: SwapFile, writer: SwapFileWriter, unsharded: Tensor, rows: Tensor
     ) -> None:
-        offset = swap.region(_master_bytes(slot))
-        shard = swap.view(offset, slot.padded_shape, slot.master)
-        super().__init__(slot, rank, shard, home, rows, writer.to(shard, offset, offset, shard), rows)
-        self._rows, self._seen = rows, 0
+        offset = swap.allocate(_master_bytes(spec))
+        shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
+        super().__init__(spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows)
+        self._unsharded_rows, self._cast_version = rows, 0
 
-    def fill(self, full: Tensor) -> None:
+    def load_full(self, full: Tensor) -> None:
         """Set this rank's rows of both from the full value."""
-        super().fill(full)
+        super().load_full(full)
         with torch.no_grad():
-            self._rows[: self.num_rows].copy_(self.own_rows(full).to(self.slot.master))
+            self._unsharded_rows[: self.num_rows].copy_(self.local_rows(full).to(self.spec.master_dtype))
 
     @property
-    def cast(self) -> tuple[Tensor, Tensor] | None:
+    def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
         """What publishing must copy: nothing, unless somebody has written to the master."""
-        if (version := self.version()) == self._seen:
+        if (version := self.version()) == self._cast_version:
             return None
-        self._seen = version
-        return self._rows, self.shard
+        self._cast_version = version
+        return self._unsharded_rows, self.shard
 
 
-def rest_on_disk(
-    slots: dict[str, Slot],
+def build_nvme_storage(
+    param_specs: dict[str, ParamSpec],
     units: Iterable[str],
-    offload: Offload,
-    fixed: Sequence[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
     rank: int,
-    wiring: Wiring,
+    collectives: Collectives,
     mesh: DeviceMesh,
-) -> Paging | None:
+) -> NvmeStorage | None:
     """What of ``slots`` rests on a disk: whole units (``page_units``), or masters; collective over ``mesh``.
 
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
     """
-    place = page_units if offload.pages or wiring.crossing else swap_masters
-    make = partial(place, slots, units, offload, fixed, rank, wiring.placement, wiring.arena)
-    if not offload.pages and offload.states != "nvme":
-        return make()
-    return all_or_none(make, "a swap file for its parameters", mesh.get_group() if mesh.size() > 1 else None)
+    build_fn = build_unit_paging if offload.uses_nvme or collectives.cross_host_sync else build_nvme_masters
+    build = partial(build_fn, param_specs, units, offload, resident_modules, rank, collectives.storage_kind, collectives.arena)
+    if not offload.uses_nvme and offload.optimizer_device != "nvme":
+        return build()
+    return all_ranks_or_raise(build, "a swap file for its parameters", mesh.get_group() if mesh.size() > 1 else None)
 
 
-def _has_master(slot: Slot) -> bool:
-    return slot.trains and slot.master != slot.compute and prod(slot.padded_shape) > 0
+def _has_separate_master(spec: ParamSpec) -> bool:
+    return spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
 
 
-def swap_masters(
-    slots: Mapping[str, Slot],
+def build_nvme_masters(
+    param_specs: Mapping[str, ParamSpec],
     units: Iterable[str],
-    offload: Offload,
-    fixed: Sequence[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
     rank: int,
-    placement: Placement,
-    arena: Arena | None,
-) -> Paging | None:
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> NvmeStorage | None:
     """The swap file with the masters of ``slots``; None where there are none, or no homes to compute with.
 
     The arguments are those of ``page_units``, whose place this takes where units stay in memory.
@@ -100,22 +100,22 @@ def swap_masters(
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
     """
-    held = {name: slot for name, slot in slots.items() if _has_master(slot)}
-    if not held or placement == "wire" or offload.states != "nvme":
+    master_specs = {name: spec for name, spec in param_specs.items() if _has_separate_master(spec)}
+    if not master_specs or storage_kind == "wire" or offload.optimizer_device != "nvme":
         return None
-    needed = sum(_master_bytes(slot) for slot in held.values())
-    swap = SwapFile(offload.state_folder, needed, capacity=needed + CAPACITY_TO_COME)
-    writer = Writer(swap)
-    stores: dict[str, PagedStore] = {}
-    for name, slot in held.items():
-        if placement == "shared":
+    num_bytes = sum(_master_bytes(slot) for slot in master_specs.values())
+    swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    writer = SwapFileWriter(swap)
+    storages: dict[str, PagedShardStorage] = {}
+    for name, slot in master_specs.items():
+        if storage_kind == "shared":
             assert arena is not None
-            home, rows = shared_home(slot, rank, arena, arena.reserve(slot.home_bytes))
+            unsharded, rows = view_unsharded(slot, rank, arena, arena.reserve(slot.unsharded_bytes))
         else:
-            home = rows = torch.zeros(slot.shape, dtype=slot.compute)
-        stores[name] = MasterStore(slot, rank, swap, writer, home, rows)
-    return Paging(swap, Pager((), 2), stores)
+            unsharded = rows = torch.zeros(slot.shape, dtype=slot.compute_dtype)
+        storages[name] = NvmeMasterStorage(slot, rank, swap, writer, unsharded, rows)
+    return NvmeStorage(swap, Pager((), 2), storages)
 
 
-def _master_bytes(slot: Slot) -> int:
-    return round_up(prod(slot.padded_shape) * slot.master.itemsize)
+def _master_bytes(spec: ParamSpec) -> int:
+    return round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)

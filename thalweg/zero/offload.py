@@ -22,21 +22,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thalweg.comm import Arena
+from thalweg.comm import SharedMemoryArena
 from thalweg.config import Config
-from thalweg.store import PagedMemory, Ring, SwapFile
+from thalweg.store import EvictableMemory, BufferRing, SwapFile
 from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import round_up
-from thalweg.zero.homes import Placement, Slot, Store, shared_home
-from thalweg.zero.paging import PagedUnit, Pager, Part
+from thalweg.zero.homes import StorageKind, ParamSpec, ShardStorage, view_unsharded
+from thalweg.zero.paging import PagedUnit, Pager, PackedParam
 
-CHUNK_BYTES = 16 << 20
+WRITE_CHUNK_BYTES = 16 << 20
 # Addresses for what an optimiser may want to add.
-CAPACITY_TO_COME = 1 << 40
+OPTIMIZER_CAPACITY_BYTES = 1 << 40
 
 
 @dataclass(frozen=True)
-class Offload:
+class ParamOffloadPolicy:
     """The parameters' tier.
 
     ``folder``: where the swap file goes; ``units_in_memory``: units that may be in memory at once beside the
@@ -47,70 +47,70 @@ class Offload:
 
     device: Literal["none", "cpu", "nvme"] = "none"
     folder: str = "."
-    units_in_memory: int = 5
-    resident: int = 0
-    pin: bool = True
-    states: Literal["none", "cpu", "nvme"] = "none"
-    state_folder: str = "."
-    ratio: float = 1.0
+    max_units_in_memory: int = 5
+    resident_numel: int = 0
+    pin_memory: bool = True
+    optimizer_device: Literal["none", "cpu", "nvme"] = "none"
+    optimizer_folder: str = "."
+    optimizer_ratio: float = 1.0
 
-    def on_host(self, device: torch.device) -> bool:
+    def shards_on_host(self, device: torch.device) -> bool:
         """Whether shards lie in host memory and are copied to ``device`` as they are gathered."""
-        return device.type != "cpu" and (self.device != "none" or self.states != "none")
+        return device.type != "cpu" and (self.device != "none" or self.optimizer_device != "none")
 
     @property
-    def pages(self) -> bool:
+    def uses_nvme(self) -> bool:
         """Whether units come from a swap file."""
         return self.device == "nvme"
 
-    def notes(self, device: torch.device) -> dict[str, str]:
+    def get_option_messages(self, device: torch.device) -> dict[str, str]:
         """What the tiers come to on ``device``, where a user may think of something else."""
-        found = {}
+        messages = {}
         if device.type == "cpu" and self.device == "cpu":
-            found["offload_param.device"] = (
+            messages["offload_param.device"] = (
                 "no effect: the parameters of a rank that computes on the CPU are in host memory already; "
                 "nvme takes them out of it"
             )
-        if device.type == "cpu" and self.states == "cpu":
-            found["offload_optimizer.device"] = (
+        if device.type == "cpu" and self.optimizer_device == "cpu":
+            messages["offload_optimizer.device"] = (
                 "state is in host memory already; updates run within the backward pass where they may, so "
                 "that the gradients of all units never exist at once"
             )
-        if self.states == "cpu" and self.ratio < 1:
-            found["offload_optimizer.ratio"] = (
+        if self.optimizer_device == "cpu" and self.optimizer_ratio < 1:
+            messages["offload_optimizer.ratio"] = (
                 "no effect: all of the state is on the host; on nvme the rest of it stays in memory"
             )
-        return found
+        return messages
 
 
-def offload_of(config: Config) -> Offload:
+def build_offload_policy(config: Config) -> ParamOffloadPolicy:
     """The tier that a config asks for."""
     section = config.zero_optimization.offload_param
-    return Offload(
+    return ParamOffloadPolicy(
         device=section.device,
         folder=section.nvme_path or "",
-        units_in_memory=section.buffer_count,
-        resident=section.max_in_cpu,
-        pin=section.pin_memory,
-        states=config.zero_optimization.offload_optimizer.device,
-        state_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
-        ratio=config.zero_optimization.offload_optimizer.ratio,
+        max_units_in_memory=section.buffer_count,
+        resident_numel=section.max_in_cpu,
+        pin_memory=section.pin_memory,
+        optimizer_device=config.zero_optimization.offload_optimizer.device,
+        optimizer_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
+        optimizer_ratio=config.zero_optimization.offload_optimizer.ratio,
     )
 
 
-def memory_is_short(config: Config) -> bool:
+def prefers_low_memory(config: Config) -> bool:
     """Whether the user would rather wait than use memory: something lies on a disk."""
     zero = config.zero_optimization
     return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
 
 
 @dataclass
-class Paging:
+class NvmeStorage:
     """What a model's paging consists of: the swap file, the pager, and the stores by parameter."""
 
     swap: SwapFile
     pager: Pager
-    stores: dict[str, PagedStore] = field(default_factory=dict)
+    storages: dict[str, PagedShardStorage] = field(default_factory=dict)
 
     def close(self) -> None:
         """Give memory and disk back."""
@@ -118,35 +118,35 @@ class Paging:
         self.swap.close()
 
 
-class PagedStore(Store):
+class PagedShardStorage(ShardStorage):
     """A store whose shard is a view of the swap file."""
 
     def __init__(
         self,
-        slot: Slot,
+        spec: ParamSpec,
         rank: int,
         shard: Tensor,
-        home: Tensor | None,
-        copy: Tensor | None,
-        write: Callable[[Tensor], None],
-        image: Tensor,
+        unsharded: Tensor | None,
+        compute_copy: Tensor | None,
+        write_rows: Callable[[Tensor], None],
+        packed_shard: Tensor,
     ) -> None:
-        super().__init__(slot, rank, shard, home)
-        self.copy = copy  # the compute copy in the file, where that is not the shard itself
-        self.image = image  # this rank's rows as they are read
-        self._write = write
+        super().__init__(spec, rank, shard, unsharded)
+        self.compute_copy = compute_copy  # the compute copy in the file, where that is not the shard itself
+        self.packed_shard = packed_shard  # this rank's rows as they are read
+        self._write_rows = write_rows
 
-    def fill(self, full: Tensor) -> None:
+    def load_full(self, full: Tensor) -> None:
         """Set this rank's rows from the full value, past the page cache."""
-        self._write(self.own_rows(full))
+        self._write_rows(self.local_rows(full))
 
 
-def choose_paged(units: dict[str, list[Slot]], offload: Offload, keep: Iterable[str] = ()) -> list[str]:
+def select_paged_units(units: dict[str, list[ParamSpec]], offload: ParamOffloadPolicy, resident_units: Iterable[str] = ()) -> list[str]:
     """Names of the units to page, in order; those in ``keep`` and what ``resident`` has room for are not."""
-    budget, names = offload.resident, [name for name in units if name not in set(keep)]
-    favoured = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
-    for name in favoured:
-        size = sum(prod(slot.padded_shape) for slot in units[name])
+    budget, names = offload.resident_numel, [name for name in units if name not in set(resident_units)]
+    eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
+    for name in eviction_order:
+        size = sum(prod(spec.padded_shape) for spec in units[name])
         if size > budget:
             break
         budget -= size
@@ -154,148 +154,148 @@ def choose_paged(units: dict[str, list[Slot]], offload: Offload, keep: Iterable[
     return names
 
 
-def page_units(
-    slots: dict[str, Slot],
+def build_unit_paging(
+    param_specs: dict[str, ParamSpec],
     units: Iterable[str],
-    offload: Offload,
-    fixed: Sequence[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
     rank: int,
-    placement: Placement,
-    arena: Arena | None,
-) -> Paging | None:
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> NvmeStorage | None:
     """The paging of the units that do not stay in memory, or None; those in ``fixed`` always do."""
-    if not offload.pages:
+    if not offload.uses_nvme:
         return None
-    names = [*fixed, *units]
-    members: dict[str, list[Slot]] = {}
-    for name, slot in slots.items():
+    names = [*resident_modules, *units]
+    specs_by_unit: dict[str, list[ParamSpec]] = {}
+    for name, spec in param_specs.items():
         unit = next((key for key in names if name.startswith(f"{key}.")), "")
-        members.setdefault(unit, []).append(slot)
-    paged = choose_paged(members, offload, fixed)
+        specs_by_unit.setdefault(unit, []).append(spec)
+    paged = select_paged_units(specs_by_unit, offload, resident_modules)
     if not paged:
         return None
-    return build_paging(members, paged, offload, rank=rank, placement=placement, arena=arena)
+    return build_paged_storage(specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena)
 
 
-def build_paging(
-    units: dict[str, list[Slot]],
+def build_paged_storage(
+    units: dict[str, list[ParamSpec]],
     paged: Sequence[str],
-    offload: Offload,
+    offload: ParamOffloadPolicy,
     *,
     rank: int,
-    placement: Placement,
-    arena: Arena | None,
-) -> Paging:
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> NvmeStorage:
     """Make the swap file and the stores of the ``paged`` units.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
     """
-    plans = {name: _Plan(units[name]) for name in paged}
-    needed = sum(plan.file_bytes for plan in plans.values())
-    swap = SwapFile(offload.folder, needed, capacity=needed + CAPACITY_TO_COME)
+    file_layouts = {name: _UnitFileLayout(units[name]) for name in paged}
+    num_bytes = sum(file_layout.file_bytes for file_layout in file_layouts.values())
+    swap = SwapFile(offload.folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
     # Units begin on huge pages, so that these stay whole as they go from one unit to another.
-    room = sum(round_up(plan.image_bytes, HUGE_PAGE) for plan in plans.values())
-    memory = PagedMemory(room, align=HUGE_PAGE)
-    writer = Writer(swap)
-    stores: dict[str, PagedStore] = {}
-    found = []
-    for name, plan in plans.items():
-        base, start = swap.region(plan.file_bytes), memory.region(plan.image_bytes)
-        parts, rows = [], []
-        for slot in plan.slots:
-            at = plan.at[slot.name]
-            image = memory.tensor(start + at, slot.padded_shape, slot.compute)
-            home, landing = None, None
-            if placement == "private":
+    memory_bytes = sum(round_up(plan.packed_bytes, HUGE_PAGE) for plan in file_layouts.values())
+    memory = EvictableMemory(memory_bytes, align=HUGE_PAGE)
+    writer = SwapFileWriter(swap)
+    storages: dict[str, PagedShardStorage] = {}
+    paged_units = []
+    for name, plan in file_layouts.items():
+        base, start = swap.allocate(plan.file_bytes), memory.allocate(plan.packed_bytes)
+        packed_params, rows = [], []
+        for spec in plan.specs:
+            packed_offset = plan.packed_offsets[spec.name]
+            packed_shard = memory.tensor(start + packed_offset, spec.padded_shape, spec.compute_dtype)
+            unsharded, dest_rows = None, None
+            if storage_kind == "private":
                 # A tensor of its own over the image's bytes: refreshing those is no change to a parameter.
-                home = memory.tensor(start + at, slot.shape, slot.compute)
-            elif placement == "shared":
+                unsharded = memory.tensor(start + packed_offset, spec.shape, spec.compute_dtype)
+            elif storage_kind == "shared":
                 assert arena is not None
-                where = arena.reserve(slot.home_bytes)
-                home, landing = shared_home(slot, rank, arena, where)
-                size = landing.nbytes
-                rows.append((where + rank * size, size))
-            master = base + plan.masters.get(slot.name, at)
-            shard = swap.view(master, slot.padded_shape, slot.master)
-            is_image = slot.name not in plan.masters
-            copy = None if is_image else swap.view(base + at, slot.padded_shape, slot.compute)
-            write = writer.to(shard, master, base + at, image)
-            store = stores[slot.name] = PagedStore(slot, rank, shard, home, copy, write, image)
-            parts.append(Part(image, landing, None if is_image else shard, base + at, store.version))
-        drop = _dropper(arena, rows) if arena is not None and rows else None
-        found.append(
+                arena_offset = arena.reserve(spec.unsharded_bytes)
+                unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
+                size = dest_rows.nbytes
+                rows.append((arena_offset + rank * size, size))
+            master_offset = base + plan.master_offsets.get(spec.name, packed_offset)
+            shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
+            is_packed_shard = spec.name not in plan.master_offsets
+            compute_copy = None if is_packed_shard else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
+            write_rows = writer.make_write_fn(shard, master_offset, base + packed_offset, packed_shard)
+            storage = storages[spec.name] = PagedShardStorage(spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard)
+            packed_params.append(PackedParam(packed_shard, dest_rows, None if is_packed_shard else shard, base + packed_offset, storage.version))
+        release_dest_pages = _make_page_release(arena, rows) if arena is not None and rows else None
+        paged_units.append(
             PagedUnit(
                 name,
                 swap,
                 memory,
-                offset=base,
-                start=start,
-                nbytes=plan.image_bytes,
-                parts=parts,
-                drop_landings=drop,
+                file_offset=base,
+                memory_offset=start,
+                nbytes=plan.packed_bytes,
+                params=packed_params,
+                release_dest_pages=release_dest_pages,
             )
         )
-    meet = arena.meet if arena is not None and placement == "shared" else None
-    return Paging(swap, Pager(found, offload.units_in_memory, meet), stores)
+    barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
+    return NvmeStorage(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
 
 
-class _Plan:
+class _UnitFileLayout:
     """Offsets of one unit's parameters in its image, and of masters behind it."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        self.at: dict[str, int] = {}
-        self.masters: dict[str, int] = {}
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        self.specs = specs
+        self.packed_offsets: dict[str, int] = {}
+        self.master_offsets: dict[str, int] = {}
         end = 0
-        for slot in slots:
-            self.at[slot.name] = end
-            end += round_up(prod(slot.padded_shape) * slot.compute.itemsize)
-        self.image_bytes = end
-        for slot in slots:
-            if slot.master != slot.compute:
-                self.masters[slot.name] = end
-                end += round_up(prod(slot.padded_shape) * slot.master.itemsize)
+        for spec in specs:
+            self.packed_offsets[spec.name] = end
+            end += round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
+        self.packed_bytes = end
+        for spec in specs:
+            if spec.master_dtype != spec.compute_dtype:
+                self.master_offsets[spec.name] = end
+                end += round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)
         self.file_bytes = end
 
 
-class Writer:
+class SwapFileWriter:
     """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
 
     def __init__(self, swap: SwapFile) -> None:
-        self._swap, self._ring = swap, Ring(2, CHUNK_BYTES)
+        self._swap, self._ring = swap, BufferRing(2, WRITE_CHUNK_BYTES)
 
-    def to(self, shard: Tensor, master: int, compute: int, image: Tensor) -> Callable[[Tensor], None]:
+    def make_write_fn(self, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor) -> Callable[[Tensor], None]:
         """A function that stores rows at ``master`` in the file and, cast, at ``compute``."""
-        targets = [(master, shard.dtype)]
-        if master != compute:
-            targets.append((compute, image.dtype))
+        targets = [(master_offset, shard.dtype)]
+        if master_offset != compute_offset:
+            targets.append((compute_offset, packed_shard.dtype))
 
         def write(rows: Tensor) -> None:
             for offset, dtype in targets:
-                self._write(rows.reshape(-1), offset, dtype)
-            self._ring.drop()
+                self._write_in_chunks(rows.reshape(-1), offset, dtype)
+            self._ring.release_memory()
 
         return write
 
     @torch.no_grad()
-    def _write(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
-        step = CHUNK_BYTES // dtype.itemsize
-        tickets = []
-        for turn, first in enumerate(range(0, flat.numel(), step)):
-            piece = flat[first : first + step]
-            if turn >= len(self._ring):
-                tickets[turn - len(self._ring)].wait()
-            buffer = self._ring[turn].view(dtype)[: piece.numel()]
-            buffer.copy_(piece)
-            tickets.append(self._swap.write(offset + first * dtype.itemsize, buffer))
-        for ticket in tickets:
-            ticket.wait()
+    def _write_in_chunks(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
+        step = WRITE_CHUNK_BYTES // dtype.itemsize
+        futures = []
+        for index, first in enumerate(range(0, flat.numel(), step)):
+            chunk = flat[first : first + step]
+            if index >= len(self._ring):
+                futures[index - len(self._ring)].wait()
+            buffer = self._ring[index].view(dtype)[: chunk.numel()]
+            buffer.copy_(chunk)
+            futures.append(self._swap.write(offset + first * dtype.itemsize, buffer))
+        for future in futures:
+            future.wait()
 
 
-def _dropper(arena: Arena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    def drop() -> None:
+def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
+    def release_pages() -> None:
         for offset, size in rows:
-            arena.drop(offset, size)
+            arena.release_pages(offset, size)
 
-    return drop
+    return release_pages

@@ -15,42 +15,42 @@ from collections.abc import Callable
 
 import torch
 
-from thalweg.comm.background import Background
-from thalweg.comm.reducer import Later
-from thalweg.zero._fsdp2 import Group, after_backward, in_backward
+from thalweg.comm.background import CommThread
+from thalweg.comm.reducer import TrySubmit
+from thalweg.zero._fsdp2 import FSDPGroupHandle, queue_backward_callback, is_in_backward
 
 
-class Overlap:
+class AsyncReduction:
     """What hands the reductions of one model to the background."""
 
     def __init__(self) -> None:
-        self._background = Background()
-        self._ending = False
+        self._comm_thread = CommThread()
+        self._callback_queued = False
 
-    def later(self, group: Group, output_dtype: torch.dtype) -> Later:
+    def make_try_submit(self, group: FSDPGroupHandle, output_dtype: torch.dtype) -> TrySubmit:
         """The ``later`` of this unit's reducer, whose results are in ``output_dtype``."""
 
-        def take(work: Callable[[], None]) -> bool:
-            if not in_backward() or group.reads_reduced(output_dtype):
+        def try_submit(work: Callable[[], None]) -> bool:
+            if not is_in_backward() or group.reads_reduced_grads(output_dtype):
                 self.drain()  # what is done now comes after what was given before
                 return False
-            self._background.submit(work)
-            if not self._ending:
-                self._ending = True
-                after_backward(self._end)
+            self._comm_thread.submit(work)
+            if not self._callback_queued:
+                self._callback_queued = True
+                queue_backward_callback(self._on_backward_end)
             return True
 
-        return take
+        return try_submit
 
-    def _end(self) -> None:
-        self._ending = False
+    def _on_backward_end(self) -> None:
+        self._callback_queued = False
         self.drain()
 
     def drain(self) -> None:
         """Wait for every reduction that was handed over."""
-        self._ending = False
-        self._background.drain()
+        self._callback_queued = False
+        self._comm_thread.drain()
 
     def close(self) -> None:
         """End the thread."""
-        self._background.close()
+        self._comm_thread.close()

@@ -34,15 +34,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thalweg.store import PagedMemory, SwapFile, Ticket
+from thalweg.store import EvictableMemory, SwapFile, IoFuture
 from thalweg.store.paged import HUGE_PAGE
 from thalweg.store.regions import round_up
 
-Phase = Literal["out", "coming", "in"]
+PagingPhase = Literal["out", "coming", "in"]
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedParam:
     """One parameter's share of its unit's image.
 
     ``image``: its bytes in the image, compute dtype; ``landing``: this rank's rows of the home, where the
@@ -50,10 +50,10 @@ class Part:
     ``offset``: of the image's bytes in the file; ``version()`` tells of writes to the master.
     """
 
-    image: Tensor
-    landing: Tensor | None
-    shard: Tensor | None
-    offset: int
+    packed_shard: Tensor
+    dest_rows: Tensor | None
+    master_shard: Tensor | None
+    file_offset: int
     version: Callable[[], int]
 
 
@@ -64,84 +64,84 @@ class PagedUnit:
         self,
         name: str,
         swap: SwapFile,
-        memory: PagedMemory,
+        memory: EvictableMemory,
         *,
-        offset: int,
-        start: int,
+        file_offset: int,
+        memory_offset: int,
         nbytes: int,
-        parts: Sequence[Part],
-        drop_landings: Callable[[], None] | None = None,
+        params: Sequence[PackedParam],
+        release_dest_pages: Callable[[], None] | None = None,
     ) -> None:
-        self.name, self.swap, self.parts = name, swap, parts
-        self.phase: Phase = "out"
+        self.name, self.swap, self.params = name, swap, params
+        self.phase: PagingPhase = "out"
         self.in_use = False
-        self.closed_at = -1  # how often the ranks had met when it was closed
+        self.released_at = -1  # how often the ranks had met when it was closed
         self.stale = False  # masters have changed unseen, so that the image must be cast anew
         self.last_use = 0
-        self._memory, self._start, self._offset = memory, start, offset
-        self._bytes = memory.tensor(start, (nbytes,), torch.uint8)
-        self.room = round_up(nbytes, HUGE_PAGE)  # of addresses; what is dropped and moved
-        self._ticket = Ticket()
-        self._drop_landings = drop_landings
-        self._versions = [part.version() for part in parts]
+        self._memory, self._memory_offset, self._file_offset = memory, memory_offset, file_offset
+        self._bytes = memory.tensor(memory_offset, (nbytes,), torch.uint8)
+        self.reserved_bytes = round_up(nbytes, HUGE_PAGE)  # of addresses; what is dropped and moved
+        self._pending_read = IoFuture()
+        self._release_dest_pages = release_dest_pages
+        self._versions = [param.version() for param in params]
 
-    def begin(self, donor: PagedUnit | None = None) -> None:
+    def start_read(self, page_source: PagedUnit | None = None) -> None:
         """Start reading, into the pages of ``donor`` if there is one: a retired unit with as much room."""
         if self.phase == "out":
-            self.refresh()
-            if donor is not None and donor is not self:
-                assert donor.phase == "out" and donor.room == self.room, (donor.name, self.name)
-                if not self._memory.move(donor._start, self._start, self.room):
-                    donor.clear()
-            self._ticket = self.swap.read(self._offset, self._bytes)
+            self.rewrite_stale()
+            if page_source is not None and page_source is not self:
+                assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes, (page_source.name, self.name)
+                if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
+                    page_source.release_pages()
+            self._pending_read = self.swap.read(self._file_offset, self._bytes)
             self.phase = "coming"
 
-    def finish(self) -> None:
+    def wait_read(self) -> None:
         """Return when the bytes are in their homes."""
-        self.begin()
+        self.start_read()
         if self.phase == "coming":
             try:
-                self._ticket.wait()
+                self._pending_read.wait()
             except BaseException:  # the next use reads again
                 self.phase = "out"
-                self.clear()
+                self.release_pages()
                 raise
-            landings = [(part.landing, part.image) for part in self.parts if part.landing is not None]
+            copies = [(param.dest_rows, param.packed_shard) for param in self.params if param.dest_rows is not None]
             with torch.no_grad():
-                for landing, image in landings:
-                    landing.copy_(image)
-            if landings:
-                self.clear()
+                for dest_rows, packed_shard in copies:
+                    dest_rows.copy_(packed_shard)
+            if copies:
+                self.release_pages()
             self.phase = "in"
 
-    def retire(self) -> bool:
+    def evict(self) -> bool:
         """Its bytes are not wanted any more; whether it leaves pages behind."""
         if self.phase == "coming":
-            self._ticket.settle()
-        leaves = self.phase != "out" and self._drop_landings is None
+            self._pending_read.wait_ignoring_errors()
+        leaves_pages = self.phase != "out" and self._release_dest_pages is None
         if self.phase != "out":
-            if self._drop_landings is not None:
-                self.clear()
-                self._drop_landings()
+            if self._release_dest_pages is not None:
+                self.release_pages()
+                self._release_dest_pages()
             self.phase = "out"
-        return leaves
+        return leaves_pages
 
-    def clear(self) -> None:
+    def release_pages(self) -> None:
         """Give the image's pages back."""
-        self._memory.drop(self._start, self.room)
+        self._memory.evict(self._memory_offset, self.reserved_bytes)
 
-    def refresh(self) -> None:
+    def rewrite_stale(self) -> None:
         """Cast masters that somebody has written to into the image's place in the file."""
         stale, self.stale = self.stale, False
-        for i, part in enumerate(self.parts):
-            if part.shard is None or not (stale or part.version() != self._versions[i]):
+        for i, param in enumerate(self.params):
+            if param.master_shard is None or not (stale or param.version() != self._versions[i]):
                 continue
             with torch.no_grad():
-                part.image.copy_(part.shard)
-            self.swap.write(part.offset, part.image).wait()
-            self._versions[i] = part.version()
-            if (place := self.swap.locate(part.shard)) is not None:
-                self.swap.trim(place, part.shard.nbytes)
+                param.packed_shard.copy_(param.master_shard)
+            self.swap.write(param.file_offset, param.packed_shard).wait()
+            self._versions[i] = param.version()
+            if (master_offset := self.swap.locate(param.master_shard)) is not None:
+                self.swap.trim(master_offset, param.master_shard.nbytes)
 
 
 class Pager:
@@ -152,110 +152,110 @@ class Pager:
     """
 
     def __init__(
-        self, units: Iterable[PagedUnit], limit: int, meet: Callable[[str], None] | None = None
+        self, units: Iterable[PagedUnit], max_units: int, barrier: Callable[[str], None] | None = None
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.limit = max(2, limit)
-        self._retired: list[PagedUnit] = []
-        self.copies_are_kept = False  # whether updates write compute copies as well as masters
-        self._meet = meet
-        self._clock = self._num_meets = 0
-        self._order: dict[tuple[str, str], str] = {}
-        self._past = ("", "")
+        self.max_units = max(2, max_units)
+        self._evicted: list[PagedUnit] = []
+        self.updates_write_copies = False  # whether updates write compute copies as well as masters
+        self._barrier = barrier
+        self._clock = self._num_barriers = 0
+        self._next_unit: dict[tuple[str, str], str] = {}
+        self._recent = ("", "")
 
-    def read_ahead(self, name: str) -> None:
+    def prefetch(self, name: str) -> None:
         """Start reading a unit that is likely to be next, if there is room; a hint."""
         unit = self.units[name]
-        if unit.phase == "out" and self._make_room(self.limit - 2):
-            self._begin(unit)
-            self._used(unit)
+        if unit.phase == "out" and self._evict_idle(self.max_units - 2):
+            self._start_read(unit)
+            self._touch(unit)
 
-    def open(self, name: str) -> None:
+    def acquire(self, name: str) -> None:
         """Return when the unit's homes hold its parameters."""
         unit = self.units[name]
         unit.in_use = True
-        self._make_room(self.limit - 1)
+        self._evict_idle(self.max_units - 1)
         try:
-            self._begin(unit)
-            unit.finish()
+            self._start_read(unit)
+            unit.wait_read()
         except BaseException:
             unit.in_use = False
             raise
-        self._used(unit)
-        if self._meet is not None:
-            self._meet(name)
-        self._num_meets += 1
-        self._order[self._past] = name
-        self._past = (self._past[1], name)
-        self._look_ahead()
+        self._touch(unit)
+        if self._barrier is not None:
+            self._barrier(name)
+        self._num_barriers += 1
+        self._next_unit[self._recent] = name
+        self._recent = (self._recent[1], name)
+        self._prefetch_next()
 
-    def close(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """The unit's modules hold the shards again."""
         unit = self.units[name]
-        unit.in_use, unit.closed_at = False, self._num_meets
-        self._used(unit)
+        unit.in_use, unit.released_at = False, self._num_barriers
+        self._touch(unit)
 
-    def forget(self, names: Iterable[str] | None = None) -> None:
+    def invalidate(self, names: Iterable[str] | None = None) -> None:
         """The parameters of these units (default: all) have changed in the file."""
         for name in self.units if names is None else names:
             if (unit := self.units.get(name)) is not None:
-                unit.stale = not self.copies_are_kept
+                unit.stale = not self.updates_write_copies
                 if not unit.in_use:
-                    self._retire(unit)
+                    self._evict(unit)
 
     def end_pass(self) -> None:
         """What comes next begins anew: nothing is read ahead across this point."""
-        self._order[self._past] = ""
-        self._past = ("", "")
+        self._next_unit[self._recent] = ""
+        self._recent = ("", "")
 
     def close_all(self) -> None:
         """Drop everything."""
         for unit in self.units.values():
             unit.in_use = False
-            unit.retire()
-            unit.clear()
-        self._retired.clear()
+            unit.evict()
+            unit.release_pages()
+        self._evicted.clear()
 
-    def _begin(self, unit: PagedUnit) -> None:
+    def _start_read(self, unit: PagedUnit) -> None:
         if unit.phase != "out":
             return
-        if unit in self._retired:
-            donor = unit
+        if unit in self._evicted:
+            page_source = unit
         else:
-            donor = next((one for one in self._retired if one.room == unit.room), None)
-        if donor is not None:
-            self._retired.remove(donor)
-        unit.begin(donor)
-        present = sum(one.phase != "out" for one in self.units.values())
-        while self._retired and present + len(self._retired) > self.limit:
-            self._retired.pop(0).clear()
+            page_source = next((one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes), None)
+        if page_source is not None:
+            self._evicted.remove(page_source)
+        unit.start_read(page_source)
+        num_present = sum(one.phase != "out" for one in self.units.values())
+        while self._evicted and num_present + len(self._evicted) > self.max_units:
+            self._evicted.pop(0).release_pages()
 
-    def _retire(self, unit: PagedUnit) -> None:
-        if unit.retire():
-            self._retired.append(unit)
+    def _evict(self, unit: PagedUnit) -> None:
+        if unit.evict():
+            self._evicted.append(unit)
 
-    def _used(self, unit: PagedUnit) -> None:
+    def _touch(self, unit: PagedUnit) -> None:
         self._clock += 1
         unit.last_use = self._clock
 
-    def _make_room(self, spare: int) -> bool:
+    def _evict_idle(self, max_idle: int) -> bool:
         """Drop units that are not in use until ``spare`` of them are left; False if that cannot be.
 
         A shared home may go when all ranks have met once more: they are then done with it.
         """
         idle = [unit for unit in self.units.values() if unit.phase != "out" and not unit.in_use]
-        excess = len(idle) - max(spare, 0)
-        free = [unit for unit in idle if self._meet is None or unit.closed_at < self._num_meets]
-        for unit in sorted(free, key=lambda unit: unit.last_use)[: max(0, excess)]:
-            self._retire(unit)
-        return spare >= 0 and len(free) >= excess
+        excess = len(idle) - max(max_idle, 0)
+        evictable = [unit for unit in idle if self._barrier is None or unit.released_at < self._num_barriers]
+        for unit in sorted(evictable, key=lambda unit: unit.last_use)[: max(0, excess)]:
+            self._evict(unit)
+        return max_idle >= 0 and len(evictable) >= excess
 
-    def _look_ahead(self) -> None:
+    def _prefetch_next(self) -> None:
         """Follow the learnt order while there is room."""
-        past = self._past
-        for _ in range(max(1, (self.limit - 1) // 2)):
-            name = self._order.get(past, "")
+        recent = self._recent
+        for _ in range(max(1, (self.max_units - 1) // 2)):
+            name = self._next_unit.get(recent, "")
             if not name:
                 return
-            self.read_ahead(name)
-            past = (past[1], name)
+            self.prefetch(name)
+            recent = (recent[1], name)

@@ -18,7 +18,7 @@ class ZeroPolicy:
     stage: int
 
     @property
-    def shards_states(self) -> bool:
+    def shards_optimizer_states(self) -> bool:
         """Whether optimizer state (with it the master parameter) is sharded."""
         return self.stage >= 1
 
@@ -28,13 +28,13 @@ class ZeroPolicy:
         return self.stage >= 2
 
     @property
-    def frees_parameters(self) -> bool:
+    def reshards_after_use(self) -> bool:
         """Whether gathered parameters are freed after each use, not only at the window's end."""
         return self.stage >= 3
 
 
 @dataclass(frozen=True)
-class TrafficPolicy:
+class CommPolicy:
     """What travels between ranks and how far: ZeRO++ (arXiv 2306.10209) and MiCS (arXiv 2205.00119).
 
     ``quantised_weights``: gathered in 8 bits (qwZ); ``quantised_frozen``: only those that do not
@@ -45,18 +45,18 @@ class TrafficPolicy:
     (MiCS), 0 for all; ``two_level_gather``: gathers in such a group cross each link once.
     """
 
-    quantised_weights: bool = False
-    quantised_frozen: bool = False
-    quantised_gradients: bool = False
-    feedback: tuple[float, int] | None = None
-    secondary_size: int = 1
-    group_size: int = 0
+    quantized_weights: bool = False
+    quantized_frozen_weights: bool = False
+    quantized_gradients: bool = False
+    error_feedback: tuple[float, int] | None = None
+    hpz_group_size: int = 1
+    mics_group_size: int = 0
     two_level_gather: bool = False
 
-    def encodes(self, ndim: int, trains: bool) -> bool:
+    def quantizes(self, ndim: int, requires_grad: bool) -> bool:
         """Whether a parameter is gathered in few bits; norms and biases never are: few bytes, sensitive."""
-        wanted = self.quantised_weights or (self.quantised_frozen and not trains)
-        return wanted and ndim >= 2
+        is_enabled = self.quantized_weights or (self.quantized_frozen_weights and not requires_grad)
+        return is_enabled and ndim >= 2
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Precision:
     ``buffer``: floating-point buffers, or None to leave them as the model made them.
     """
 
-    compute: torch.dtype = torch.float32
-    master: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-    buffer: torch.dtype | None = None
+    compute_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
 
-    def master_of(self, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:
+    def get_master_dtype(self, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:
         """The dtype in which a parameter given as ``dtype`` is kept."""
         trained = requires_grad and dtype.is_floating_point
-        return self.master if trained else dtype
+        return self.master_dtype if trained else dtype
 
-    def compute_of(self, dtype: torch.dtype) -> torch.dtype:
+    def get_compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter given as ``dtype`` enters the computation."""
-        return self.compute if dtype.is_floating_point and dtype.itemsize >= 2 else dtype
+        return self.compute_dtype if dtype.is_floating_point and dtype.itemsize >= 2 else dtype

@@ -41,7 +41,7 @@ _sequence = itertools.count()
 
 
 @dataclass(eq=False)
-class Op:
+class RecordedOp:
     """One recorded operation.
 
     ``leaves`` are its flattened arguments with a :class:`Ref` for each tensor without memory
@@ -54,38 +54,38 @@ class Op:
     func: Any
     leaves: list[Any]
     spec: CallSpec | None
-    state: Tensor | None = None
-    outputs: dict[int, Ref] = field(default_factory=dict)
-    writes: list[Cell] = field(default_factory=list)
+    rng_state: Tensor | None = None
+    outputs: dict[int, ViewRef] = field(default_factory=dict)
+    writes: list[StorageRecord] = field(default_factory=list)
     seq: int = field(default_factory=lambda: next(_sequence))
 
-    def reads(self) -> Iterator[Ref]:
+    def input_refs(self) -> Iterator[ViewRef]:
         """Yield the windows it reads or changes."""
-        return (leaf for leaf in self.leaves if isinstance(leaf, Ref))
+        return (leaf for leaf in self.leaves if isinstance(leaf, ViewRef))
 
 
-class Cell:
+class StorageRecord:
     """The record of one storage: its size in bytes and the last operation that wrote to it."""
 
-    __slots__ = ("head", "nbytes", "storage")
+    __slots__ = ("head", "nbytes", "weak_storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = StorageWeakRef(storage)
+        self.weak_storage = StorageWeakRef(storage)
         self.nbytes = storage.nbytes()
-        self.head: Op | None = None
+        self.last_write: RecordedOp | None = None
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether any tensor still uses the storage."""
-        return not self.storage.expired()
+        return not self.weak_storage.expired()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Ref:
+class ViewRef:
     """A strided window of a cell at a version (``None``: what was there does not matter, or zeros)."""
 
-    cell: Cell
-    version: Op | None
+    storage_record: StorageRecord
+    version: RecordedOp | None
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -93,43 +93,43 @@ class Ref:
     conj: bool = False
 
     @property
-    def covers(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the window is the whole storage, each element once."""
         numel = 1
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[1]):
             if size != 1 and stride != numel:
                 return False
             numel *= size
-        return self.offset == 0 and numel * self.dtype.itemsize >= self.cell.nbytes
+        return self.offset == 0 and numel * self.dtype.itemsize >= self.storage_record.nbytes
 
 
-class _Cells:
+class _StorageRecords:
     """Cells by storage.  An entry lives until its storage has died and somebody cleans up."""
 
     def __init__(self) -> None:
-        self._cells: dict[int, Cell] = {}
-        self._limit = 4096
+        self._records: dict[int, StorageRecord] = {}
+        self._cleanup_threshold = 4096
 
-    def of(self, storage: torch.UntypedStorage) -> Cell:
+    def get_or_create(self, storage: torch.UntypedStorage) -> StorageRecord:
         """Return the cell of ``storage``, a new one (zeros) where there is none."""
         # The weak reference in the cell keeps the address from being used again.
-        cell = self._cells.get(storage._cdata)
-        if cell is None:
-            if len(self._cells) >= self._limit:
-                self.clean()
-                self._limit = max(4096, 2 * len(self._cells))
-            cell = self._cells[storage._cdata] = Cell(storage)
-        return cell
+        record = self._records.get(storage._cdata)
+        if record is None:
+            if len(self._records) >= self._cleanup_threshold:
+                self.remove_dead()
+                self._cleanup_threshold = max(4096, 2 * len(self._records))
+            record = self._records[storage._cdata] = StorageRecord(storage)
+        return record
 
-    def clean(self) -> None:
+    def remove_dead(self) -> None:
         """Forget storages that no tensor uses any more."""
-        self._cells = {key: cell for key, cell in self._cells.items() if cell.alive}
+        self._records = {key: cell for key, cell in self._records.items() if cell.is_alive}
 
     def __len__(self) -> int:
-        return len(self._cells)
+        return len(self._records)
 
 
-cells = _Cells()
+storage_records = _StorageRecords()
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -137,12 +137,12 @@ def is_meta(tensor: Tensor) -> bool:
     return torch.Tensor.is_meta.__get__(tensor)  # type: ignore[attr-defined]
 
 
-def ref_of(tensor: Tensor) -> Ref:
+def make_view_ref(tensor: Tensor) -> ViewRef:
     """Describe ``tensor`` (on meta) as a window of its cell at the present version."""
-    cell = cells.of(tensor.untyped_storage())
-    return Ref(
-        cell,
-        cell.head,
+    storage_record = storage_records.get_or_create(tensor.untyped_storage())
+    return ViewRef(
+        storage_record,
+        storage_record.last_write,
         tensor.dtype,
         tuple(tensor.size()),
         tuple(tensor.stride()),
@@ -152,37 +152,37 @@ def ref_of(tensor: Tensor) -> Ref:
 
 
 @dataclass(frozen=True)
-class Facts:
+class OpTraits:
     """What recording needs to know of an operator."""
 
-    random: bool
-    written: frozenset[int | str]  # argument positions and names that it changes
-    overwrites: bool  # it changes its first argument without reading it
-    blind: bool  # its result does not depend on the values of its tensor arguments
-    reshapes: bool  # it changes size, stride or storage of its argument in place
+    is_random: bool
+    written_args: frozenset[int | str]  # argument positions and names that it changes
+    overwrites_first_arg: bool  # it changes its first argument without reading it
+    is_shape_only: bool  # its result does not depend on the values of its tensor arguments
+    reshapes_in_place: bool  # it changes size, stride or storage of its argument in place
 
 
-_OVERWRITES = frozenset({"zero_", "fill_", "copy_", "uniform_", "normal_", "random_"}) | frozenset(
+_OVERWRITING_OPS = frozenset({"zero_", "fill_", "copy_", "uniform_", "normal_", "random_"}) | frozenset(
     {"exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 )
-_RANDOM_LIKE = ("rand_like", "randn_like", "randint_like")
-_BLIND_PREFIXES = ("new_", "empty", "zeros_like", "ones_like", "full_like", *_RANDOM_LIKE)
-_RESHAPES = frozenset({"resize_", "resize_as_"})
+_RANDOM_LIKE_OPS = ("rand_like", "randn_like", "randint_like")
+_SHAPE_ONLY_PREFIXES = ("new_", "empty", "zeros_like", "ones_like", "full_like", *_RANDOM_LIKE_OPS)
+_RESHAPING_OPS = frozenset({"resize_", "resize_as_"})
 
 
 @functools.cache
-def facts_of(func: Any) -> Facts:
+def get_op_traits(func: Any) -> OpTraits:
     """Return the :class:`Facts` of an ``OpOverload``."""
     schema = func._schema
-    written: set[int | str] = set()
+    written_args: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= {argument.name} if argument.kwarg_only else {position, argument.name}
+            written_args |= {argument.name} if argument.kwarg_only else {position, argument.name}
     name = schema.name.rpartition("::")[2]
-    return Facts(
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        written=frozenset(written),
-        overwrites=name in _OVERWRITES and not (name == "bernoulli_" and func._overloadname == "Tensor"),
-        blind=name.startswith(_BLIND_PREFIXES),
-        reshapes=torch.Tag.inplace_view in func.tags or name in _RESHAPES,
+    return OpTraits(
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        written_args=frozenset(written_args),
+        overwrites_first_arg=name in _OVERWRITING_OPS and not (name == "bernoulli_" and func._overloadname == "Tensor"),
+        is_shape_only=name.startswith(_SHAPE_ONLY_PREFIXES),
+        reshapes_in_place=torch.Tag.inplace_view in func.tags or name in _RESHAPING_OPS,
     )

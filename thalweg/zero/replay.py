@@ -20,76 +20,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.zero.flat import leaves_of, rebuild_call
-from thalweg.zero.record import Cell, Op, Ref, facts_of
+from thalweg.zero.flat import get_leaves, unflatten_call
+from thalweg.zero.record import StorageRecord, RecordedOp, ViewRef, get_op_traits
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """What one thread is doing: open contexts, replay under way, values it forced last."""
 
-    depth: int = 0
-    busy: int = 0
-    known: dict[Cell, tuple[Op, torch.UntypedStorage]] | None = None
+    num_open_contexts: int = 0
+    num_pauses: int = 0
+    cached_storages: dict[StorageRecord, tuple[RecordedOp, torch.UntypedStorage]] | None = None
 
     @property
-    def recording(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether the program is inside a context, and this is the program and not us."""
-        return self.depth > 0 and self.busy == 0
+        return self.num_open_contexts > 0 and self.num_pauses == 0
 
 
-local = _Local()
+thread_state = _ThreadState()
 
 
 @contextmanager
-def paused() -> Any:
+def pause_recording() -> Any:
     """Run a part of the program as if no context were open."""
-    local.busy += 1
+    thread_state.num_pauses += 1
     try:
         yield
     finally:
-        local.busy -= 1
+        thread_state.num_pauses -= 1
 
 
 @contextmanager
-def quiet() -> Any:
+def pause_recording_no_grad() -> Any:
     """Run torch operations that are our own: they are not recorded, and have no gradients."""
-    with paused(), torch.no_grad():
+    with pause_recording(), torch.no_grad():
         yield
 
 
-def values_of(refs: Sequence[Ref]) -> list[Tensor]:
+def compute_values(refs: Sequence[ViewRef]) -> list[Tensor]:
     """Return the real values of ``refs``, all at once (they may share memory with each other).
 
     Inside a context the result is remembered until the next call, so that a loop that looks
     at a tensor again and again (rejection sampling) does not begin anew each time.
     """
-    known = dict(local.known) if local.depth and local.known else {}
-    ops = _slice(refs, known)
-    while stale := _overtaken(ops, known):
+    cached = dict(thread_state.cached_storages) if thread_state.num_open_contexts and thread_state.cached_storages else {}
+    ops = _collect_ops(refs, cached)
+    while stale := _find_overwritten(ops, cached):
         for cell in stale:
-            del known[cell]
-        ops = _slice(refs, known)
-    with quiet(), _default_generator_kept():
-        real = _Real(ops, known, keep={ref.cell for ref in refs})
-        real.run()
-        found = [real.view(ref) for ref in refs]
-    if local.depth:
-        local.known = real.snapshot()
-    return found
+            del cached[cell]
+        ops = _collect_ops(refs, cached)
+    with pause_recording_no_grad(), _preserve_default_generator():
+        executor = _Executor(ops, cached, retained={ref.storage_record for ref in refs})
+        executor.run()
+        values = [executor.get_tensor(ref) for ref in refs]
+    if thread_state.num_open_contexts:
+        thread_state.cached_storages = executor.snapshot()
+    return values
 
 
-def replay(targets: Sequence[Ref], emit: Callable[[int, Tensor], None]) -> None:
+def replay_targets(targets: Sequence[ViewRef], emit: Callable[[int, Tensor], None]) -> None:
     """Call ``emit(index, value)`` once for each target; the value is valid during the call only.
 
     The order is the same on every rank that recorded the same program.
     """
-    with quiet(), _default_generator_kept():
-        for indices, ops in _components(targets):
-            _Real(ops).run([(index, targets[index]) for index in indices], emit)
+    with pause_recording_no_grad(), _preserve_default_generator():
+        for indices, ops in _split_components(targets):
+            _Executor(ops).run([(index, targets[index]) for index in indices], emit)
 
 
 @contextmanager
-def _default_generator_kept() -> Any:
+def _preserve_default_generator() -> Any:
     state = torch.get_rng_state()
     try:
         yield
@@ -97,53 +97,53 @@ def _default_generator_kept() -> Any:
         torch.set_rng_state(state)
 
 
-def _slice(refs: Iterable[Ref], known: dict[Cell, tuple[Op, Any]]) -> list[Op]:
+def _collect_ops(refs: Iterable[ViewRef], cached: dict[StorageRecord, tuple[RecordedOp, Any]]) -> list[RecordedOp]:
     """Return the operations behind ``refs`` in program order, up to what is known already."""
-    found: set[Op] = set()
+    ops: set[RecordedOp] = set()
     stack = list(refs)
     while stack:
         ref = stack.pop()
         op = ref.version
-        if op is None or op in found or (ref.cell in known and known[ref.cell][0] is op):
+        if op is None or op in ops or (ref.storage_record in cached and cached[ref.storage_record][0] is op):
             continue
-        found.add(op)
-        stack.extend(op.reads())
-    return sorted(found, key=lambda op: op.seq)
+        ops.add(op)
+        stack.extend(op.input_refs())
+    return sorted(ops, key=lambda op: op.seq)
 
 
-def _overtaken(ops: list[Op], known: dict[Cell, tuple[Op, Any]]) -> set[Cell]:
+def _find_overwritten(ops: list[RecordedOp], cached: dict[StorageRecord, tuple[RecordedOp, Any]]) -> set[StorageRecord]:
     """Return the cells of ``known`` that some operation needs at an earlier version."""
-    touched = ((op, cell) for op in ops for cell in _cells_of(op))
-    return {cell for op, cell in touched if cell in known and op.seq < known[cell][0].seq}
+    touched = ((op, cell) for op in ops for cell in _get_touched_storages(op))
+    return {cell for op, cell in touched if cell in cached and op.seq < cached[cell][0].seq}
 
 
-def _components(targets: Sequence[Ref]) -> list[tuple[list[int], list[Op]]]:
+def _split_components(targets: Sequence[ViewRef]) -> list[tuple[list[int], list[RecordedOp]]]:
     """Split targets and the operations behind them into groups that share no storage."""
-    ops = _slice(targets, {})
-    leader: dict[Cell, Cell] = {}
+    ops = _collect_ops(targets, {})
+    leader: dict[StorageRecord, StorageRecord] = {}
 
-    def find(cell: Cell) -> Cell:
+    def find(cell: StorageRecord) -> StorageRecord:
         while leader.setdefault(cell, cell) is not cell:
             leader[cell] = cell = leader[leader[cell]]
         return cell
 
     for op in ops:
-        touched = _cells_of(op)
+        touched = _get_touched_storages(op)
         for cell in touched[1:]:
             leader[find(cell)] = find(touched[0])
-    groups: dict[Cell, tuple[list[int], list[Op]]] = {}
+    groups: dict[StorageRecord, tuple[list[int], list[RecordedOp]]] = {}
     for index, ref in enumerate(targets):
-        groups.setdefault(find(ref.cell), ([], []))[0].append(index)
+        groups.setdefault(find(ref.storage_record), ([], []))[0].append(index)
     for op in ops:
-        groups[find(_cells_of(op)[0])][1].append(op)
+        groups[find(_get_touched_storages(op)[0])][1].append(op)
     return list(groups.values())
 
 
-def _cells_of(op: Op) -> list[Cell]:
-    return [ref.cell for ref in op.reads()] + op.writes
+def _get_touched_storages(op: RecordedOp) -> list[StorageRecord]:
+    return [ref.storage_record for ref in op.input_refs()] + op.writes
 
 
-class _Real:
+class _Executor:
     """A run of operations on real storages.
 
     Storages are dropped after their last use; with ``keep`` the named ones stay, and those
@@ -152,100 +152,100 @@ class _Real:
 
     def __init__(
         self,
-        ops: list[Op],
-        known: dict[Cell, tuple[Op, torch.UntypedStorage]] | None = None,
-        keep: set[Cell] | None = None,
+        ops: list[RecordedOp],
+        cached: dict[StorageRecord, tuple[RecordedOp, torch.UntypedStorage]] | None = None,
+        retained: set[StorageRecord] | None = None,
     ) -> None:
-        self.ops, self.keep = ops, keep
-        self.storages = {cell: storage for cell, (_, storage) in (known or {}).items()}
-        self.versions: dict[Cell, Op] = {cell: op for cell, (op, _) in (known or {}).items()}
+        self.ops, self.retained = ops, retained
+        self.storages = {cell: storage for cell, (_, storage) in (cached or {}).items()}
+        self.versions: dict[StorageRecord, RecordedOp] = {cell: op for cell, (op, _) in (cached or {}).items()}
 
     def run(
         self,
-        targets: Sequence[tuple[int, Ref]] = (),
+        targets: Sequence[tuple[int, ViewRef]] = (),
         emit: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         """Run all operations; emit each target as soon as it has its final version."""
-        last = {cell: op for op in self.ops for cell in _cells_of(op)}
-        ready: dict[Op | None, list[tuple[int, Ref]]] = {}
+        last_use = {cell: op for op in self.ops for cell in _get_touched_storages(op)}
+        ready_targets: dict[RecordedOp | None, list[tuple[int, ViewRef]]] = {}
         for index, ref in targets:
-            ready.setdefault(ref.version, []).append((index, ref))
+            ready_targets.setdefault(ref.version, []).append((index, ref))
         for op in [None, *self.ops]:
             if op is not None:
-                self._execute(op)
-            touched = _cells_of(op) if op is not None else []
-            for index, ref in ready.get(op, ()):
+                self._run_op(op)
+            touched = _get_touched_storages(op) if op is not None else []
+            for index, ref in ready_targets.get(op, ()):
                 assert emit is not None
-                emit(index, self.view(ref))
-                touched.append(ref.cell)
+                emit(index, self.get_tensor(ref))
+                touched.append(ref.storage_record)
             for cell in touched:
-                if last.get(cell) in (op, None) and (
-                    self.keep is None or not (cell in self.keep or cell.alive)
+                if last_use.get(cell) in (op, None) and (
+                    self.retained is None or not (cell in self.retained or cell.is_alive)
                 ):
                     self.storages.pop(cell, None)
 
-    def view(self, ref: Ref) -> Tensor:
+    def get_tensor(self, ref: ViewRef) -> Tensor:
         """Return the real tensor of a window; a storage that was never written is zeros."""
-        storage = self.storages.get(ref.cell)
+        storage = self.storages.get(ref.storage_record)
         if storage is None:
-            storage = torch.zeros(ref.cell.nbytes, dtype=torch.uint8).untyped_storage()
-            self.storages[ref.cell] = storage
-        return _window(ref, storage)
+            storage = torch.zeros(ref.storage_record.nbytes, dtype=torch.uint8).untyped_storage()
+            self.storages[ref.storage_record] = storage
+        return _view_storage(ref, storage)
 
-    def snapshot(self) -> dict[Cell, tuple[Op, torch.UntypedStorage]]:
+    def snapshot(self) -> dict[StorageRecord, tuple[RecordedOp, torch.UntypedStorage]]:
         """Return what is in memory now and still the present value of a living storage."""
         return {
             cell: (op, self.storages[cell])
             for cell, op in self.versions.items()
-            if cell in self.storages and cell.head is op and cell.alive
+            if cell in self.storages and cell.last_write is op and cell.is_alive
         }
 
-    def _execute(self, op: Op) -> None:
+    def _run_op(self, op: RecordedOp) -> None:
         if op.func is None:
             (cell,) = op.writes
             # The constant itself stays as it is: later operations may write to this storage.
-            alone = self.keep is None and len(self.ops) == 1
-            self.storages[cell] = op.leaves[0] if alone else op.leaves[0].clone()
+            is_only_op = self.retained is None and len(self.ops) == 1
+            self.storages[cell] = op.leaves[0] if is_only_op else op.leaves[0].clone()
             self.versions[cell] = op
             return
-        if facts_of(op.func).overwrites:
+        if get_op_traits(op.func).overwrites_first_arg:
             first = op.leaves[0]
-            if isinstance(first, Ref) and first.version is None and first.cell not in self.storages:
-                empty = torch.empty(first.cell.nbytes, dtype=torch.uint8)
-                self.storages[first.cell] = empty.untyped_storage()
-        leaves = [self.view(leaf) if isinstance(leaf, Ref) else leaf for leaf in op.leaves]
+            if isinstance(first, ViewRef) and first.version is None and first.storage_record not in self.storages:
+                empty = torch.empty(first.storage_record.nbytes, dtype=torch.uint8)
+                self.storages[first.storage_record] = empty.untyped_storage()
+        leaves = [self.get_tensor(leaf) if isinstance(leaf, ViewRef) else leaf for leaf in op.leaves]
         assert op.spec is not None
-        args, kwargs = rebuild_call(op.spec, _with_random_state(op, leaves))
-        results = leaves_of(op.func(*args, **kwargs))
+        args, kwargs = unflatten_call(op.spec, _restore_rng_state(op, leaves))
+        results = get_leaves(op.func(*args, **kwargs))
         for position, ref in op.outputs.items():
-            self._adopt(ref, results[position])
+            self._set_storage(ref, results[position])
         for cell in op.writes:
             self.versions[cell] = op
 
-    def _adopt(self, ref: Ref, result: Tensor) -> None:
+    def _set_storage(self, ref: ViewRef, result: Tensor) -> None:
         """Make ``result`` the content of a new storage, laid out as it was recorded."""
-        same = tuple(result.stride()) == ref.stride and result.storage_offset() == ref.offset
+        same_layout = tuple(result.stride()) == ref.stride and result.storage_offset() == ref.offset
         storage = result.untyped_storage()
         if (
-            same
+            same_layout
             and result.dtype == ref.dtype
-            and storage.nbytes() >= ref.cell.nbytes
+            and storage.nbytes() >= ref.storage_record.nbytes
             and not result.is_conj()
         ):
-            self.storages[ref.cell] = storage
+            self.storages[ref.storage_record] = storage
             return
-        self.view(ref).copy_(result)
+        self.get_tensor(ref).copy_(result)
 
 
-def _window(ref: Ref, storage: torch.UntypedStorage) -> Tensor:
+def _view_storage(ref: ViewRef, storage: torch.UntypedStorage) -> Tensor:
     value = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride)
     return value.conj() if ref.conj else value
 
 
-def _with_random_state(op: Op, leaves: list[Any]) -> list[Any]:
-    if op.state is None:
+def _restore_rng_state(op: RecordedOp, leaves: list[Any]) -> list[Any]:
+    if op.rng_state is None:
         return leaves
-    torch.set_rng_state(op.state)  # for operators that take no generator
+    torch.set_rng_state(op.rng_state)  # for operators that take no generator
     generator = torch.Generator()
-    generator.set_state(op.state)
+    generator.set_state(op.rng_state)
     return [generator if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]

@@ -24,124 +24,124 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.zero.pending import make_pending, pending_like, settle
-from thalweg.zero.record import ref_of
-from thalweg.zero.recorder import Recorder
+from thalweg.zero.pending import defer_meta_tensor, deferred_like, drop_record
+from thalweg.zero.record import make_view_ref
+from thalweg.zero.recorder import RecordMode
 
-_METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
+_RESET_METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
 
 # For each module that ties: (module, key, parameter) of the places to give back.
 _Ties = dict[int, list[tuple[nn.Module, str, nn.Parameter]]]
 
 
-def record_resets(module: nn.Module, named: dict[str, Tensor]) -> None:
+def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> None:
     """Make the plain meta tensors ``named`` of ``module`` pending, with recorded values.
 
     Raises:
         ValueError: some of them are not written by any initialisation; nothing is changed.
     """
-    if not named:
+    if not meta_tensors:
         return
-    for tensor in named.values():
-        make_pending(tensor)
-    wanted = {id(tensor) for tensor in named.values()}
-    ties, stand_ins = _untie(module, wanted)
-    done: set[int] = set()
+    for tensor in meta_tensors.values():
+        defer_meta_tensor(tensor)
+    tensor_ids = {id(tensor) for tensor in meta_tensors.values()}
+    ties, stand_ins = _untie(module, tensor_ids)
+    initialized: set[int] = set()
     try:
-        with Recorder(small=0):
-            for owner in _children_first(module):
-                if _is_pretrained(owner):
-                    _reset_pretrained(owner, wanted | stand_ins, done)
+        with RecordMode(max_real_numel=0):
+            for owner in _modules_post_order(module):
+                if _is_transformers_model(owner):
+                    _reset_pretrained(owner, tensor_ids | stand_ins, initialized)
                 _tie(ties.pop(id(owner), []))
-                if not _is_pretrained(owner):
-                    _reset(owner, wanted | stand_ins)
+                if not _is_transformers_model(owner):
+                    _call_reset_method(owner, tensor_ids | stand_ins)
     finally:
-        for places in ties.values():
-            _tie(places)
-    missing = {name for name, tensor in named.items() if ref_of(tensor).version is None and tensor.numel()}
+        for tied_locations in ties.values():
+            _tie(tied_locations)
+    missing = {name for name, tensor in meta_tensors.items() if make_view_ref(tensor).version is None and tensor.numel()}
     if missing:
-        for tensor in named.values():
-            settle(tensor)
-        raise ValueError(_complaint(module, missing))
+        for tensor in meta_tensors.values():
+            drop_record(tensor)
+        raise ValueError(_missing_init_message(module, missing))
 
 
-def _complaint(module: nn.Module, missing: set[str]) -> str:
+def _missing_init_message(module: nn.Module, missing: set[str]) -> str:
     def kind(name: str) -> str:
         return type(module.get_submodule(name.rpartition(".")[0])).__name__
 
     kinds = sorted(f"{name} ({kind(name)})" for name in missing)
-    shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+    listed = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
     return (
-        f"these tensors are on meta and nothing says what their values are: {shown}. Build the model "
+        f"these tensors are on meta and nothing says what their values are: {listed}. Build the model "
         "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
         "reset_parameters() method, or load a checkpoint with assign=True"
     )
 
 
-def _children_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
+def _modules_post_order(module: nn.Module, visited: set[int] | None = None) -> Iterator[nn.Module]:
+    visited = set() if visited is None else visited
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     for child in module.children():
-        yield from _children_first(child, seen)
+        yield from _modules_post_order(child, visited)
     yield module
 
 
-def _untie(root: nn.Module, wanted: set[int]) -> tuple[_Ties, set[int]]:
+def _untie(root: nn.Module, tensor_ids: set[int]) -> tuple[_Ties, set[int]]:
     """Put stand-ins into the later places of tied parameters; return what to give back, and when."""
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    locations: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in root.named_modules():
         for key, param in module._parameters.items():
-            if param is not None and id(param) in wanted:
-                places.setdefault(id(param), []).append((path, module, key))
+            if param is not None and id(param) in tensor_ids:
+                locations.setdefault(id(param), []).append((path, module, key))
     ties: _Ties = {}
     stand_ins: set[int] = set()
-    for tied in places.values():
+    for tied in locations.values():
         paths = ["/" + path.replace(".", "/") for path, _, _ in tied]
         ancestor = os.path.commonpath(paths).strip("/").replace("/", ".")
         for _, module, key in tied[1:]:
             param = module._parameters[key]
             assert param is not None
-            stand_in = nn.Parameter(pending_like(param), param.requires_grad)
+            stand_in = nn.Parameter(deferred_like(param), param.requires_grad)
             ties.setdefault(id(root.get_submodule(ancestor)), []).append((module, key, param))
             module._parameters[key] = stand_in
             stand_ins.add(id(stand_in))
     return ties, stand_ins
 
 
-def _tie(places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    for module, key, param in places:
+def _tie(locations: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    for module, key, param in locations:
         module._parameters[key] = param
 
 
-def _reset(owner: nn.Module, wanted: set[int]) -> None:
-    if not _all_wanted(owner, wanted):
+def _call_reset_method(owner: nn.Module, tensor_ids: set[int]) -> None:
+    if not _has_only(owner, tensor_ids):
         return
-    for method in (getattr(owner, name, None) for name in _METHODS):
-        if callable(method) and _takes_nothing(method):
+    for method in (getattr(owner, name, None) for name in _RESET_METHODS):
+        if callable(method) and _has_no_required_args(method):
             method()
             return
 
 
-def _reset_pretrained(model: Any, wanted: set[int], done: set[int]) -> None:
-    for part in _children_first(model):
-        if id(part) not in done and _all_wanted(part, wanted):
-            done.add(id(part))
-            model._init_weights(part)
+def _reset_pretrained(model: Any, tensor_ids: set[int], initialized: set[int]) -> None:
+    for submodule in _modules_post_order(model):
+        if id(submodule) not in initialized and _has_only(submodule, tensor_ids):
+            initialized.add(id(submodule))
+            model._init_weights(submodule)
 
 
-def _all_wanted(owner: nn.Module, wanted: set[int]) -> bool:
+def _has_only(owner: nn.Module, tensor_ids: set[int]) -> bool:
     """Whether ``owner`` has tensors, and a reset would touch none that has a value."""
-    mine = [*owner.parameters(), *owner.buffers()]
-    return bool(mine) and all(id(tensor) in wanted for tensor in mine)
+    tensors = [*owner.parameters(), *owner.buffers()]
+    return bool(tensors) and all(id(tensor) in tensor_ids for tensor in tensors)
 
 
-def _takes_nothing(method: Any) -> bool:
+def _has_no_required_args(method: Any) -> bool:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(method).parameters.values()
     return all(p.default is not p.empty or p.kind in kinds for p in parameters)
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def _is_transformers_model(module: nn.Module) -> bool:
     return callable(getattr(module, "_init_weights", None)) and hasattr(module, "config")

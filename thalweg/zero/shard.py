@@ -24,22 +24,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from thalweg.comm import Ledger
-from thalweg.comm.buffer import Pool
+from thalweg.comm import CommsLog
+from thalweg.comm.buffer import BufferPool
 from thalweg.store import SwapFile
 from thalweg.zero import _fsdp2
-from thalweg.zero.fill import Places, fill, places_of
-from thalweg.zero.gather import track
-from thalweg.zero.grids import copies_of_shards, mesh_of_one, shown_layouts
-from thalweg.zero.homes import Slot, Store, largest_unit, publish
-from thalweg.zero.masters import rest_on_disk
-from thalweg.zero.offload import Offload, PagedStore, Paging
-from thalweg.zero.policy import Precision, TrafficPolicy, ZeroPolicy
-from thalweg.zero.spread import SpreadParameters, is_spread, reduce_scalars
-from thalweg.zero.states import Layout, States
-from thalweg.zero.units import UnitPolicy, find_units, with_stragglers
-from thalweg.zero.watch import Reduced, Reducing, Watch
-from thalweg.zero.wiring import Copies, Situation, Wiring, plan_wiring
+from thalweg.zero.fill import ParamLocations, load_initial_values, get_param_locations
+from thalweg.zero.gather import register_sharded_model
+from thalweg.zero.grids import build_mics_mesh, single_rank_mesh, make_layout_fn
+from thalweg.zero.homes import ParamSpec, ShardStorage, max_unit_grad_bytes, refresh_unsharded
+from thalweg.zero.masters import build_nvme_storage
+from thalweg.zero.offload import ParamOffloadPolicy, PagedShardStorage, NvmeStorage
+from thalweg.zero.policy import Precision, CommPolicy, ZeroPolicy
+from thalweg.zero.spread import ZeroExpertParams, is_expert_param, reduce_scalar_grads
+from thalweg.zero.states import DTensorLayout, TensorParallelLayout
+from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
+from thalweg.zero.watch import AfterReduce, BeforeReduce, BackwardTracker
+from thalweg.zero.wiring import ReplicaGroup, CollectivesSpec, Collectives, build_collectives
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class ShardOptions:
 
     policy: ZeroPolicy
     precision: Precision = field(default_factory=Precision)
-    units: UnitPolicy = field(default_factory=UnitPolicy)
+    unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     sum_gradients: bool = False
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
-    traffic: TrafficPolicy = field(default_factory=TrafficPolicy)
-    offload: Offload = field(default_factory=Offload)
+    comm_policy: CommPolicy = field(default_factory=CommPolicy)
+    offload_policy: ParamOffloadPolicy = field(default_factory=ParamOffloadPolicy)
 
 
-class Sharded:
+class ShardedModel:
     """A model under ZeRO; ``module`` is the same object that was given, now sharded."""
 
     def __init__(
@@ -65,76 +65,76 @@ class Sharded:
         options: ShardOptions,
         mesh: DeviceMesh,
         device: torch.device,
-        stores: dict[str, Store],
-        wiring: Wiring,
-        paging: Paging | None = None,
+        storages: dict[str, ShardStorage],
+        collectives: Collectives,
+        nvme_storage: NvmeStorage | None = None,
     ) -> None:
         self.module, self.options, self.device = module, options, device
         self.policy = options.policy
-        self.placement = wiring.placement
-        self.ledger: Ledger = wiring.ledger
-        self._mesh, self._arena = mesh, wiring.arena
-        self._crossing, self.notes = wiring.crossing, wiring.notes | options.offload.notes(device)
-        self._overlap = wiring.overlap
+        self.storage_kind = collectives.storage_kind
+        self.ledger: CommsLog = collectives.ledger
+        self._mesh, self._arena = mesh, collectives.arena
+        self._cross_host_sync, self.option_messages = collectives.cross_host_sync, collectives.option_messages | options.offload_policy.get_option_messages(device)
+        self._async_reduction = collectives.async_reduction
         self._group = mesh.get_group()
         self._world_size = mesh.size()
-        self.groups = _fsdp2.groups_of(module)
-        self.paging = paging
+        self.groups = _fsdp2.get_fsdp_groups(module)
+        self.nvme_storage = nvme_storage
         # Those whose homes are there at all times, and what lies in them.
-        paged = paging.pager.units if paging else ()
-        self._constant = [group for group in self.groups if group.name not in paged]
-        self._stores = stores
-        self._stores_of: dict[str, list[Store]] = {}
+        paged_units = nvme_storage.pager.units if nvme_storage else ()
+        self._unpaged_groups = [group for group in self.groups if group.name not in paged_units]
+        self._storages = storages
+        self._storages_by_group: dict[str, list[ShardStorage]] = {}
         self._reducers: list[Any] = []
         self.loss_scale = 1.0
-        self._flags: tuple[bool, bool] | None = None
+        self._backward_flags: tuple[bool, bool] | None = None
         self._entered_sharded = False
         self._handles: list[Any] = []
-        self._watches: list[Watch] = []
-        self._at_close: list[Callable[[], None]] = []
-        self.loose: list[nn.Parameter] = []
-        self.spread = SpreadParameters(nn.Module(), self.ledger, divide=False)
+        self._backward_trackers: list[BackwardTracker] = []
+        self._close_callbacks: list[Callable[[], None]] = []
+        self.scalar_params: list[nn.Parameter] = []
+        self.expert_params = ZeroExpertParams(nn.Module(), self.ledger, shard_replicas=False)
 
     # Phases of a step
 
-    def prepare_backward(self, last: bool, sync: bool = True) -> None:
+    def set_backward_flags(self, last: bool, sync: bool = True) -> None:
         """Set what the coming backward does: ``last`` of its window, reducing (``sync``) or not."""
         reduce = sync and (last or self.policy.reduces_each_backward)
-        reshard = last or self.policy.frees_parameters
-        if self._flags != (reduce, reshard):
-            self._flags = (reduce, reshard)
+        reshard = last or self.policy.reshards_after_use
+        if self._backward_flags != (reduce, reshard):
+            self._backward_flags = (reduce, reshard)
             for group in self.groups:
-                group.set_reduce(reduce, reshard)
+                group.set_backward_flags(reduce, reshard)
 
-    def hold(self) -> None:
+    def defer_reduction(self) -> None:
         """Keep gradients and parameters whole until the window ends, whatever passes through them."""
-        self._flags = None
-        if self.placement == "wire":
+        self._backward_flags = None
+        if self.storage_kind == "wire":
             self.module.set_reshard_after_forward(False)  # type: ignore[operator]
         for group in self.groups:
-            group.set_reduce(False, False)
+            group.set_backward_flags(False, False)
 
-    def finish_window(self) -> None:
+    def finalize_grads(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
-        self._settle()
+        self._wait_for_reductions()
         for group in self.groups:
-            if group.flush():
-                self._flags = None
+            if group.reduce_unsharded_grads():
+                self._backward_flags = None
             group.to_sharded()
         divisor = self.loss_scale * (1 if self.options.sum_gradients else self._world_size)
-        reduce_scalars(self.loose, divisor, self._group)
-        self.spread.reduce(divisor)
-        self._watches_rest()
-        if self.paging is not None:
-            self.paging.pager.end_pass()
-        if self._crossing is not None:
-            self._crossing.note_update()
+        reduce_scalar_grads(self.scalar_params, divisor, self._group)
+        self.expert_params.reduce_grads(divisor)
+        self._reset_backward_trackers()
+        if self.nvme_storage is not None:
+            self.nvme_storage.pager.end_pass()
+        if self._cross_host_sync is not None:
+            self._cross_host_sync.mark_updated()
         if self._arena is not None:
-            self._arena.fence("the end of an accumulation window")
+            self._arena.barrier("the end of an accumulation window")
 
-    def _settle(self) -> None:
-        if self._overlap is not None:
-            self._overlap.drain()
+    def _wait_for_reductions(self) -> None:
+        if self._async_reduction is not None:
+            self._async_reduction.drain()
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
@@ -146,175 +146,175 @@ class Sharded:
             for group in self.groups:
                 group.module.set_gradient_divide_factor(divisor * self._world_size)
 
-    def drop_gradients(self) -> None:
+    def clear_unreduced_grads(self) -> None:
         """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
-        self._settle()
+        self._wait_for_reductions()
         for group in self.groups:
-            group.drop_unsharded_grads()
-        self.spread.drop()
+            group.clear_unsharded_grads()
+        self.expert_params.clear_grads()
 
-    def abandon_iteration(self) -> None:
+    def reset_iteration_state(self) -> None:
         """Return to rest after an exception in forward or backward; gradients are left as they are."""
         assert isinstance(self.module, FSDPModule)
-        _fsdp2.abandon_iteration(self.module)
+        _fsdp2.reset_iteration_state(self.module)
         for reducer in self._reducers:
             reducer.reset()
-        self._watches_rest()
-        if self.paging is not None:
-            self.paging.pager.end_pass()
-            self.paging.pager.forget()  # an update may have got half-way
+        self._reset_backward_trackers()
+        if self.nvme_storage is not None:
+            self.nvme_storage.pager.end_pass()
+            self.nvme_storage.pager.invalidate()  # an update may have got half-way
 
-    def on_reduced(self, before: Reducing, after: Reduced) -> None:
+    def add_reduction_callbacks(self, before_reduce: BeforeReduce, after_reduce: AfterReduce) -> None:
         """Tell ``before(parameters)`` and ``after(unit, parameters, complete)`` of each unit that a backward
         pass has gone through, as its gradients are reduced.
 
         ``complete``: this backward adds no more to the unit's gradients.  They will not stay, so one pool of
         memory serves all units.
         """
-        outputs, inputs = Pool(), Pool()
+        outputs, inputs = BufferPool(), BufferPool()
         for reducer in self._reducers:
             reducer.lender, reducer.inputs = outputs, inputs
-        self._watches = [Watch(group, before, after) for group in self.groups]
-        self._handles += [handle for one in self._watches for handle in one.handles]
+        self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
+        self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
     @property
     def swap(self) -> SwapFile | None:
         """Where masters lie that are not in memory."""
-        return self.paging.swap if self.paging is not None else None
+        return self.nvme_storage.swap if self.nvme_storage is not None else None
 
-    def copies(self) -> dict[Tensor, Tensor]:
+    def get_compute_copies(self) -> dict[Tensor, Tensor]:
         """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
         Whoever asks promises to write them with every update."""
-        if self.paging is None:
+        if self.nvme_storage is None:
             return {}
-        self.paging.pager.copies_are_kept = True
-        found: dict[Tensor, Tensor] = {}
+        self.nvme_storage.pager.updates_write_copies = True
+        copies: dict[Tensor, Tensor] = {}
         for group in self.groups:
-            for param, store in zip(group.params, self._stores_of[group.name], strict=True):
-                if isinstance(store, PagedStore) and store.copy is not None:
-                    found[param.sharded] = store.copy[: store.num_rows]
-        return found
+            for param, storage in zip(group.params, self._storages_by_group[group.name], strict=True):
+                if isinstance(storage, PagedShardStorage) and storage.compute_copy is not None:
+                    copies[param.sharded_param] = storage.compute_copy[: storage.num_rows]
+        return copies
 
-    def begin_anew(self) -> None:
+    def reset_compression(self) -> None:
         """Forget what exchanges build on (differences, errors owed), like a process that has just loaded."""
-        if self._crossing is not None:
-            self._crossing.begin_anew()
+        if self._cross_host_sync is not None:
+            self._cross_host_sync.reset()
         for reducer in self._reducers:
-            if (swap := getattr(reducer, "swap", None)) is not None:
-                swap.begin_anew()
+            if (all_to_all := getattr(reducer, "swap", None)) is not None:
+                all_to_all.begin_anew()
 
-    def on_close(self, call: Callable[[], None]) -> None:
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
         """Call ``call`` when the engine is closed."""
-        self._at_close.append(call)
+        self._close_callbacks.append(callback)
 
-    def changed(self, units: Iterable[str] | None = None) -> None:
+    def mark_params_updated(self, units: Iterable[str] | None = None) -> None:
         """The parameters of these units (None: of all) have new values in the swap file."""
-        self.spread.changed()
-        if self.paging is not None:
-            self.paging.pager.forget(units)
+        self.expert_params.mark_updated()
+        if self.nvme_storage is not None:
+            self.nvme_storage.pager.invalidate(units)
 
-    def _watches_rest(self) -> None:
-        for one in self._watches:
-            one.rest()
+    def _reset_backward_trackers(self) -> None:
+        for tracker in self._backward_trackers:
+            tracker.reset()
 
     def close(self) -> None:
         """Take the hooks off and leave the arena."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for call in self._at_close:
-            call()
-        if self.paging is not None:
-            self.paging.close()
-        if self._overlap is not None:
-            self._overlap.close()
+        for callback in self._close_callbacks:
+            callback()
+        if self.nvme_storage is not None:
+            self.nvme_storage.close()
+        if self._async_reduction is not None:
+            self._async_reduction.close()
         if self._arena is not None:
             self._arena.close()
 
     # Homes: forward without a gather
 
-    def _install_homes(self) -> None:
-        units = {id(group.module): group for group in self._constant}
-        for module in {id(group.module): group.module for group in self._constant}.values():
+    def _install_unsharded_hooks(self) -> None:
+        units = {id(group.module): group for group in self._unpaged_groups}
+        for module in {id(group.module): group.module for group in self._unpaged_groups}.values():
             is_root = module is self.module
-            before = self._open_all if is_root else self._opener(units[id(module)])
+            before = self._unshard_all if is_root else self._make_unshard_hook(units[id(module)])
             assert isinstance(module, nn.Module)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(self.module.register_forward_hook(self._close_evaluation))
+        self._handles.append(self.module.register_forward_hook(self._reshard_after_eval))
         if id(self.module) not in units:
-            self._handles.append(self.module.register_forward_pre_hook(self._open_all, prepend=True))
+            self._handles.append(self.module.register_forward_pre_hook(self._unshard_all, prepend=True))
 
-    def _open_all(self, *_: object) -> None:
+    def _unshard_all(self, *_: object) -> None:
         self._entered_sharded = all(group.is_sharded for group in self.groups)
-        if self.paging is not None:
-            self.paging.pager.end_pass()
-        if not any(group.is_sharded for group in self._constant):
+        if self.nvme_storage is not None:
+            self.nvme_storage.pager.end_pass()
+        if not any(group.is_sharded for group in self._unpaged_groups):
             return
-        self._publish(self._constant_stores)
-        self._fence_homes("the start of a forward pass")
-        for group in self._constant:
+        self._refresh_unsharded(self._unpaged_storages)
+        self._barrier_unsharded("the start of a forward pass")
+        for group in self._unpaged_groups:
             group.to_unsharded()
 
-    def _opener(self, group: _fsdp2.Group) -> Callable[..., None]:
-        stores = self._stores_of[group.name]
+    def _make_unshard_hook(self, group: _fsdp2.FSDPGroupHandle) -> Callable[..., None]:
+        storages = self._storages_by_group[group.name]
 
         def before(*_: object) -> None:
             if group.is_sharded:  # called by itself, not through the root
-                self._publish(stores)
-                self._fence_homes(f"the forward pass of {group.name!r}")
+                self._refresh_unsharded(storages)
+                self._barrier_unsharded(f"the forward pass of {group.name!r}")
                 group.to_unsharded()
 
         return before
 
-    def _close_evaluation(self, *_: object) -> None:
+    def _reshard_after_eval(self, *_: object) -> None:
         if torch.is_grad_enabled() or not self._entered_sharded:
             return
         for group in self.groups:
             group.to_sharded()
         if self._arena is not None:
-            self._arena.fence("the end of an evaluation")
+            self._arena.barrier("the end of an evaluation")
 
-    def _install_paging(self, paging: Paging) -> None:
-        pager = paging.pager
+    def _install_paging(self, nvme_storage: NvmeStorage) -> None:
+        pager = nvme_storage.pager
         for group in self.groups:
             if (name := group.name) not in pager.units:
                 continue
-            stores = [paging.stores[store.slot.name] for store in self._stores_of[name]]
-            if all(store.home is None for store in stores):
-                images = [store.image for store in stores]
-                group.gather_from(images, partial(pager.open, name), partial(pager.close, name))
+            storages = [nvme_storage.storages[store.spec.name] for store in self._storages_by_group[name]]
+            if all(store.unsharded is None for store in storages):
+                packed_shards = [store.packed_shard for store in storages]
+                group.all_gather_from(packed_shards, partial(pager.acquire, name), partial(pager.release, name))
             else:
-                ahead, start, end = (partial(f, name) for f in (pager.read_ahead, pager.open, pager.close))
-                group.page_with(ahead, start, end)
+                prefetch, acquire, release = (partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release))
+                group.use_pager(prefetch, acquire, release)
 
     @property
-    def _constant_stores(self) -> list[Store]:
-        return [store for group in self._constant for store in self._stores_of[group.name]]
+    def _unpaged_storages(self) -> list[ShardStorage]:
+        return [store for group in self._unpaged_groups for store in self._storages_by_group[group.name]]
 
-    def _publish(self, stores: Iterable[Store]) -> None:
-        (publish if self._crossing is None else self._crossing)(stores)
+    def _refresh_unsharded(self, storages: Iterable[ShardStorage]) -> None:
+        (refresh_unsharded if self._cross_host_sync is None else self._cross_host_sync)(storages)
 
-    def _fence_homes(self, what: str) -> None:
+    def _barrier_unsharded(self, operation: str) -> None:
         if self._arena is None:
             return
-        if self._crossing is not None:  # which has counted what moved
-            self._arena.fence(what)
+        if self._cross_host_sync is not None:  # which has counted what moved
+            self._arena.barrier(operation)
             return
-        gathered = self._constant_stores if self.placement == "shared" else []
-        home_bytes = sum(store.slot.home_bytes for store in gathered)
+        gathered_storages = self._unpaged_storages if self.storage_kind == "shared" else []
+        unsharded_bytes = sum(store.spec.unsharded_bytes for store in gathered_storages)
         with self.ledger.timed(
-            "all_gather", "parameters", "shared", full_bytes=home_bytes, world_size=self._world_size
+            "all_gather", "parameters", "shared", full_bytes=unsharded_bytes, world_size=self._world_size
         ):
-            self._arena.fence(what)
+            self._arena.barrier(operation)
 
 
-def shard(
+def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
     options: ShardOptions,
     device: torch.device,
-    states: States | None = None,
-) -> Sharded:
+    tp_layout: TensorParallelLayout | None = None,
+) -> ShardedModel:
     """Shard ``model`` in place over the 1-D data-parallel ``mesh`` (MiCS: over groups of it); collective.
 
     ``states``: how tensor ranks have cut the parameters before, if they have.  Values are
@@ -324,126 +324,126 @@ def shard(
     Raises:
         ValueError: the model has no parameters.
     """
-    named = dict(model.named_parameters())
-    if not named:
+    named_params = dict(model.named_parameters())
+    if not named_params:
         raise ValueError("the model has no parameters: there is nothing to train")
-    grid = copies_of_shards(mesh, options.traffic.group_size) if options.policy.shards_states else None
-    inner = mesh if grid is None else grid["dp"]
-    replicate = not options.policy.shards_states or 1 in (inner.size(), options.traffic.group_size)
-    slots = _slots(named, options, 1 if replicate else inner.size())
-    blocks = find_units(model, options.units)
+    mics_mesh = build_mics_mesh(mesh, options.comm_policy.mics_group_size) if options.policy.shards_optimizer_states else None
+    shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
+    replicate = not options.policy.shards_optimizer_states or 1 in (shard_mesh.size(), options.comm_policy.mics_group_size)
+    param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
+    blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
-    units = blocks if options.offload.pages or states is not None else with_stragglers(model, blocks)
-    wiring = plan_wiring(
-        Situation(
-            inner,
+    units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
+    collectives = build_collectives(
+        CollectivesSpec(
+            shard_mesh,
             device,
             options.policy,
-            options.traffic,
-            slots,
+            options.comm_policy,
+            param_specs,
             replicate=replicate,
-            unit_bytes=largest_unit(slots, units, options.precision.reduce),
-            root_bytes=largest_unit(slots, blocks, options.precision.reduce),
-            output_dtype=options.precision.master,
+            unit_bytes=max_unit_grad_bytes(param_specs, units, options.precision.reduce_dtype),
+            root_bytes=max_unit_grad_bytes(param_specs, blocks, options.precision.reduce_dtype),
+            output_dtype=options.precision.master_dtype,
             timeout=options.timeout,
-            copies=None if grid is None else Copies.of(grid, device, options.traffic.quantised_gradients),
+            replicas=None if mics_mesh is None else ReplicaGroup.build(mics_mesh, device, options.comm_policy.quantized_gradients),
         )
     )
-    if wiring.placement == "wire":
+    if collectives.storage_kind == "wire":
         units = blocks
-    rank = 0 if replicate else inner.get_local_rank()
-    if on_host := options.offload.on_host(device):  # FSDP2 copies to the device, also where one rank is alone
-        wiring.placement, units = "wire", blocks
-    fixed = options.fp32_modules
-    paging = rest_on_disk(slots, units, options.offload, fixed, rank, wiring, mesh)
-    paged = paging.stores if paging is not None else {}
-    shards_on = torch.device("cpu") if on_host else device
-    stores = {
-        name: paged.get(name)
-        or Store.make(slot, rank, wiring.placement, wiring.arena, shards_on, name in wiring.apart)
-        for name, slot in slots.items()
+    rank = 0 if replicate else shard_mesh.get_local_rank()
+    if on_host := options.offload_policy.shards_on_host(device):  # FSDP2 copies to the device, also where one rank is alone
+        collectives.storage_kind, units = "wire", blocks
+    resident_modules = options.fp32_modules
+    nvme_storage = build_nvme_storage(param_specs, units, options.offload_policy, resident_modules, rank, collectives, mesh)
+    paged_storages = nvme_storage.storages if nvme_storage is not None else {}
+    shard_device = torch.device("cpu") if on_host else device
+    storages = {
+        name: paged_storages.get(name)
+        or ShardStorage.create(slot, rank, collectives.storage_kind, collectives.arena, shard_device, name in collectives.separate_masters)
+        for name, slot in param_specs.items()
     }
-    places = places_of(model)
-    del named
-    fill(model, places, stores, mesh, options.precision, device)
+    locations = get_param_locations(model)
+    del named_params
+    load_initial_values(model, locations, storages, mesh, options.precision, device)
     # A home costs nothing to keep: only gathered copies and paged homes are worth freeing between uses.
-    gathers = options.policy.frees_parameters and wiring.placement == "wire"
-    keeps = wiring.secondary if gathers and wiring.secondary > 1 else gathers
-    pages = set(paging.pager.units) if paging is not None else set()
-    alone = mesh_of_one(mesh) if replicate else inner
-    frees = {name: keeps or name in pages for name in units}
-    spread = SpreadParameters(model, wiring.ledger, divide=options.policy.shards_states)
-    _wrap(model, units, alone, options, frees, on_host)
-    if options.offload.pages:  # units are read while a gather would begin early
-        wiring.overlap = None
-    sharded = Sharded(model, options, mesh, device, stores, wiring, paging)
-    sharded.spread = spread
-    sharded.loose = [parameter for parameter in model.parameters() if parameter.ndim == 0]
-    _plant(sharded, places, shown_layouts(mesh, grid, states, replicate))
+    reshards = options.policy.reshards_after_use and collectives.storage_kind == "wire"
+    reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
+    paged_units = set(nvme_storage.pager.units) if nvme_storage is not None else set()
+    fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
+    reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
+    expert_params = ZeroExpertParams(model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states)
+    _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
+    if options.offload_policy.uses_nvme:  # units are read while a gather would begin early
+        collectives.async_reduction = None
+    sharded_model = ShardedModel(model, options, mesh, device, storages, collectives, nvme_storage)
+    sharded_model.expert_params = expert_params
+    sharded_model.scalar_params = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    _install_storages(sharded_model, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate))
     assert isinstance(model, FSDPModule)
-    _fsdp2.lazy_init(model, (options.precision.master, options.precision.reduce))
-    sharded._reducers = wiring.connect(sharded.groups, options.precision.master)
-    if wiring.overlap is not None and wiring.placement == "wire":
-        for group, following in pairwise(sharded.groups):
-            group.prefetch(following)
-    if wiring.placement != "wire":
-        sharded._install_homes()
-    if paging is not None:
-        sharded._install_paging(paging)
-    track(model, wiring.ledger)
-    sharded.set_loss_scale(1.0)
-    sharded.prepare_backward(last=True)
-    return sharded
+    _fsdp2.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
+    sharded_model._reducers = collectives.install(sharded_model.groups, options.precision.master_dtype)
+    if collectives.async_reduction is not None and collectives.storage_kind == "wire":
+        for group, next_group in pairwise(sharded_model.groups):
+            group.prefetch(next_group)
+    if collectives.storage_kind != "wire":
+        sharded_model._install_unsharded_hooks()
+    if nvme_storage is not None:
+        sharded_model._install_paging(nvme_storage)
+    register_sharded_model(model, collectives.ledger)
+    sharded_model.set_loss_scale(1.0)
+    sharded_model.set_backward_flags(last=True)
+    return sharded_model
 
 
-def _slots(named: dict[str, nn.Parameter], options: ShardOptions, num_shards: int) -> dict[str, Slot]:
-    precision, slots = options.precision, {}
-    for name, parameter in named.items():
-        if parameter.ndim == 0 or is_spread(parameter):
+def _build_param_specs(named_params: dict[str, nn.Parameter], options: ShardOptions, num_shards: int) -> dict[str, ParamSpec]:
+    precision, param_specs = options.precision, {}
+    for name, parameter in named_params.items():
+        if parameter.ndim == 0 or is_expert_param(parameter):
             continue  # FSDP2 cannot shard a scalar: it is kept whole and reduced by itself
-        master = precision.master_of(parameter.dtype, parameter.requires_grad)
-        compute = precision.compute_of(master)
+        master_dtype = precision.get_master_dtype(parameter.dtype, parameter.requires_grad)
+        compute_dtype = precision.get_compute_dtype(master_dtype)
         if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
-            compute = master
-        slots[name] = Slot(name, parameter.shape, master, compute, num_shards, trains=parameter.requires_grad)
-    return slots
+            compute_dtype = master_dtype
+        param_specs[name] = ParamSpec(name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad)
+    return param_specs
 
 
-def _wrap(
+def _apply_fully_shard(
     model: nn.Module,
     units: dict[str, nn.Module],
     mesh: DeviceMesh,
     options: ShardOptions,
-    frees: dict[str, bool | int],
+    reshard_by_unit: dict[str, bool | int],
     on_host: bool,
 ) -> None:
     precision = options.precision
-    low = precision.compute if precision.compute != torch.float32 else None
-    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=precision.reduce)
-    plain = MixedPrecisionPolicy(reduce_dtype=precision.reduce, cast_forward_inputs=False)
-    ignored = {p for p in model.parameters() if p.ndim == 0 or is_spread(p)} or None
-    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+    param_dtype = precision.compute_dtype if precision.compute_dtype != torch.float32 else None
+    unit_mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=precision.reduce_dtype)
+    fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+    ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
+    common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
-        offload = options.offload
-        common["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin and not offload.pages)
+        offload_policy = options.offload_policy
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload_policy.pin_memory and not offload_policy.uses_nvme)
     for name in options.fp32_modules:
-        fully_shard(model.get_submodule(name), mp_policy=plain, reshard_after_forward=False, **common)
+        fully_shard(model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
     for name, module in units.items():
-        fully_shard(module, mp_policy=mixed, reshard_after_forward=frees[name], **common)
-    fully_shard(model, mp_policy=mixed, reshard_after_forward=False, **common)
+        fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+    fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
 
 
-def _plant(sharded: Sharded, places: Places, layout_of: Callable[[str, torch.Size], Layout | None]) -> None:
-    names = {(id(module), key): name for name, where in places.items() for module, key in where}
-    for group in sharded.groups:
-        stores = []
+def _install_storages(sharded_model: ShardedModel, locations: ParamLocations, layout_fn: Callable[[str, torch.Size], DTensorLayout | None]) -> None:
+    names = {(id(module), key): name for name, where in locations.items() for module, key in where}
+    for group in sharded_model.groups:
+        storages = []
         for param in group.params:
-            module, key = param.places[0]
-            store = sharded._stores[names[id(module), key]]
-            assert tuple(param.padded_shape) == tuple(store.shard.shape), store.slot.name
-            param.replant(store.shard, layout_of(store.slot.name, store.slot.shape))
-            if store.home is not None:
-                param.set_home(store.home)
-            store.shown = param
-            stores.append(store)
-        sharded._stores_of[group.name] = stores
+            module, key = param.locations[0]
+            storage = sharded_model._storages[names[id(module), key]]
+            assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
+            param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
+            if storage.unsharded is not None:
+                param.set_unsharded_storage(storage.unsharded)
+            storage.param_handle = param
+            storages.append(storage)
+        sharded_model._storages_by_group[group.name] = storages

@@ -31,21 +31,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thalweg.comm import Ledger
-from thalweg.comm.plain import PlainAllGather, Swap
+from thalweg.comm import CommsLog
+from thalweg.comm.plain import WireAllGather, AllToAllReduce
 
-_TOGETHER = 32 << 20  # bytes of rows that travel together
-_SMALL = 1 << 18  # bytes of a gradient that is added up with others
-_AXES = ("ep", "copies")
+_BUCKET_BYTES = 32 << 20  # bytes of rows that travel together
+_SMALL_GRAD_BYTES = 1 << 18  # bytes of a gradient that is added up with others
+_MESH_AXES = ("ep", "copies")
 
 
-def is_spread(parameter: Tensor) -> bool:
+def is_expert_param(parameter: Tensor) -> bool:
     """Whether a parameter of a model that is not sharded yet lies on ranks of its own."""
     return isinstance(parameter, DTensor)
 
 
 @dataclass(eq=False)
-class _Spread:
+class _ReplicatedExpert:
     """A parameter and this rank's ``rows`` of it."""
 
     parameter: nn.Parameter
@@ -53,27 +53,27 @@ class _Spread:
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Spread:
+    def from_parameter(cls, parameter: nn.Parameter) -> _ReplicatedExpert:
         """One that is whole on each copy."""
         assert isinstance(parameter, DTensor)
         rows = parameter._local_tensor.detach().requires_grad_(parameter.requires_grad)
         return cls(parameter, rows, parameter.device_mesh)
 
     @property
-    def number(self) -> int:
+    def num_replicas(self) -> int:
         """Copies there are."""
-        return _size(self.mesh, "copies")
+        return _axis_size(self.mesh, "copies")
 
-    def take_grad(self, own: Tensor) -> None:
+    def accumulate_grad(self, new_grad: Tensor) -> None:
         """Add ``own``, of the parameter's local shape, to its gradient."""
         grad, parameter = self.parameter.grad, self.parameter
         if grad is not None:
             assert isinstance(grad, DTensor)
-            grad._local_tensor.add_(own)
+            grad._local_tensor.add_(new_grad)
             return
         assert isinstance(parameter, DTensor)
         parameter.grad = DTensor.from_local(
-            own.contiguous(),
+            new_grad.contiguous(),
             self.mesh,
             parameter.placements,
             run_check=False,
@@ -83,181 +83,181 @@ class _Spread:
 
 
 @dataclass(eq=False)
-class _Divided(_Spread):
+class _ShardedExpert(_ReplicatedExpert):
     """One of which each copy keeps a part along ``dim``."""
 
-    part: Tensor  # the parameter's local tensor
+    local_shard: Tensor  # the parameter's local tensor
     dim: int
     version: int = -1  # of the part that the rows were gathered from
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Divided | _Spread:
+    def from_parameter(cls, parameter: nn.Parameter) -> _ShardedExpert | _ReplicatedExpert:
         """Divide ``parameter``, whole on each copy until now, along its longest dim, if one is left."""
         assert isinstance(parameter, DTensor)
         mesh, rows = parameter.device_mesh, parameter._local_tensor.detach()
-        number = _size(mesh, "copies")
-        *before, last = parameter.placements
-        cut = {placement.dim for placement in before if isinstance(placement, Shard)}
-        dims = [d for d in range(rows.ndim) if d not in cut and rows.size(d) >= number]
-        if number == 1 or not parameter.requires_grad or not last.is_replicate() or not dims:
-            return _Spread.of(parameter)
-        dim = max(dims, key=lambda d: (rows.size(d) % number == 0, rows.size(d)))
-        chunks = rows.split(-(-rows.size(dim) // number), dim)
+        num_replicas = _axis_size(mesh, "copies")
+        *outer_placements, replica_placement = parameter.placements
+        sharded_dims = {placement.dim for placement in outer_placements if isinstance(placement, Shard)}
+        dims = [d for d in range(rows.ndim) if d not in sharded_dims and rows.size(d) >= num_replicas]
+        if num_replicas == 1 or not parameter.requires_grad or not replica_placement.is_replicate() or not dims:
+            return _ReplicatedExpert.from_parameter(parameter)
+        dim = max(dims, key=lambda d: (rows.size(d) % num_replicas == 0, rows.size(d)))
+        chunks = rows.split(-(-rows.size(dim) // num_replicas), dim)
         rank = mesh.get_local_rank("copies")
-        part = chunks[rank] if rank < len(chunks) else rows.narrow(dim, 0, 0)
-        part = part.clone(memory_format=torch.contiguous_format)
-        placements = (*before, Shard(dim))  # pyright: ignore[reportCallIssue]
-        shown = DTensor.from_local(
-            part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local_shard = chunks[rank] if rank < len(chunks) else rows.narrow(dim, 0, 0)
+        local_shard = local_shard.clone(memory_format=torch.contiguous_format)
+        placements = (*outer_placements, Shard(dim))  # pyright: ignore[reportCallIssue]
+        dtensor = DTensor.from_local(
+            local_shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        divided = nn.Parameter(shown)
-        assert isinstance(divided, DTensor)
-        return cls(divided, rows.requires_grad_(), mesh, divided._local_tensor, dim)
+        sharded_param = nn.Parameter(dtensor)
+        assert isinstance(sharded_param, DTensor)
+        return cls(sharded_param, rows.requires_grad_(), mesh, sharded_param._local_tensor, dim)
 
     @property
     def is_stale(self) -> bool:
         """Whether the rows may be older than the parts."""
-        return self.version != self.part._version
+        return self.version != self.local_shard._version
 
     def padded_shape(self) -> torch.Size:
         """That of the longest part."""
         shape = list(self.rows.shape)
-        shape[self.dim] = -(-shape[self.dim] // self.number)
+        shape[self.dim] = -(-shape[self.dim] // self.num_replicas)
         return torch.Size(shape)
 
-    def flat_part(self) -> Tensor:
+    def get_flat_shard(self) -> Tensor:
         """The part as the others receive it."""
-        return _padded(self.part, self.dim, self.padded_shape()[self.dim]).reshape(-1)
+        return _pad_to(self.local_shard, self.dim, self.padded_shape()[self.dim]).reshape(-1)
 
-    def take_rows(self, parts: Tensor) -> None:
+    def set_rows(self, shards: Tensor) -> None:
         """Put together what :meth:`flat_part` gave on each copy, (copies, elements)."""
-        whole = parts.unflatten(1, self.padded_shape()).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        self.rows.detach().copy_(whole.narrow(self.dim, 0, self.rows.size(self.dim)))
-        self.version = self.part._version
+        gathered = shards.unflatten(1, self.padded_shape()).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        self.rows.detach().copy_(gathered.narrow(self.dim, 0, self.rows.size(self.dim)))
+        self.version = self.local_shard._version
 
-    def flat_grads(self) -> Tensor:
+    def pop_flat_grads(self) -> Tensor:
         """The rows' gradient by the copy that each part belongs to, (copies, elements); taken away."""
         length = self.padded_shape()[self.dim]
         grad, self.rows.grad = self.rows.grad, None
         grad = torch.zeros_like(self.rows) if grad is None else grad
-        parts = _padded(grad, self.dim, self.number * length).unflatten(self.dim, (self.number, length))
-        return parts.movedim(self.dim, 0).reshape(self.number, -1)
+        shards = _pad_to(grad, self.dim, self.num_replicas * length).unflatten(self.dim, (self.num_replicas, length))
+        return shards.movedim(self.dim, 0).reshape(self.num_replicas, -1)
 
-    def take_mean(self, flat: Tensor) -> None:
+    def accumulate_mean(self, flat: Tensor) -> None:
         """Add this rank's part of a gradient."""
-        own = flat.view(self.padded_shape()).narrow(self.dim, 0, self.part.size(self.dim))
-        self.take_grad(own.clone(memory_format=torch.contiguous_format))
+        local_grad = flat.view(self.padded_shape()).narrow(self.dim, 0, self.local_shard.size(self.dim))
+        self.accumulate_grad(local_grad.clone(memory_format=torch.contiguous_format))
 
 
-class SpreadParameters:
+class ZeroExpertParams:
     """The spread parameters of ``model``, which are divided among their copies if ``divide``.
 
     Dividing exchanges the modules' parameters for others.
     """
 
-    def __init__(self, model: nn.Module, ledger: Ledger, divide: bool) -> None:
+    def __init__(self, model: nn.Module, ledger: CommsLog, shard_replicas: bool) -> None:
         self._ledger = ledger
-        kind = _Divided if divide else _Spread
-        found: dict[int, _Spread] = {}  # by the parameter as it was
+        expert_type = _ShardedExpert if shard_replicas else _ReplicatedExpert
+        expert_by_id: dict[int, _ReplicatedExpert] = {}  # by the parameter as it was
         for module in model.modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None and is_spread(parameter):
-                    one = found.get(id(parameter)) or kind.of(parameter)
-                    found[id(parameter)] = one
-                    module._parameters[key] = one.parameter
-        self._all = list(found.values())
-        self._by_id = {id(one.parameter): one for one in self._all}
-        self._divided = [one for one in self._all if isinstance(one, _Divided)]
+                if parameter is not None and is_expert_param(parameter):
+                    expert = expert_by_id.get(id(parameter)) or expert_type.from_parameter(parameter)
+                    expert_by_id[id(parameter)] = expert
+                    module._parameters[key] = expert.parameter
+        self._experts = list(expert_by_id.values())
+        self._by_id = {id(one.parameter): one for one in self._experts}
+        self._sharded = [one for one in self._experts if isinstance(one, _ShardedExpert)]
 
     # Forward
 
-    def rows_of(self, parameter: Tensor) -> Tensor | None:
+    def get_rows(self, parameter: Tensor) -> Tensor | None:
         """This rank's rows of a parameter, as :meth:`refresh` left them; None if it is no spread one."""
-        one = self._by_id.get(id(parameter))
-        if one is None:
+        expert = self._by_id.get(id(parameter))
+        if expert is None:
             return None
-        if one.rows.requires_grad != parameter.requires_grad:
-            one.rows.requires_grad_(parameter.requires_grad)
-        return one.rows
+        if expert.rows.requires_grad != parameter.requires_grad:
+            expert.rows.requires_grad_(parameter.requires_grad)
+        return expert.rows
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh_rows(self) -> None:
         """Gather what has changed since the last time; collective over the copies."""
-        for some in _bundles([one for one in self._divided if one.is_stale]):
-            group = some[0].mesh.get_group("copies")
-            sent = torch.cat([one.flat_part() for one in some])
-            found = sent.new_empty(some[0].number, sent.numel())
-            PlainAllGather("experts", self._ledger)(found.view(-1), sent, group)
-            lengths = [one.padded_shape().numel() for one in some]
-            for one, parts in zip(some, found.split(lengths, 1), strict=True):
-                one.take_rows(parts)
+        for bucket in _iter_buckets([one for one in self._sharded if one.is_stale]):
+            group = bucket[0].mesh.get_group("copies")
+            sent = torch.cat([one.get_flat_shard() for one in bucket])
+            gathered = sent.new_empty(bucket[0].num_replicas, sent.numel())
+            WireAllGather("experts", self._ledger)(gathered.view(-1), sent, group)
+            lengths = [one.padded_shape().numel() for one in bucket]
+            for one, shards in zip(bucket, gathered.split(lengths, 1), strict=True):
+                one.set_rows(shards)
 
-    def changed(self) -> None:
+    def mark_updated(self) -> None:
         """Somebody may write parameters in a way that tensors do not count."""
-        for one in self._divided:
-            one.version = -1
+        for expert in self._sharded:
+            expert.version = -1
 
     # Gradients
 
-    def drop(self) -> None:
+    def clear_grads(self) -> None:
         """Forget gradients that are not reduced yet."""
-        for one in self._all:
-            one.rows.grad = None
+        for expert in self._experts:
+            expert.rows.grad = None
 
     @torch.no_grad()
-    def reduce(self, divisor: float) -> None:
+    def reduce_grads(self, divisor: float) -> None:
         """Add up what has come since the last call over the copies and divide it; collective.
 
         A parameter that has a gradient on some rank of its mesh has one on all of them afterwards, and one
         that has none anywhere stays without, as in a plain run.
         """
-        self.changed()  # an update comes, and not all of them count what they write
-        by_mesh: dict[DeviceMesh, list[_Spread]] = {}
-        for one in self._all:
-            by_mesh.setdefault(one.mesh, []).append(one)
-        for mesh, those in by_mesh.items():
-            wanted = _wanted(mesh, those)
-            self._add_up(mesh, [one for one in wanted if not isinstance(one, _Divided)], divisor)
-            divided = [one for one in wanted if isinstance(one, _Divided)]
-            for some in _bundles(divided):
-                self._scatter(some, divisor)
-            for one in divided:
-                if not one.rows.numel():  # another rank's expert: its gradient is there, and empty
-                    one.rows.grad = None
-                    one.take_grad(torch.zeros_like(one.part))
+        self.mark_updated()  # an update comes, and not all of them count what they write
+        by_mesh: dict[DeviceMesh, list[_ReplicatedExpert]] = {}
+        for expert in self._experts:
+            by_mesh.setdefault(expert.mesh, []).append(expert)
+        for mesh, experts in by_mesh.items():
+            with_grad = _select_with_grad(mesh, experts)
+            self._all_reduce_grads(mesh, [one for one in with_grad if not isinstance(one, _ShardedExpert)], divisor)
+            sharded = [one for one in with_grad if isinstance(one, _ShardedExpert)]
+            for bucket in _iter_buckets(sharded):
+                self._reduce_scatter_grads(bucket, divisor)
+            for expert in sharded:
+                if not expert.rows.numel():  # another rank's expert: its gradient is there, and empty
+                    expert.rows.grad = None
+                    expert.accumulate_grad(torch.zeros_like(expert.local_shard))
 
-    def _scatter(self, some: list[_Divided], divisor: float) -> None:
-        group = some[0].mesh.get_group("copies")
-        rows = torch.cat([one.flat_grads() for one in some], 1)
+    def _reduce_scatter_grads(self, bucket: list[_ShardedExpert], divisor: float) -> None:
+        group = bucket[0].mesh.get_group("copies")
+        rows = torch.cat([one.pop_flat_grads() for one in bucket], 1)
         mean = torch.empty_like(rows[0])
         with self._ledger.timed(
             "reduce_scatter", "experts", "wire", full_bytes=rows.nbytes, world_size=len(rows)
         ) as call:
-            Swap(group).sum(rows, mean, 1.0 / divisor, call, rows.dtype)
-        lengths = [one.padded_shape().numel() for one in some]
-        for one, own in zip(some, mean.split(lengths), strict=True):
-            one.take_mean(own)
+            AllToAllReduce(group).reduce_rows(rows, mean, 1.0 / divisor, call, rows.dtype)
+        lengths = [one.padded_shape().numel() for one in bucket]
+        for one, local_grad in zip(bucket, mean.split(lengths), strict=True):
+            one.accumulate_mean(local_grad)
 
-    def _add_up(self, mesh: DeviceMesh, those: list[_Spread], divisor: float) -> None:
-        grads = [torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad for one in those]
-        if _size(mesh, "copies") > 1:
-            self._sum(grads, mesh.get_group("copies"))
-        for one, grad in zip(those, grads, strict=True):
+    def _all_reduce_grads(self, mesh: DeviceMesh, experts: list[_ReplicatedExpert], divisor: float) -> None:
+        grads = [torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad for one in experts]
+        if _axis_size(mesh, "copies") > 1:
+            self._all_reduce_bucketed(grads, mesh.get_group("copies"))
+        for one, grad in zip(experts, grads, strict=True):
             one.rows.grad = None
-            one.take_grad(grad.div_(divisor))
+            one.accumulate_grad(grad.div_(divisor))
 
-    def _sum(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    def _all_reduce_bucketed(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         """Sum each over ``group``; small ones travel together."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.nbytes > _SMALL:
+            if tensor.nbytes > _SMALL_GRAD_BYTES:
                 self._all_reduce(tensor, group)
             elif tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for alike in by_dtype.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        for same_dtype in by_dtype.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
             self._all_reduce(flat, group)
-            for tensor, total in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            for tensor, total in zip(same_dtype, flat.split([t.numel() for t in same_dtype]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -266,39 +266,39 @@ class SpreadParameters:
             dist.all_reduce(tensor, group=group)
 
 
-def _wanted(mesh: DeviceMesh, those: list[_Spread]) -> list[_Spread]:
+def _select_with_grad(mesh: DeviceMesh, experts: list[_ReplicatedExpert]) -> list[_ReplicatedExpert]:
     """Those that have a gradient on some rank of the mesh."""
-    flags = torch.tensor([one.rows.grad is not None for one in those], device=mesh.device_type).byte()
-    for axis in _AXES:
-        if _size(mesh, axis) > 1:
+    flags = torch.tensor([one.rows.grad is not None for one in experts], device=mesh.device_type).byte()
+    for axis in _MESH_AXES:
+        if _axis_size(mesh, axis) > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return [one for one, flag in zip(those, flags.tolist(), strict=True) if flag]
+    return [one for one, flag in zip(experts, flags.tolist(), strict=True) if flag]
 
 
-def _bundles(divided: Sequence[_Divided]) -> Iterator[list[_Divided]]:
+def _iter_buckets(experts: Sequence[_ShardedExpert]) -> Iterator[list[_ShardedExpert]]:
     """Those that travel together, in the same order on every rank."""
-    by_kind: dict[tuple[DeviceMesh, torch.dtype], list[_Divided]] = {}
-    for one in divided:
-        if one.rows.numel():
-            by_kind.setdefault((one.mesh, one.part.dtype), []).append(one)
-    for alike in by_kind.values():
-        bundle, size = [], 0
-        for one in alike:
-            bundle.append(one)
-            size += one.rows.nbytes
-            if size >= _TOGETHER:
-                yield bundle
-                bundle, size = [], 0
-        if bundle:
-            yield bundle
+    by_mesh_and_dtype: dict[tuple[DeviceMesh, torch.dtype], list[_ShardedExpert]] = {}
+    for expert in experts:
+        if expert.rows.numel():
+            by_mesh_and_dtype.setdefault((expert.mesh, expert.local_shard.dtype), []).append(expert)
+    for same_kind in by_mesh_and_dtype.values():
+        bucket, size = [], 0
+        for expert in same_kind:
+            bucket.append(expert)
+            size += expert.rows.nbytes
+            if size >= _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
 
 
-def _size(mesh: DeviceMesh, axis: str) -> int:
+def _axis_size(mesh: DeviceMesh, axis: str) -> int:
     assert mesh.mesh_dim_names is not None
     return mesh.size(mesh.mesh_dim_names.index(axis))
 
 
-def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+def _pad_to(tensor: Tensor, dim: int, length: int) -> Tensor:
     """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
     if tensor.size(dim) == length:
         return tensor
@@ -307,15 +307,15 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-def reduce_scalars(parameters: list[nn.Parameter], divisor: float, group: dist.ProcessGroup) -> None:
+def reduce_scalar_grads(parameters: list[nn.Parameter], divisor: float, group: dist.ProcessGroup) -> None:
     """Add up the gradients of whole 0-dim parameters over ``group`` and divide them; collective."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
         return
-    present = [torch.zeros(()) if p.grad is None else p.grad.float() for p in trained]
-    flat = torch.stack([grad.reshape(()) for grad in present])
+    grads = [torch.zeros(()) if p.grad is None else p.grad.float() for p in trainable]
+    flat = torch.stack([grad.reshape(()) for grad in grads])
     if dist.get_world_size(group) > 1:
         dist.all_reduce(flat, group=group)
-    for parameter, value in zip(trained, (flat / divisor).unbind(), strict=True):
+    for parameter, value in zip(trainable, (flat / divisor).unbind(), strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(value)

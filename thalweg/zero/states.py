@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
-class Layout:
+class DTensorLayout:
     """What a sharded parameter is announced as: its logical shape, on a mesh."""
 
     mesh: DeviceMesh
@@ -20,15 +20,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class States:
+class TensorParallelLayout:
     """``mesh`` has the axes ("tp", "dp"); ``cuts`` says by parameter its logical shape and its placement
     on "tp".  One that is not named there is whole on every tensor rank.
     """
 
     mesh: DeviceMesh
-    cuts: Mapping[str, tuple[torch.Size, Placement]] = field(default_factory=dict)
+    tp_placements: Mapping[str, tuple[torch.Size, Placement]] = field(default_factory=dict)
 
-    def layout(self, name: str, shape: torch.Size, replicated: bool) -> Layout:
+    def get_layout(self, name: str, shape: torch.Size, replicated: bool) -> DTensorLayout:
         """The layout of the parameter whose piece has ``shape``; ``replicated`` over "dp" or cut by rows."""
-        logical, placement = self.cuts.get(name, (shape, Replicate()))
-        return Layout(self.mesh, (placement, Replicate() if replicated else Shard(0)), logical)
+        global_shape, placement = self.tp_placements.get(name, (shape, Replicate()))
+        return DTensorLayout(self.mesh, (placement, Replicate() if replicated else Shard(0)), global_shape)

@@ -41,66 +41,66 @@ def num_parameters(module: nn.Module) -> int:
 def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> dict[str, nn.Module]:
     """Return the modules to wrap, by name, in the model's own order; the root is not among them."""
     policy = policy or UnitPolicy()
-    candidates = _named_blocks(model, policy) or _list_children(model) or _by_size(model)
-    chosen: dict[str, nn.Module] = {}
+    candidates = _named_blocks(model, policy) or _module_list_children(model) or _modules_by_size(model)
+    units: dict[str, nn.Module] = {}
     for name, module in candidates:
-        inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        inside = any(name.startswith(f"{outer}.") for outer in units)
         if name and not inside and num_parameters(module) > policy.min_num_params:
-            chosen[name] = module
-    return _without_shared(model, chosen)
+            units[name] = module
+    return _without_shared(model, units)
 
 
-def with_stragglers(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def with_large_leaves(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """The units, and the large leaf modules that none of them holds (an embedding, a head).
 
     They bound the root unit, whose gradients are otherwise kept until the backward pass
     ends.  Only where every unit is unsharded for the whole forward pass: a model may read
     its embedding's weight outside of the embedding's forward.
     """
-    least = max((num_parameters(unit) for unit in units.values()), default=0) // 4
-    found = dict(units)
+    min_numel = max((num_parameters(unit) for unit in units.values()), default=0) // 4
+    candidates = dict(units)
     for name, module in model.named_modules():
         inside = any(name == unit or name.startswith(f"{unit}.") for unit in units)
         leaf = bool(module._parameters) and not any(True for _ in module.children())
-        large = num_parameters(module) >= max(1, least)
+        large = num_parameters(module) >= max(1, min_numel)
         if name and leaf and large and not inside and not isinstance(module, _CONTAINERS):
-            found[name] = module
-    kept = _without_shared(model, found)
-    return {name: module for name, module in found.items() if name in kept or name in units}
+            candidates[name] = module
+    unshared = _without_shared(model, candidates)
+    return {name: module for name, module in candidates.items() if name in unshared or name in units}
 
 
 def _named_blocks(model: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
-    found = []
+    blocks = []
     for name, module in model.named_modules():
-        wanted = type(module).__name__ in names or policy.is_leaf(name, module)
-        if wanted and module is not model and not isinstance(module, _CONTAINERS):
-            found.append((name, module))
-    return found
+        is_block = type(module).__name__ in names or policy.is_leaf(name, module)
+        if is_block and module is not model and not isinstance(module, _CONTAINERS):
+            blocks.append((name, module))
+    return blocks
 
 
-def _list_children(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _module_list_children(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Children of every outermost list of two modules or more."""
-    found: list[tuple[str, nn.Module]] = []
-    taken: list[str] = []
+    children: list[tuple[str, nn.Module]] = []
+    outer_lists: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in taken):
+        if any(name.startswith(f"{outer}.") for outer in outer_lists):
             continue
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_list_of_experts(name, module):
-            taken.append(name)
-            found += [(f"{name}.{key}", child) for key, child in module.named_children()]
-    if any(isinstance(child, _CONTAINERS) for _, child in found):
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_expert_list(name, module):
+            outer_lists.append(name)
+            children += [(f"{name}.{key}", child) for key, child in module.named_children()]
+    if any(isinstance(child, _CONTAINERS) for _, child in children):
         return []
-    return found
+    return children
 
 
-def is_list_of_experts(name: str, module: nn.Module) -> bool:
+def is_expert_list(name: str, module: nn.Module) -> bool:
     """Whether a list (or dict) of alike modules is called experts: a rank uses some of them only, so that
     none of them can be a unit."""
-    own = name.rpartition(".")[2].lower()
-    if "expert" not in own or "shared" in own or not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    list_name = name.rpartition(".")[2].lower()
+    if "expert" not in list_name or "shared" in list_name or not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     shapes = {
         (type(child), *((key, p.shape, p.dtype) for key, p in child.named_parameters()))
@@ -109,18 +109,18 @@ def is_list_of_experts(name: str, module: nn.Module) -> bool:
     return len(module) > 1 and len(shapes) == 1 and num_parameters(module) > 0
 
 
-def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _modules_by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Submodules that hold at least a hundredth of the model, as deep as that goes."""
-    least = max(1, num_parameters(model) // 100)
+    min_numel = max(1, num_parameters(model) // 100)
 
     def descend(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             size = num_parameters(child)
-            deeper = list(descend(f"{name}.", child)) if size > 10 * least else []
+            deeper = list(descend(f"{name}.", child)) if size > 10 * min_numel else []
             if len(deeper) > 1 or (deeper and isinstance(child, _CONTAINERS)):
                 yield from deeper
-            elif size >= least and not isinstance(child, _CONTAINERS):
+            elif size >= min_numel and not isinstance(child, _CONTAINERS):
                 yield name, child
 
     return list(descend("", model))

@@ -14,37 +14,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.zero._fsdp2 import Group
+from thalweg.zero._fsdp2 import FSDPGroupHandle
 
-Reducing = Callable[[list[nn.Parameter]], None]
-Reduced = Callable[[str, list[nn.Parameter], bool], None]
+BeforeReduce = Callable[[list[nn.Parameter]], None]
+AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
 
 
-class Watch:
+class BackwardTracker:
     """Counts one unit's uses, and tells ``before(parameters)`` and ``after(unit, parameters, complete)`` of
     each backward pass through it; ``handles`` take its hooks off."""
 
-    def __init__(self, group: Group, before: Reducing, after: Reduced) -> None:
-        self._group, self._before, self._after, self._uses = group, before, after, 0
+    def __init__(self, group: FSDPGroupHandle, before: BeforeReduce, after: AfterReduce) -> None:
+        self._group, self._before, self._after, self._num_pending_uses = group, before, after, 0
         module: Any = group.module
-        self.handles = [module.register_forward_hook(self._used)]
-        group.around_reduction(self._passing, self._passed)
+        self.handles = [module.register_forward_hook(self._on_forward)]
+        group.add_reduction_hooks(self._on_before_reduce, self._on_after_reduce)
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Forget forward passes that had no backward pass."""
-        self._uses = 0
+        self._num_pending_uses = 0
 
-    def _used(self, *_: object) -> None:
+    def _on_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
-            self._uses += 1
+            self._num_pending_uses += 1
 
-    def _passing(self) -> None:
+    def _on_before_reduce(self) -> None:
         self._before(self._parameters)
 
-    def _passed(self) -> None:
-        self._uses = max(0, self._uses - 1)
-        self._after(self._group.name, self._parameters, self._uses == 0)
+    def _on_after_reduce(self) -> None:
+        self._num_pending_uses = max(0, self._num_pending_uses - 1)
+        self._after(self._group.name, self._parameters, self._num_pending_uses == 0)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        return [param.sharded for param in self._group.params]
+        return [param.sharded_param for param in self._group.params]

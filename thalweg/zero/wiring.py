@@ -26,47 +26,47 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.comm import (
     AllToAllReduceScatter,
-    Arena,
-    Codec,
-    Everywhere,
-    Feedback,
+    SharedMemoryArena,
+    BlockQuantizer,
+    AllReduceSum,
+    ErrorFeedback,
     HierarchicalAllGather,
     HierarchicalAllReduce,
     HierarchicalReduceScatter,
-    Hosts,
-    Ledger,
-    Packing,
-    PlainAllGather,
-    PlainAllReduce,
-    QuantisedAllGather,
-    QuantisedEverywhere,
-    QuantisedSwap,
-    Ring,
-    Route,
-    SharedAllReduce,
-    SharedReduceScatter,
-    Swap,
+    HostGroups,
+    CommsLog,
+    PayloadFormat,
+    WireAllGather,
+    WireAllReduce,
+    QuantizedAllGather,
+    QuantizedAllReduceSum,
+    QuantizedAllToAllReduce,
+    SharedMemoryRing,
+    HostTopology,
+    SharedMemoryAllReduce,
+    SharedMemoryReduceScatter,
+    AllToAllReduce,
     TwoLevelAllGather,
     TwoLevelReduceScatter,
-    local_arena,
-    subgroup,
+    create_host_arena,
+    make_subgroup,
 )
-from thalweg.comm.quantised import GRADIENTS, GRADIENTS_IN_HOST, WEIGHTS, PackingOf, one_piece
-from thalweg.zero._fsdp2 import Group
-from thalweg.zero.crossing import Crossing
-from thalweg.zero.homes import Placement, Slot, arena_bytes
-from thalweg.zero.overlap import Overlap
-from thalweg.zero.policy import TrafficPolicy, ZeroPolicy
+from thalweg.comm.quantised import GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER, WEIGHT_QUANTIZER, PayloadFormatFn, single_segment_format
+from thalweg.zero._fsdp2 import FSDPGroupHandle
+from thalweg.zero.crossing import CrossHostSync
+from thalweg.zero.homes import StorageKind, ParamSpec, get_arena_bytes
+from thalweg.zero.overlap import AsyncReduction
+from thalweg.zero.policy import CommPolicy, ZeroPolicy
 
-Maker = Callable[[str, Group], Any]
-_GATHER_DEPTH = 4
+CollectiveFactory = Callable[[str, FSDPGroupHandle], Any]
+_NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
 # parameters leave no memory to spare for that: there one slot a rank is 17 MiB less of 590 on a small model.
-REDUCE_DEPTH, REPLICATED_DEPTH = 2, 1
+NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
 
 
 @dataclass
-class Wiring:
+class Collectives:
     """The makers of each unit's collectives; ``arena`` holds the homes where there are any.
 
     ``apart``: parameters whose shards lie beside the homes; ``crossing``: what brings homes of
@@ -75,20 +75,20 @@ class Wiring:
     what an option comes to here, by its name.
     """
 
-    placement: Placement
-    ledger: Ledger = field(default_factory=Ledger)
-    arena: Arena | None = None
-    reducer: Maker | None = None
-    gatherer: Maker | None = None
-    all_reduces: bool = False
-    crossing: Crossing | None = None
-    apart: frozenset[str] = frozenset()
-    secondary: int = 1
-    copies: Copies | None = None
-    notes: dict[str, str] = field(default_factory=dict)
-    overlap: Overlap | None = None
+    storage_kind: StorageKind
+    ledger: CommsLog = field(default_factory=CommsLog)
+    arena: SharedMemoryArena | None = None
+    make_reducer: CollectiveFactory | None = None
+    make_all_gather: CollectiveFactory | None = None
+    uses_all_reduce: bool = False
+    cross_host_sync: CrossHostSync | None = None
+    separate_masters: frozenset[str] = frozenset()
+    hpz_group_size: int = 1
+    replicas: ReplicaGroup | None = None
+    option_messages: dict[str, str] = field(default_factory=dict)
+    async_reduction: AsyncReduction | None = None
 
-    def connect(self, groups: Iterable[Group], output_dtype: torch.dtype) -> list[Any]:
+    def install(self, groups: Iterable[FSDPGroupHandle], output_dtype: torch.dtype) -> list[Any]:
         """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's.
 
         ``output_dtype``: of reduced gradients.
@@ -96,73 +96,73 @@ class Wiring:
         reducers: list[Any] = []
         for group in groups:
             name = group.name or "<root>"
-            if self.gatherer is not None:
-                group.module.set_custom_all_gather(self.gatherer(name, group))
-            if self.reducer is not None:
-                reducers.append(reducer := self.reducer(name, group))
-                if self.copies is not None:
-                    reducer.num_copies, reducer.total = self.copies.number, self.copies.total
-                if self.overlap is not None:
-                    reducer.later = self.overlap.later(group, output_dtype)
+            if self.make_all_gather is not None:
+                group.module.set_custom_all_gather(self.make_all_gather(name, group))
+            if self.make_reducer is not None:
+                reducers.append(reducer := self.make_reducer(name, group))
+                if self.replicas is not None:
+                    reducer.num_copies, reducer.total = self.replicas.num_replicas, self.replicas.all_reduce
+                if self.async_reduction is not None:
+                    reducer.later = self.async_reduction.make_try_submit(group, output_dtype)
                 group.module.set_custom_reduce_scatter(reducer)
-                if self.all_reduces:
+                if self.uses_all_reduce:
                     group.module.set_all_reduce_hook(reducer.reduce)
         return reducers
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicaGroup:
     """The ranks that hold the same shard (MiCS), and the sum of gradients over them."""
 
-    number: int
-    total: Everywhere | QuantisedEverywhere
+    num_replicas: int
+    all_reduce: AllReduceSum | QuantizedAllReduceSum
 
     @classmethod
-    def of(cls, grid: DeviceMesh, device: torch.device, quantised: bool) -> Copies:
+    def build(cls, mics_mesh: DeviceMesh, device: torch.device, quantized: bool) -> ReplicaGroup:
         """Over the outer axis of ``grid``; collective over it."""
-        group = grid.get_group(0)
-        route = Route.find(group, device)
-        total = QuantisedEverywhere if quantised else Everywhere
-        return cls(grid.size(0), total(group, route))
+        group = mics_mesh.get_group(0)
+        topology = HostTopology.discover(group, device)
+        all_reduce_type = QuantizedAllReduceSum if quantized else AllReduceSum
+        return cls(mics_mesh.size(0), all_reduce_type(group, topology))
 
 
 @dataclass
-class Situation:
+class CollectivesSpec:
     """What the choice depends on: ranks, device, wishes, sizes."""
 
     mesh: DeviceMesh
     device: torch.device
     policy: ZeroPolicy
-    traffic: TrafficPolicy
-    slots: Mapping[str, Slot]
+    comm_policy: CommPolicy
+    param_specs: Mapping[str, ParamSpec]
     replicate: bool
     unit_bytes: int
     root_bytes: int
     output_dtype: torch.dtype
     timeout: float
-    copies: Copies | None = None
-    ledger: Ledger = field(default_factory=Ledger)
+    replicas: ReplicaGroup | None = None
+    ledger: CommsLog = field(default_factory=CommsLog)
 
     @property
-    def home_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of all homes."""
-        return 0 if self.replicate else arena_bytes(self.slots.values())
+        return 0 if self.replicate else get_arena_bytes(self.param_specs.values())
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks among which states are sharded."""
         return self.mesh.get_group()
 
-    def agreed(self, possible: bool) -> bool:
+    def all_replicas_agree(self, possible: bool) -> bool:
         """Whether something is possible in every group of copies; all of them must have the same units."""
-        if self.copies is None:
+        if self.replicas is None:
             return possible
-        answer = torch.tensor(int(possible), device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.copies.total.group)
-        return bool(answer)
+        flag = torch.tensor(int(possible), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.all_reduce.group)
+        return bool(flag)
 
 
-def plan_wiring(here: Situation) -> Wiring:
+def build_collectives(spec: CollectivesSpec) -> Collectives:
     """Choose; collective over the mesh.
 
     ``unit_bytes`` of the situation: the largest unit's gradients where large leaf modules are
@@ -171,242 +171,242 @@ def plan_wiring(here: Situation) -> Wiring:
     Raises:
         ValueError: hpZ's groups do not fit the hosts.
     """
-    wiring = _choose(here)
-    wiring.copies = here.copies
-    if here.traffic.feedback is not None and not here.traffic.quantised_gradients:
-        wiring.notes["zeropp_loco_param.err_beta"] = (
+    collectives = _select_collectives(spec)
+    collectives.replicas = spec.replicas
+    if spec.comm_policy.error_feedback is not None and not spec.comm_policy.quantized_gradients:
+        collectives.option_messages["zeropp_loco_param.err_beta"] = (
             "idle: zero_quantized_gradients, which it corrects, is off"
         )
-    if here.traffic.two_level_gather and here.copies is None:
-        wiring.notes["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
-    return wiring
+    if spec.comm_policy.two_level_gather and spec.replicas is None:
+        collectives.option_messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
+    return collectives
 
 
-def _choose(here: Situation) -> Wiring:
-    group, size = here.group, here.mesh.size()
+def _select_collectives(spec: CollectivesSpec) -> Collectives:
+    group, size = spec.group, spec.mesh.size()
     if size == 1:
-        return _on_the_wire(here, Route((0,), 0))
-    if here.device.type == "cpu":
-        depth = REPLICATED_DEPTH if here.replicate else REDUCE_DEPTH
-        total = here.home_bytes + Ring.num_bytes(size, here.unit_bytes, depth)
-        arena = Arena.create(group, total, timeout=here.timeout)
-        if here.agreed(arena is not None):
+        return _build_wire(spec, HostTopology((0,), 0))
+    if spec.device.type == "cpu":
+        depth = NUM_REPLICATED_REDUCE_SLOTS if spec.replicate else NUM_REDUCE_SLOTS
+        arena_bytes = spec.unsharded_bytes + SharedMemoryRing.num_bytes(size, spec.unit_bytes, depth)
+        arena = SharedMemoryArena.create(group, arena_bytes, timeout=spec.timeout)
+        if spec.all_replicas_agree(arena is not None):
             assert arena is not None
-            here.ledger.route = Route((0,) * size, here.mesh.get_local_rank())
-            _check_secondary(here, here.ledger.route)
-            return _on_one_host(here, arena, Ring(arena, here.unit_bytes, depth))
-    route = here.ledger.route = Route.find(group, here.device)
-    _check_secondary(here, route)
-    hosts = Hosts.find(group, route)
-    if here.agreed(hosts is not None) and here.device.type == "cpu":
+            spec.ledger.topology = HostTopology((0,) * size, spec.mesh.get_local_rank())
+            _check_hpz_groups(spec, spec.ledger.topology)
+            return _build_shared_memory(spec, arena, SharedMemoryRing(arena, spec.unit_bytes, depth))
+    topology = spec.ledger.topology = HostTopology.discover(group, spec.device)
+    _check_hpz_groups(spec, topology)
+    hosts = HostGroups.discover(group, topology)
+    if spec.all_replicas_agree(hosts is not None) and spec.device.type == "cpu":
         assert hosts is not None
-        keeps = not here.replicate and (not here.policy.frees_parameters or here.traffic.secondary_size > 1)
+        keeps_unsharded = not spec.replicate and (not spec.policy.reshards_after_use or spec.comm_policy.hpz_group_size > 1)
         # Gathers may be wider than reductions (frozen parameters, fp32 under a 16-bit reduction).
-        slot_bytes = here.unit_bytes if keeps else 2 * here.root_bytes
-        room = Ring.num_bytes(hosts.num_local, slot_bytes)
-        room += here.home_bytes if keeps else Ring.num_bytes(hosts.num_local, slot_bytes, _GATHER_DEPTH)
-        arena = local_arena(hosts, room, here.timeout)
-        if here.agreed(arena is not None):
+        slot_bytes = spec.unit_bytes if keeps_unsharded else 2 * spec.root_bytes
+        host_arena_bytes = SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes)
+        host_arena_bytes += spec.unsharded_bytes if keeps_unsharded else SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes, _NUM_GATHER_SLOTS)
+        arena = create_host_arena(hosts, host_arena_bytes, spec.timeout)
+        if spec.all_replicas_agree(arena is not None):
             assert arena is not None
-            return _on_both_levels(here, arena, hosts, slot_bytes, keeps)
-    return _on_the_wire(here, route, hosts)
+            return _build_hierarchical(spec, arena, hosts, slot_bytes, keeps_unsharded)
+    return _build_wire(spec, topology, hosts)
 
 
-def _on_one_host(here: Situation, arena: Arena, ring: Ring) -> Wiring:
-    ledger, dtype = here.ledger, here.output_dtype
-    if here.replicate:
-        return Wiring(
+def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: SharedMemoryRing) -> Collectives:
+    ledger, dtype = spec.ledger, spec.output_dtype
+    if spec.replicate:
+        return Collectives(
             "private",
             ledger,
             arena,
-            reducer=lambda name, group: SharedAllReduce(ring, name, ledger, dtype),
-            all_reduces=True,
+            make_reducer=lambda name, group: SharedMemoryAllReduce(ring, name, ledger, dtype),
+            uses_all_reduce=True,
         )
-    wiring = Wiring(
+    collectives = Collectives(
         "shared",
         ledger,
         arena,
-        reducer=lambda name, group: SharedReduceScatter(ring, name, ledger, dtype),
+        make_reducer=lambda name, group: SharedMemoryReduceScatter(ring, name, ledger, dtype),
     )
-    traffic = here.traffic
-    if traffic.secondary_size > 1:
-        wiring.notes["zero_hpz_partition_size"] = (
+    comm_policy = spec.comm_policy
+    if comm_policy.hpz_group_size > 1:
+        collectives.option_messages["zero_hpz_partition_size"] = (
             "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
-    quantised = {
-        "zero_quantized_weights": traffic.quantised_weights,
-        "zero_quantized_nontrainable_weights": traffic.quantised_frozen,
-        "zero_quantized_gradients": traffic.quantised_gradients and here.copies is None,
+    quantized = {
+        "zero_quantized_weights": comm_policy.quantized_weights,
+        "zero_quantized_nontrainable_weights": comm_policy.quantized_frozen_weights,
+        "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
     }
-    for name in (name for name, on in quantised.items() if on):
-        wiring.notes[name] = (
+    for name in (name for name, on in quantized.items() if on):
+        collectives.option_messages[name] = (
             "nothing travels between ranks that share one host's memory, so nothing is rounded"
         )
-    return wiring
+    return collectives
 
 
-def _on_both_levels(here: Situation, arena: Arena, hosts: Hosts, slot_bytes: int, keeps: bool) -> Wiring:
-    ring, ledger, dtype, traffic = Ring(arena, slot_bytes), here.ledger, here.output_dtype, here.traffic
-    rank = here.mesh.get_local_rank()
-    if here.replicate:
-        return Wiring(
+def _build_hierarchical(spec: CollectivesSpec, arena: SharedMemoryArena, hosts: HostGroups, slot_bytes: int, keeps_unsharded: bool) -> Collectives:
+    ring, ledger, dtype, comm_policy = SharedMemoryRing(arena, slot_bytes), spec.ledger, spec.output_dtype, spec.comm_policy
+    rank = spec.mesh.get_local_rank()
+    if spec.replicate:
+        return Collectives(
             "private",
             ledger,
-            reducer=lambda name, group: HierarchicalAllReduce(hosts, ring, name, ledger, dtype),
-            all_reduces=True,
+            make_reducer=lambda name, group: HierarchicalAllReduce(hosts, ring, name, ledger, dtype),
+            uses_all_reduce=True,
         )
 
-    def reducer(name: str, group: Group) -> HierarchicalReduceScatter:
-        made = HierarchicalReduceScatter(hosts, ring, rank, name, ledger, dtype)
-        if traffic.quantised_gradients:
-            made.swap = _gradient_swap(traffic, hosts.peers, hosts.peers_route, group, made)
-        return made
+    def make_reduce_scatter(name: str, group: FSDPGroupHandle) -> HierarchicalReduceScatter:
+        reduce_scatter = HierarchicalReduceScatter(hosts, ring, rank, name, ledger, dtype)
+        if comm_policy.quantized_gradients:
+            reduce_scatter.all_to_all = _make_gradient_all_to_all(comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter)
+        return reduce_scatter
 
-    if keeps:
+    if keeps_unsharded:
         lossy = frozenset(
             name
-            for name, slot in here.slots.items()
+            for name, param_spec in spec.param_specs.items()
             # Integers are somebody's codes already.
-            if slot.compute.is_floating_point and traffic.encodes(len(slot.shape), slot.trains)
+            if param_spec.compute_dtype.is_floating_point and comm_policy.quantizes(len(param_spec.shape), param_spec.requires_grad)
         )
-        wiring = Wiring("shared", ledger, arena, reducer=reducer, apart=lossy)
-        wiring.crossing = Crossing(hosts, rank, here.group, ledger, lossy)
-        if traffic.secondary_size > 1:
-            wiring.notes["zero_hpz_partition_size"] = (
-                f"the {hosts.num_local} ranks of a host share one copy of the parameters, "
+        collectives = Collectives("shared", ledger, arena, make_reducer=make_reduce_scatter, separate_masters=lossy)
+        collectives.cross_host_sync = CrossHostSync(hosts, rank, spec.group, ledger, lossy)
+        if comm_policy.hpz_group_size > 1:
+            collectives.option_messages["zero_hpz_partition_size"] = (
+                f"the {hosts.num_local_ranks} ranks of a host share one copy of the parameters, "
                 "which crosses to other hosts once an update"
             )
-        return wiring
-    gathers = Ring(arena, slot_bytes, _GATHER_DEPTH, bank=1)
-    return Wiring(
+        return collectives
+    gather_ring = SharedMemoryRing(arena, slot_bytes, _NUM_GATHER_SLOTS, counter_bank=1)
+    return Collectives(
         "wire",
         ledger,
-        reducer=reducer,
-        gatherer=lambda name, group: HierarchicalAllGather(
-            hosts, gathers, rank, name, ledger, _weights(traffic, group)
+        make_reducer=make_reduce_scatter,
+        make_all_gather=lambda name, group: HierarchicalAllGather(
+            hosts, gather_ring, rank, name, ledger, _weight_format_fn(comm_policy, group)
         ),
     )
 
 
-def _on_the_wire(here: Situation, route: Route, hosts: Hosts | None = None) -> Wiring:
-    ledger, dtype, traffic, cpu = here.ledger, here.output_dtype, here.traffic, here.device.type == "cpu"
-    overlap = Overlap() if cpu and here.mesh.size() > 1 and here.copies is None else None
+def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None) -> Collectives:
+    ledger, dtype, comm_policy, cpu = spec.ledger, spec.output_dtype, spec.comm_policy, spec.device.type == "cpu"
+    async_reduction = AsyncReduction() if cpu and spec.mesh.size() > 1 and spec.replicas is None else None
     # Of its own, as the thread's collectives and the main thread's come in no common order.
-    everyone = here.group if overlap is None else subgroup(range(here.mesh.size()), here.group)
-    if here.replicate or here.mesh.size() == 1:
-        return Wiring(
+    reduce_group = spec.group if async_reduction is None else make_subgroup(range(spec.mesh.size()), spec.group)
+    if spec.replicate or spec.mesh.size() == 1:
+        return Collectives(
             "private",
             ledger,
-            reducer=lambda name, group: PlainAllReduce(everyone, name, ledger, dtype, route),
-            all_reduces=True,
-            overlap=overlap,
+            make_reducer=lambda name, group: WireAllReduce(reduce_group, name, ledger, dtype, topology),
+            uses_all_reduce=True,
+            async_reduction=async_reduction,
         )
-    size = here.mesh.size()
-    secondary = (
-        traffic.secondary_size if here.policy.frees_parameters and traffic.secondary_size < size else 1
+    size = spec.mesh.size()
+    hpz_group_size = (
+        comm_policy.hpz_group_size if spec.policy.reshards_after_use and comm_policy.hpz_group_size < size else 1
     )
-    wiring = Wiring("wire", ledger, secondary=secondary)
-    quantised = traffic.quantised_weights or traffic.quantised_frozen
-    if traffic.two_level_gather and hosts is not None:
-        both = (hosts.local_route, hosts.peers_route)
-        wiring.gatherer = lambda name, group: TwoLevelAllGather(
-            hosts.local, hosts.peers, both, hosts.places, name, ledger, _weights(traffic, group)
+    collectives = Collectives("wire", ledger, hpz_group_size=hpz_group_size)
+    quantized = comm_policy.quantized_weights or comm_policy.quantized_frozen_weights
+    if comm_policy.two_level_gather and hosts is not None:
+        topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
+        collectives.make_all_gather = lambda name, group: TwoLevelAllGather(
+            hosts.intra_host_group, hosts.inter_host_group, topologies, hosts.ranks_by_local_rank, name, ledger, _weight_format_fn(comm_policy, group)
         )
-    elif quantised:
-        wiring.gatherer = lambda name, group: QuantisedAllGather(
-            name, ledger, route, _weights(traffic, group), size
+    elif quantized:
+        collectives.make_all_gather = lambda name, group: QuantizedAllGather(
+            name, ledger, topology, _weight_format_fn(comm_policy, group), size
         )
     elif cpu:
-        wiring.gatherer = lambda name, group: PlainAllGather(name, ledger, route)
-    if traffic.quantised_gradients or cpu or here.copies is not None:
-        wiring.reducer = lambda name, group: _wire_reducer(here, everyone, route, hosts, name, group)
+        collectives.make_all_gather = lambda name, group: WireAllGather(name, ledger, topology)
+    if comm_policy.quantized_gradients or cpu or spec.replicas is not None:
+        collectives.make_reducer = lambda name, group: _make_wire_reducer(spec, reduce_group, topology, hosts, name, group)
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
-    wiring.overlap = overlap if not (traffic.quantised_gradients and hosts is not None) else None
-    return wiring
+    collectives.async_reduction = async_reduction if not (comm_policy.quantized_gradients and hosts is not None) else None
+    return collectives
 
 
-def _wire_reducer(
-    here: Situation,
-    everyone: dist.ProcessGroup,
-    route: Route,
-    hosts: Hosts | None,
+def _make_wire_reducer(
+    spec: CollectivesSpec,
+    reduce_group: dist.ProcessGroup,
+    topology: HostTopology,
+    hosts: HostGroups | None,
     name: str,
-    group: Group,
+    group: FSDPGroupHandle,
 ) -> Any:
-    ledger, dtype, traffic = here.ledger, here.output_dtype, here.traffic
-    if not traffic.quantised_gradients:
-        return AllToAllReduceScatter(name, ledger, dtype, Swap(everyone, route))
+    ledger, dtype, comm_policy = spec.ledger, spec.output_dtype, spec.comm_policy
+    if not comm_policy.quantized_gradients:
+        return AllToAllReduceScatter(name, ledger, dtype, AllToAllReduce(reduce_group, topology))
     if hosts is None:
-        made = AllToAllReduceScatter(name, ledger, dtype)
-        made.swap = _gradient_swap(traffic, everyone, route, group, made)
-        return made
-    inner = QuantisedSwap(hosts.local, hosts.local_route, one_piece(GRADIENTS_IN_HOST))
-    made = TwoLevelReduceScatter(
-        inner, Swap(hosts.peers, hosts.peers_route), hosts.places, name, ledger, dtype
+        reduce_scatter = AllToAllReduceScatter(name, ledger, dtype)
+        reduce_scatter.all_to_all = _make_gradient_all_to_all(comm_policy, reduce_group, topology, group, reduce_scatter)
+        return reduce_scatter
+    inner = QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER))
+    reduce_scatter = TwoLevelReduceScatter(
+        inner, AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology), hosts.ranks_by_local_rank, name, ledger, dtype
     )
-    made.swap = _gradient_swap(traffic, hosts.peers, hosts.peers_route, group, made)
-    return made
+    reduce_scatter.all_to_all = _make_gradient_all_to_all(comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter)
+    return reduce_scatter
 
 
-def _gradient_swap(
-    traffic: TrafficPolicy, peers: dist.ProcessGroup, route: Route, group: Group, reducer: Any
-) -> QuantisedSwap:
-    feedback = None if traffic.feedback is None else Feedback(*traffic.feedback)
-    return QuantisedSwap(peers, route, _gradients(group), feedback, lambda: reducer.divisor)
+def _make_gradient_all_to_all(
+    comm_policy: CommPolicy, process_group: dist.ProcessGroup, topology: HostTopology, group: FSDPGroupHandle, reducer: Any
+) -> QuantizedAllToAllReduce:
+    error_feedback = None if comm_policy.error_feedback is None else ErrorFeedback(*comm_policy.error_feedback)
+    return QuantizedAllToAllReduce(process_group, topology, _gradient_format_fn(group), error_feedback, lambda: reducer.divisor)
 
 
-def _weights(traffic: TrafficPolicy, group: Group) -> PackingOf:
+def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's shards: each parameter for itself; another buffer goes as it is."""
 
-    def packing_of(numel: int, dtype: torch.dtype) -> Packing | None:
-        pieces = [
-            (prod(param.padded_shape), traffic.encodes(param.sharded.ndim, param.sharded.requires_grad))
+    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+        segments = [
+            (prod(param.padded_shape), comm_policy.quantizes(param.sharded_param.ndim, param.sharded_param.requires_grad))
             for param in group.params
         ]
-        return _packing(pieces, numel, dtype, WEIGHTS)
+        return _make_payload_format(segments, numel, dtype, WEIGHT_QUANTIZER)
 
-    return packing_of
+    return get_payload_format
 
 
-def _gradients(group: Group) -> PackingOf:
+def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
-    alone = one_piece(GRADIENTS)
+    single_segment = single_segment_format(GRADIENT_QUANTIZER)
 
-    def packing_of(numel: int, dtype: torch.dtype) -> Packing | None:
-        pieces = [
-            (prod(param.padded_shape), param.sharded.ndim >= 2)
+    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+        segments = [
+            (prod(param.padded_shape), param.sharded_param.ndim >= 2)
             for param in group.params
-            if param.sharded.requires_grad
+            if param.sharded_param.requires_grad
         ]
-        if sum(length for length, _ in pieces) != numel:
-            return alone(numel, dtype)
-        return _packing(pieces, numel, dtype, GRADIENTS)
+        if sum(length for length, _ in segments) != numel:
+            return single_segment(numel, dtype)
+        return _make_payload_format(segments, numel, dtype, GRADIENT_QUANTIZER)
 
-    return packing_of
+    return get_payload_format
 
 
-def _packing(pieces: list[tuple[int, bool]], numel: int, dtype: torch.dtype, codec: Codec) -> Packing | None:
-    encodable = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    fits = sum(length for length, _ in pieces) == numel
-    if not (encodable and fits and any(encoded for _, encoded in pieces)):
+def _make_payload_format(segments: list[tuple[int, bool]], numel: int, dtype: torch.dtype, quantizer: BlockQuantizer) -> PayloadFormat | None:
+    is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fits = sum(length for length, _ in segments) == numel
+    if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
         return None
-    return Packing(tuple(pieces), codec, dtype)
+    return PayloadFormat(tuple(segments), quantizer, dtype)
 
 
-def _check_secondary(here: Situation, route: Route) -> None:
+def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:
     """Refuse hpZ's groups of consecutive ranks where one would lie on two hosts."""
-    size = here.traffic.secondary_size
+    size = spec.comm_policy.hpz_group_size
     if size <= 1:
         return
-    groups = [route.hosts[start : start + size] for start in range(0, len(route.hosts), size)]
+    groups = [topology.host_ids[start : start + size] for start in range(0, len(topology.host_ids), size)]
     fits = all(len(hosts) == size and len(set(hosts)) == 1 for hosts in groups)
-    if here.agreed(fits):
+    if spec.all_replicas_agree(fits):
         return
-    counts = [len(list(ranks)) for _, ranks in itertools.groupby(route.hosts)]
-    fitting = [number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)]
+    counts = [len(list(ranks)) for _, ranks in itertools.groupby(topology.host_ids)]
+    valid_sizes = [number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)]
     raise ValueError(
         f"zero_optimization.zero_hpz_partition_size = {size}: groups of {size} consecutive ranks must lie on "
         f"one host, and the hosts have {counts} ranks: use "
-        + (f"one of {fitting}, or 1" if fitting else "1, or give each host equally many ranks")
+        + (f"one of {valid_sizes}, or 1" if valid_sizes else "1, or give each host equally many ranks")
         + " to switch hpZ off"
     )

@@ -24,25 +24,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-Build = Callable[[list[Tensor]], Tensor]
+RebuildFn = Callable[[list[Tensor]], Tensor]
 
 
-def unwrap_parameters(model: nn.Module) -> list[str]:
+def unwrap_quantized_params(model: nn.Module) -> list[str]:
     """Put the plain tensors inside of wrapper parameters in their place; returns the names of those found.
 
     Raises:
         ValueError: such a parameter is to be trained.
     """
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    locations_by_id: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                _keep_attributes(module, parameter, f"{path}.{key}".lstrip("."))
-            if parameter is not None and _is_wrapper(parameter):
-                found.setdefault(id(parameter), []).append((f"{path}.{key}".lstrip("."), module, key))
+                _copy_quant_state(module, parameter, f"{path}.{key}".lstrip("."))
+            if parameter is not None and _is_tensor_wrapper(parameter):
+                locations_by_id.setdefault(id(parameter), []).append((f"{path}.{key}".lstrip("."), module, key))
     names = []
-    for places in found.values():
-        (name, module, key), *others = places
+    for locations in locations_by_id.values():
+        (name, module, key), *others = locations
         parameter = module._parameters[key]
         assert parameter is not None
         kind = type(parameter).__name__
@@ -57,13 +57,13 @@ def unwrap_parameters(model: nn.Module) -> list[str]:
                 f"{name} is a {kind} and shared with {others[0][0]}: shared weights cannot be quantised "
                 "here; keep this one in 16 bits"
             )
-        leaves, build = _take_apart(parameter)
-        parametrize.register_parametrization(module, key, _Wrapped(leaves, build), unsafe=True)
+        leaves, build = _flatten_wrapper(parameter)
+        parametrize.register_parametrization(module, key, _SubclassParametrization(leaves, build), unsafe=True)
         names.append(name)
     return names
 
 
-def _keep_attributes(module: nn.Module, parameter: Any, name: str) -> None:
+def _copy_quant_state(module: nn.Module, parameter: Any, name: str) -> None:
     """Leave on the layer what bitsandbytes hangs on its parameter."""
     state = getattr(parameter, "quant_state", None)
     if state is not None and getattr(module, "quant_state", None) is None:
@@ -75,50 +75,50 @@ def _keep_attributes(module: nn.Module, parameter: Any, name: str) -> None:
         )
 
 
-class _Wrapped(nn.Module):
+class _SubclassParametrization(nn.Module):
     """Between a wrapper and what it holds."""
 
-    def __init__(self, leaves: list[Tensor], build: Build) -> None:
+    def __init__(self, inner_tensors: list[Tensor], rebuild: RebuildFn) -> None:
         super().__init__()
-        self._leaves: list[Tensor] | None = leaves
-        self._build = build
+        self._inner_tensors: list[Tensor] | None = inner_tensors
+        self._rebuild = rebuild
 
-    def right_inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+    def right_inverse(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The plain tensors inside; asked for once."""
-        if self._leaves is None:
+        if self._inner_tensors is None:
             raise ValueError("a quantised weight cannot be assigned to once the engine is made")
-        leaves, self._leaves = self._leaves, None
+        leaves, self._inner_tensors = self._inner_tensors, None
         return tuple(leaves)
 
     def forward(self, *leaves: Tensor) -> Tensor:
         """The wrapper around them."""
-        return self._build([leaf.detach() for leaf in leaves])
+        return self._rebuild([leaf.detach() for leaf in leaves])
 
 
-def _is_wrapper(tensor: Tensor) -> bool:
+def _is_tensor_wrapper(tensor: Tensor) -> bool:
     kind: Any = type(tensor)
     return hasattr(kind, "__tensor_flatten__") and not isinstance(tensor, DTensor)
 
 
-def _take_apart(whole: Any) -> tuple[list[Tensor], Build]:
+def _flatten_wrapper(tensor: Any) -> tuple[list[Tensor], RebuildFn]:
     """The plain tensors inside of a wrapper, of wrappers within it too, and what puts them together."""
-    if not _is_wrapper(whole):
+    if not _is_tensor_wrapper(tensor):
         # Bytes: mixed precision leaves them alone, and every transport takes them.
-        shape, dtype = whole.shape, whole.dtype
-        flat = whole.detach().contiguous().view(-1)
+        shape, dtype = tensor.shape, tensor.dtype
+        flat = tensor.detach().contiguous().view(-1)
         if flat.numel() == 1:
             flat = flat.as_strided((1,), (1,))  # one element may have any stride, and bytes may not
         return [flat.view(shape or (1,)).view(torch.uint8)], lambda one: one[0].view(dtype).view(shape)
-    kind, size, stride = type(whole), whole.size(), whole.stride()
-    names, context = whole.__tensor_flatten__()
-    parts = [_take_apart(getattr(whole, name)) for name in names]
-    counts = [len(leaves) for leaves, _ in parts]
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    names, context = tensor.__tensor_flatten__()
+    flattened = [_flatten_wrapper(getattr(tensor, name)) for name in names]
+    counts = [len(leaves) for leaves, _ in flattened]
 
-    def build(leaves: list[Tensor]) -> Tensor:
-        held, start = {}, 0
-        for name, count, (_, inner) in zip(names, counts, parts, strict=True):
-            held[name] = inner(leaves[start : start + count])
+    def rebuild(leaves: list[Tensor]) -> Tensor:
+        inner_tensors, start = {}, 0
+        for name, count, (_, inner) in zip(names, counts, flattened, strict=True):
+            inner_tensors[name] = inner(leaves[start : start + count])
             start += count
-        return kind.__tensor_unflatten__(held, context, size, stride)
+        return kind.__tensor_unflatten__(inner_tensors, context, size, stride)
 
-    return [leaf for leaves, _ in parts for leaf in leaves], build
+    return [leaf for leaves, _ in flattened for leaf in leaves], rebuild

@@ -10,30 +10,30 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
-    from thalweg.ops.native.kept import BLOCK, CACHES, STRIPE, Heads
-    from thalweg.ops.native.layout import Call, Kernels, Rows, lay, row_buffer
-    from thalweg.ops.native.panels import FORMATS, pack, pack_blocks, packed_sizes, padded
-    from thalweg.ops.native.tape import Tape, runnable
+    from thalweg.ops.native.kept import BLOCK_SIZE, KV_DTYPE_BYTES, BLOCKS_PER_STRIPE, AttentionShape
+    from thalweg.ops.native.layout import Instruction, KernelSet, ActivationBuffer, build_program, allocate_rows
+    from thalweg.ops.native.panels import WEIGHT_FORMATS, pack_weight, iter_packed_blocks, packed_nbytes, round_up
+    from thalweg.ops.native.tape import Program, openmp_available
 
-    _FOUND = True
+    _HAVE_LLVMLITE = True
 else:
-    BLOCK, STRIPE, CACHES, FORMATS, _FOUND = 16, 16, {}, {}, False
+    BLOCK_SIZE, BLOCKS_PER_STRIPE, KV_DTYPE_BYTES, WEIGHT_FORMATS, _HAVE_LLVMLITE = 16, 16, {}, {}, False
 
 __all__ = [
-    "BLOCK", "CACHES", "FORMATS", "STRIPE", "Call", "Heads", "Kernels", "Rows", "Tape", "lay", "missing",
-    "pack", "pack_blocks", "packed_sizes", "padded", "row_buffer",
+    "BLOCK_SIZE", "KV_DTYPE_BYTES", "WEIGHT_FORMATS", "BLOCKS_PER_STRIPE", "Instruction", "AttentionShape", "KernelSet", "ActivationBuffer", "Program", "build_program", "unsupported_reason",
+    "pack_weight", "iter_packed_blocks", "packed_nbytes", "round_up", "allocate_rows",
 ]  # fmt: skip
 
 
 @cache
-def missing(form: str) -> str:
+def unsupported_reason(weight_format: str) -> str:
     """Return what keeps weights of this form from the native kernels here, or an empty text."""
-    if not _FOUND:
+    if not _HAVE_LLVMLITE:
         return "llvmlite is not installed (pip install llvmlite)"
-    from thalweg.ops.native.ir import host_features
+    from thalweg.ops.native.ir import host_cpu_features
 
-    wanted: Any = {"avx512f", "avx512bw", "avx512vl", FORMATS[form].feature}
-    lacking = wanted - host_features()
-    if lacking:
-        return f"this processor lacks {', '.join(sorted(lacking))}"
-    return "" if runnable() else "torch was not built with the OpenMP runtime of GCC"
+    required: Any = {"avx512f", "avx512bw", "avx512vl", WEIGHT_FORMATS[weight_format].cpu_feature}
+    missing_features = required - host_cpu_features()
+    if missing_features:
+        return f"this processor lacks {', '.join(sorted(missing_features))}"
+    return "" if openmp_available() else "torch was not built with the OpenMP runtime of GCC"

@@ -26,7 +26,7 @@ VOID, PTR = ir.VoidType(), ir.PointerType()
 KERNEL = ir.FunctionType(VOID, [PTR, I64, I64])
 
 
-class BFloat(ir.types.Type):  # llvmlite has no name for it
+class BFloat16Type(ir.types.Type):  # llvmlite has no name for it
     """The type ``bfloat``."""
 
     intrinsic_name = "bf16"
@@ -35,7 +35,7 @@ class BFloat(ir.types.Type):  # llvmlite has no name for it
         return "bfloat"
 
 
-BF16 = BFloat()
+BF16 = BFloat16Type()
 
 
 def vec(width: int, element: Any = F32) -> Any:
@@ -43,27 +43,27 @@ def vec(width: int, element: Any = F32) -> Any:
     return element if width == 1 else ir.VectorType(element, width)
 
 
-class Var:
+class StackVar:
     """A mutable variable."""
 
-    def __init__(self, code: Code, value: Any) -> None:
-        self._b = code.b
-        with code.b.goto_entry_block():
-            self._slot = code.b.alloca(value.type)
+    def __init__(self, code: KernelBuilder, value: Any) -> None:
+        self._builder = code.builder
+        with code.builder.goto_entry_block():
+            self._alloca = code.builder.alloca(value.type)
         self._type = value.type
-        code.b.store(value, self._slot)
+        code.builder.store(value, self._alloca)
 
     @property
     def value(self) -> Any:
         """The value now."""
-        return self._b.load(self._slot, typ=self._type)
+        return self._builder.load(self._alloca, typ=self._type)
 
     @value.setter
     def value(self, new: Any) -> None:
-        self._b.store(new, self._slot)
+        self._builder.store(new, self._alloca)
 
 
-class Code:
+class KernelBuilder:
     """The body of one function under construction."""
 
     def __init__(self, module: Any, name: str, signature: Any = KERNEL) -> None:
@@ -72,20 +72,20 @@ class Code:
         self.function.attributes.add("nounwind")
         entry = self.function.append_basic_block("entry")
         body = self.function.append_basic_block("body")
-        self.b = ir.IRBuilder(entry)
-        self.b.branch(body)
-        self.b.position_at_end(body)
+        self.builder = ir.IRBuilder(entry)
+        self.builder.branch(body)
+        self.builder.position_at_end(body)
         if signature is KERNEL:
-            self.args, self.thread, self.threads = self.function.args
+            self.args, self.thread_id, self.num_threads = self.function.args
 
     # numbers and types
 
     @staticmethod
-    def i(value: int, typ: Any = I64) -> Any:
+    def int_const(value: int, typ: Any = I64) -> Any:
         """Return an integer constant."""
         return ir.Constant(typ, value)
 
-    def f(self, value: float, width: int = 1) -> Any:
+    def f32_const(self, value: float, width: int = 1) -> Any:
         """Return an fp32 constant, or a vector of it."""
         return self.splat(ir.Constant(F32, float(_as_fp32(value))), width)
 
@@ -94,101 +94,101 @@ class Code:
         if width == 1:
             return value
         typ = ir.VectorType(value.type, width)
-        one = self.b.insert_element(ir.Constant(typ, ir.Undefined), value, ir.Constant(I32, 0))
+        lane0 = self.builder.insert_element(ir.Constant(typ, ir.Undefined), value, ir.Constant(I32, 0))
         zeros = ir.Constant(ir.VectorType(I32, width), [0] * width)
-        return self.b.shuffle_vector(one, ir.Constant(typ, ir.Undefined), zeros)
+        return self.builder.shuffle_vector(lane0, ir.Constant(typ, ir.Undefined), zeros)
 
-    def _int(self, value: Any) -> Any:
-        return self.i(value) if isinstance(value, int) else value
+    def _to_int(self, value: Any) -> Any:
+        return self.int_const(value) if isinstance(value, int) else value
 
     def add(self, *terms: Any) -> Any:
         """Add 64-bit integers; Python numbers among them are constants."""
-        total = self._int(terms[0])
+        total = self._to_int(terms[0])
         for term in terms[1:]:
-            total = self.b.add(total, self._int(term))
+            total = self.builder.add(total, self._to_int(term))
         return total
 
     def sub(self, a: Any, b: Any) -> Any:
         """Subtract 64-bit integers."""
-        return self.b.sub(self._int(a), self._int(b))
+        return self.builder.sub(self._to_int(a), self._to_int(b))
 
     def mul(self, a: Any, b: Any) -> Any:
         """Multiply 64-bit integers."""
-        return self.b.mul(self._int(a), self._int(b))
+        return self.builder.mul(self._to_int(a), self._to_int(b))
 
     def div(self, a: Any, b: Any) -> Any:
         """Divide non-negative 64-bit integers."""
-        return self.b.udiv(self._int(a), self._int(b))
+        return self.builder.udiv(self._to_int(a), self._to_int(b))
 
     def rem(self, a: Any, b: Any) -> Any:
         """Return the remainder of non-negative 64-bit integers."""
-        return self.b.urem(self._int(a), self._int(b))
+        return self.builder.urem(self._to_int(a), self._to_int(b))
 
     def min(self, a: Any, b: Any) -> Any:
         """Return the smaller 64-bit integer."""
-        a, b = self._int(a), self._int(b)
-        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+        a, b = self._to_int(a), self._to_int(b)
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
     def max(self, a: Any, b: Any) -> Any:
         """Return the larger 64-bit integer."""
-        a, b = self._int(a), self._int(b)
-        return self.b.select(self.b.icmp_signed(">", a, b), a, b)
+        a, b = self._to_int(a), self._to_int(b)
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
 
     # memory
 
     def load(self, typ: Any, address: Any, align: int = 1) -> Any:
         """Load a value from an integer address."""
-        return self.b.load(self.b.inttoptr(address, PTR), typ=typ, align=align)
+        return self.builder.load(self.builder.inttoptr(address, PTR), typ=typ, align=align)
 
     def store(self, value: Any, address: Any, align: int = 1) -> None:
         """Store a value at an integer address."""
-        self.b.store(value, self.b.inttoptr(address, PTR), align=align)
+        self.builder.store(value, self.builder.inttoptr(address, PTR), align=align)
 
-    def arg(self, index: int) -> Any:
+    def load_arg(self, index: int) -> Any:
         """Return the kernel's argument of that number, an integer."""
-        return self.load(I64, self.add(self.b.ptrtoint(self.args, I64), 8 * index), 8)
+        return self.load(I64, self.add(self.builder.ptrtoint(self.args, I64), 8 * index), 8)
 
-    def var(self, value: Any) -> Var:
+    def stack_var(self, value: Any) -> StackVar:
         """Return a mutable variable."""
-        return Var(self, value)
+        return StackVar(self, value)
 
     # control
 
     @contextmanager
     def range(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
         """Loop over 64-bit integers."""
-        start, stop, step = self._int(start), self._int(stop), self._int(step)
-        before = self.b.block
+        start, stop, step = self._to_int(start), self._to_int(stop), self._to_int(step)
+        before = self.builder.block
         head = self.function.append_basic_block("head")
         body = self.function.append_basic_block("loop")
         done = self.function.append_basic_block("done")
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        index = self.b.phi(I64)
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        index = self.builder.phi(I64)
         index.add_incoming(start, before)
-        self.b.cbranch(self.b.icmp_signed("<", index, stop), body, done)
-        self.b.position_at_end(body)
+        self.builder.cbranch(self.builder.icmp_signed("<", index, stop), body, done)
+        self.builder.position_at_end(body)
         yield index
-        index.add_incoming(self.b.add(index, step), self.b.block)
-        self.b.branch(head)
-        self.b.position_at_end(done)
+        index.add_incoming(self.builder.add(index, step), self.builder.block)
+        self.builder.branch(head)
+        self.builder.position_at_end(done)
 
     @contextmanager
-    def when(self, condition: Any) -> Iterator[None]:
+    def if_then(self, condition: Any) -> Iterator[None]:
         """Run the body where the condition (one bit) holds."""
-        with self.b.if_then(condition):
+        with self.builder.if_then(condition):
             yield
 
-    def share(self, count: Any) -> tuple[Any, Any]:
+    def thread_range(self, count: Any) -> tuple[Any, Any]:
         """Return the first and the last index but one of this thread's part of ``count`` items."""
-        first = self.div(self.mul(count, self.thread), self.threads)
-        return first, self.div(self.mul(count, self.add(self.thread, 1)), self.threads)
+        first = self.div(self.mul(count, self.thread_id), self.num_threads)
+        return first, self.div(self.mul(count, self.add(self.thread_id, 1)), self.num_threads)
 
     def call(self, name: str, typ: Any, values: Sequence[Any]) -> Any:
         """Call a function or intrinsic by name."""
         signature = ir.FunctionType(typ, [value.type for value in values])
         known = self.module.globals.get(name)
-        return self.b.call(known or ir.Function(self.module, signature, name=name), values)
+        return self.builder.call(known or ir.Function(self.module, signature, name=name), values)
 
     # floating point, scalar or vector
 
@@ -199,46 +199,46 @@ class Code:
         """Return a * b + c, rounded once."""
         return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, [a, b, c])
 
-    def unary(self, name: str, a: Any) -> Any:
+    def call_intrinsic(self, name: str, a: Any) -> Any:
         """Apply an LLVM intrinsic such as ``fabs``, ``sqrt``, ``nearbyint``."""
         return self.call(f"llvm.{name}.{self._suffix(a.type)}", a.type, [a])
 
     def fmax(self, a: Any, b: Any) -> Any:
         """Return the larger of two floats."""
-        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def fmin(self, a: Any, b: Any) -> Any:
         """Return the smaller of two floats."""
-        return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
+        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
 
-    def total(self, a: Any) -> Any:
+    def reduce_add(self, a: Any) -> Any:
         """Add up a vector's elements, pairwise."""
-        return self.fold(a, self.b.fadd)
+        return self.reduce(a, self.builder.fadd)
 
-    def largest(self, a: Any) -> Any:
+    def reduce_max(self, a: Any) -> Any:
         """Return a vector's largest element."""
-        return self.fold(a, self.fmax)
+        return self.reduce(a, self.fmax)
 
-    def fold(self, a: Any, join: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, a: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Join a vector's elements, pairwise."""
         while isinstance(a.type, ir.VectorType) and a.type.count > 1:
             half = a.type.count // 2
             parts = []
             for start in (0, half):
                 mask = ir.Constant(ir.VectorType(I32, half), list(range(start, start + half)))
-                parts.append(self.b.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask))
-            a = join(*parts)
+                parts.append(self.builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask))
+            a = combine(*parts)
         if isinstance(a.type, ir.VectorType):
-            return self.b.extract_element(a, ir.Constant(I32, 0))
+            return self.builder.extract_element(a, ir.Constant(I32, 0))
         return a
 
-    def lanes(self, values: Sequence[int], typ: Any = I32) -> Any:
+    def const_vector(self, values: Sequence[int], typ: Any = I32) -> Any:
         """Return a constant vector of integers."""
         return ir.Constant(ir.VectorType(typ, len(values)), list(values))
 
     def ret(self) -> None:
         """End the function."""
-        self.b.ret_void()
+        self.builder.ret_void()
 
 
 def _as_fp32(value: float) -> float:
@@ -247,7 +247,7 @@ def _as_fp32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-class Library:
+class JitModule:
     """Compiled functions: addresses by name, alive as long as this object is."""
 
     def __init__(self, module: Any, symbols: dict[str, int] | None = None) -> None:
@@ -269,11 +269,11 @@ class Library:
         self._engine = llvm.create_mcjit_compiler(parsed, machine)
         self._engine.finalize_object()
 
-    def address(self, name: str) -> int:
+    def get_address(self, name: str) -> int:
         """Return where a function lies."""
         return self._engine.get_function_address(name)
 
 
-def host_features() -> frozenset[str]:
+def host_cpu_features() -> frozenset[str]:
     """Return the processor's features by LLVM's names (``avx512vnni``, ...)."""
     return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)

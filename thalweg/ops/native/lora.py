@@ -11,66 +11,66 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from thalweg.ops.native.ir import F32, I64, Code, vec
+from thalweg.ops.native.ir import F32, I64, KernelBuilder, vec
 
-WORDS = 3
-SHRINK = ("y", "y_stride", "rows", "k", "adapter_of", "table", "low", "low_stride", "rank")
+WORDS_PER_ADAPTER = 3
+LORA_SHRINK_ARGS = ("y", "y_stride", "rows", "k", "adapter_of", "table", "low", "low_stride", "rank")
 """``y``: fp32 rows of ``k`` columns, a multiple of 16; ``low``: A y, with room for ``rank``, the largest."""
-EXPAND = ("out", "out_stride", "rows", "columns", "adapter_of", "table", "low", "low_stride")
+LORA_EXPAND_ARGS = ("out", "out_stride", "rows", "columns", "adapter_of", "table", "low", "low_stride")
 """``columns``: a multiple of 16."""
 
 
 @contextmanager
-def _adapted(code: Code, a: dict[str, Any], row: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _if_has_adapter(code: KernelBuilder, a: dict[str, Any], row: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Give A, B and the rank of a row's adapter; the block is skipped where it has none."""
     adapter = code.load(I64, code.add(a["adapter_of"], code.mul(row, 8)), 8)
-    with code.when(code.b.icmp_signed(">=", adapter, code.i(0))):
-        entry = code.add(a["table"], code.mul(adapter, 8 * WORDS))
-        down, up, rank = (code.load(I64, code.add(entry, 8 * i), 8) for i in range(WORDS))
+    with code.if_then(code.builder.icmp_signed(">=", adapter, code.int_const(0))):
+        entry = code.add(a["table"], code.mul(adapter, 8 * WORDS_PER_ADAPTER))
+        down, up, rank = (code.load(I64, code.add(entry, 8 * i), 8) for i in range(WORDS_PER_ADAPTER))
         yield down, up, rank
 
 
-def shrink(module: Any) -> str:
+def emit_lora_shrink(module: Any) -> str:
     """Add the kernel that computes A y; arguments: :data:`SHRINK`."""
-    code = Code(module, "lora_shrink")
-    a = {name: code.arg(index) for index, name in enumerate(SHRINK)}
-    first, last = code.share(code.mul(code.load(I64, a["rows"], 8), a["rank"]))
+    code = KernelBuilder(module, "lora_shrink")
+    a = {name: code.load_arg(index) for index, name in enumerate(LORA_SHRINK_ARGS)}
+    first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), a["rank"]))
     with code.range(first, last) as item:
         row, number = code.div(item, a["rank"]), code.rem(item, a["rank"])
         with (
-            _adapted(code, a, row) as (down, _, rank),
-            code.when(code.b.icmp_signed("<", number, rank)),
+            _if_has_adapter(code, a, row) as (down, _, rank),
+            code.if_then(code.builder.icmp_signed("<", number, rank)),
         ):
             weight = code.add(down, code.mul(number, code.mul(a["k"], 4)))
             y = code.add(a["y"], code.mul(row, a["y_stride"]))
-            total = code.var(code.f(0.0, 16))
+            total = code.stack_var(code.f32_const(0.0, 16))
             with code.range(0, a["k"], 16) as i:
                 at = code.mul(i, 4)
                 total.value = code.fma(
                     code.load(vec(16), code.add(weight, at)), code.load(vec(16), code.add(y, at)), total.value
                 )
             to = code.add(a["low"], code.mul(row, a["low_stride"]), code.mul(number, 4))
-            code.store(code.total(total.value), to)
+            code.store(code.reduce_add(total.value), to)
     code.ret()
     return "lora_shrink"
 
 
-def expand(module: Any) -> str:
+def emit_lora_expand(module: Any) -> str:
     """Add the kernel that adds B (A y) to the product; arguments: :data:`EXPAND`."""
-    code = Code(module, "lora_expand")
-    a = {name: code.arg(index) for index, name in enumerate(EXPAND)}
-    parts = code.div(a["columns"], 16)
-    first, last = code.share(code.mul(code.load(I64, a["rows"], 8), parts))
+    code = KernelBuilder(module, "lora_expand")
+    a = {name: code.load_arg(index) for index, name in enumerate(LORA_EXPAND_ARGS)}
+    num_vectors = code.div(a["columns"], 16)
+    first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), num_vectors))
     with code.range(first, last) as item:
-        row, part = code.div(item, parts), code.mul(code.rem(item, parts), 64)
-        with _adapted(code, a, row) as (_, up, rank):
-            at = code.add(a["out"], code.mul(row, a["out_stride"]), part)
+        row, vector_offset = code.div(item, num_vectors), code.mul(code.rem(item, num_vectors), 64)
+        with _if_has_adapter(code, a, row) as (_, up, rank):
+            at = code.add(a["out"], code.mul(row, a["out_stride"]), vector_offset)
             low = code.add(a["low"], code.mul(row, a["low_stride"]))
-            total = code.var(code.f(0.0, 16))
+            total = code.stack_var(code.f32_const(0.0, 16))
             with code.range(0, rank) as r:
-                weight = code.load(vec(16), code.add(up, code.mul(r, code.mul(a["columns"], 4)), part))
+                weight = code.load(vec(16), code.add(up, code.mul(r, code.mul(a["columns"], 4)), vector_offset))
                 scale = code.splat(code.load(F32, code.add(low, code.mul(r, 4))), 16)
                 total.value = code.fma(weight, scale, total.value)
-            code.store(code.b.fadd(code.load(vec(16), at), total.value), at)
+            code.store(code.builder.fadd(code.load(vec(16), at), total.value), at)
     code.ret()
     return "lora_expand"

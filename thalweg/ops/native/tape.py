@@ -17,13 +17,13 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from thalweg.ops.native.ir import I32, I64, KERNEL, PTR, VOID, Code, Library
+from thalweg.ops.native.ir import I32, I64, KERNEL, PTR, VOID, KernelBuilder, JitModule
 
-WORDS = 20
+WORDS_PER_INSTRUCTION = 20
 _SPINS = 4000  # a few microseconds; then the core is offered to whoever else needs it
 
 
-def _openmp() -> dict[str, int]:
+def _openmp_symbols() -> dict[str, int]:
     """Return the addresses of the runtime's entry points, or nothing where torch brings another one."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
         library = ctypes.CDLL(str(path))
@@ -33,108 +33,108 @@ def _openmp() -> dict[str, int]:
     return {}
 
 
-def _walk(module: Any) -> None:
+def _emit_interpreter(module: Any) -> None:
     """``walk(state)``: one thread's way through the tape; state = tape, instructions, barrier."""
-    code = Code(module, "walk", ir.FunctionType(VOID, [PTR]))
-    b = code.b
+    code = KernelBuilder(module, "walk", ir.FunctionType(VOID, [PTR]))
+    b = code.builder
     state = b.ptrtoint(code.function.args[0], I64)
-    tape, count, barrier = (code.load(I64, code.add(state, 8 * i), 8) for i in range(3))
+    program, count, barrier = (code.load(I64, code.add(state, 8 * i), 8) for i in range(3))
     thread = b.sext(code.call("omp_get_thread_num", I32, []), I64)
     threads = b.sext(code.call("omp_get_num_threads", I32, []), I64)
     arrived = b.inttoptr(barrier, I64.as_pointer())
     phase = b.inttoptr(code.add(barrier, 128), I64.as_pointer())
     with code.range(0, count) as index:
-        row = code.add(tape, code.mul(index, 8 * WORDS))
+        row = code.add(program, code.mul(index, 8 * WORDS_PER_INSTRUCTION))
         kernel = b.inttoptr(code.load(I64, row, 8), KERNEL.as_pointer())
         before = b.load_atomic(phase, "acquire", 8, typ=I64)
         b.call(kernel, [b.inttoptr(code.add(row, 8), PTR), thread, threads])
-        with code.when(b.icmp_signed(">", threads, code.i(1))):
-            mine = b.atomic_rmw("add", arrived, code.i(1), "acq_rel")
-            last = b.icmp_signed("==", code.add(mine, 1), threads)
+        with code.if_then(b.icmp_signed(">", threads, code.int_const(1))):
+            arrival = b.atomic_rmw("add", arrived, code.int_const(1), "acq_rel")
+            last = b.icmp_signed("==", code.add(arrival, 1), threads)
             with b.if_else(last) as (then, otherwise):
                 with then:
-                    b.store_atomic(code.i(0), arrived, "monotonic", 8)
+                    b.store_atomic(code.int_const(0), arrived, "monotonic", 8)
                     b.store_atomic(code.add(before, 1), phase, "release", 8)
                 with otherwise:
-                    _wait(code, phase, before)
+                    _emit_spin_wait(code, phase, before)
     code.ret()
 
 
-def _wait(code: Code, phase: Any, before: Any) -> None:
-    b = code.b
+def _emit_spin_wait(code: KernelBuilder, phase: Any, before: Any) -> None:
+    b = code.builder
     spin = code.function.append_basic_block("spin")
-    rest = code.function.append_basic_block("rest")
-    again = code.function.append_basic_block("again")
+    yield_core = code.function.append_basic_block("rest")
+    respin = code.function.append_basic_block("again")
     done = code.function.append_basic_block("released")
     start = b.block
     b.branch(spin)
     b.position_at_end(spin)
-    turns = b.phi(I64)
-    turns.add_incoming(code.i(0), start)
+    num_spins = b.phi(I64)
+    num_spins.add_incoming(code.int_const(0), start)
     now = b.load_atomic(phase, "acquire", 8, typ=I64)
     code.call("llvm.x86.sse2.pause", VOID, [])
-    b.cbranch(b.icmp_signed("==", now, before), again, done)
-    b.position_at_end(again)
-    more = code.add(turns, 1)
-    b.cbranch(b.icmp_signed("<", more, code.i(_SPINS)), spin, rest)
-    turns.add_incoming(more, again)
-    b.position_at_end(rest)
+    b.cbranch(b.icmp_signed("==", now, before), respin, done)
+    b.position_at_end(respin)
+    more = code.add(num_spins, 1)
+    b.cbranch(b.icmp_signed("<", more, code.int_const(_SPINS)), spin, yield_core)
+    num_spins.add_incoming(more, respin)
+    b.position_at_end(yield_core)
     code.call("sched_yield", I32, [])
-    turns.add_incoming(code.i(0), rest)
+    num_spins.add_incoming(code.int_const(0), yield_core)
     b.branch(spin)
     b.position_at_end(done)
 
 
-def _launch(module: Any) -> None:
+def _emit_launch(module: Any) -> None:
     """``launch(state, threads)``: run ``walk(state)`` on a team."""
-    code = Code(module, "launch", ir.FunctionType(VOID, [PTR, I32]))
+    code = KernelBuilder(module, "launch", ir.FunctionType(VOID, [PTR, I32]))
     state, threads = code.function.args
     walk = module.globals["walk"]
-    code.call("GOMP_parallel", VOID, [code.b.bitcast(walk, PTR), state, threads, ir.Constant(I32, 0)])
+    code.call("GOMP_parallel", VOID, [code.builder.bitcast(walk, PTR), state, threads, ir.Constant(I32, 0)])
     code.ret()
 
 
 @cache
-def _runtime() -> tuple[Any, Library]:
-    symbols = _openmp()
+def _load_runtime() -> tuple[Any, JitModule]:
+    symbols = _openmp_symbols()
     module = ir.Module("tape")
-    _walk(module)
-    _launch(module)
+    _emit_interpreter(module)
+    _emit_launch(module)
     libc = ctypes.CDLL(None)
     symbols["sched_yield"] = ctypes.cast(libc.sched_yield, ctypes.c_void_p).value or 0
-    library = Library(module, symbols)
-    launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(library.address("launch"))
+    library = JitModule(module, symbols)
+    launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(library.get_address("launch"))
     return launch, library
 
 
-def runnable() -> bool:
+def openmp_available() -> bool:
     """Whether torch's OpenMP runtime can be joined here."""
-    return bool(_openmp())
+    return bool(_openmp_symbols())
 
 
-class Tape:
+class Program:
     """Instructions that are laid down once and run many times; keeps what they point to alive."""
 
     def __init__(
-        self, instructions: Sequence[tuple[int, Sequence[int]]], keep: Sequence[Any] = (), threads: int = 0
+        self, instructions: Sequence[tuple[int, Sequence[int]]], keep_alive: Sequence[Any] = (), num_threads: int = 0
     ) -> None:
-        rows = torch.zeros(len(instructions), WORDS, dtype=torch.int64)
+        rows = torch.zeros(len(instructions), WORDS_PER_INSTRUCTION, dtype=torch.int64)
         for row, (kernel, args) in zip(rows, instructions, strict=True):
-            assert len(args) < WORDS
+            assert len(args) < WORDS_PER_INSTRUCTION
             row[: 1 + len(args)] = torch.tensor([kernel, *args], dtype=torch.int64)
-        self._keep: tuple[Any, ...] = (rows, *keep)
+        self._keep_alive: tuple[Any, ...] = (rows, *keep_alive)
         # The barrier's two words, on cache lines of their own.
         self._barrier = torch.zeros(64, dtype=torch.int64)
         base = -(-self._barrier.data_ptr() // 128) * 128
         self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64)
         self._address = self._state.data_ptr()
-        self._launch, self._threads = _runtime()[0], threads
+        self._launch, self._num_threads = _load_runtime()[0], num_threads
 
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""
-        self._launch(self._address, self._threads or torch.get_num_threads())
+        self._launch(self._address, self._num_threads or torch.get_num_threads())
 
 
-def pointer(tensor: Tensor | None) -> int:
+def data_ptr_or_zero(tensor: Tensor | None) -> int:
     """Return a tensor's address, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

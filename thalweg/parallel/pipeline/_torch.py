@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.parallel.pipeline.actions import Action, Kind
+from thalweg.parallel.pipeline.actions import Action, ActionKind
 
-_KINDS: dict[str, Kind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
+_KINDS: dict[str, ActionKind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
 
 
-def torch_orders(
-    class_name: str, num_ranks: int, num_micro: int, placement: Sequence[int]
+def torch_schedule_orders(
+    class_name: str, num_ranks: int, num_micro_batches: int, stage_to_rank: Sequence[int]
 ) -> tuple[tuple[Action, ...], ...]:
     """Each rank's order under torch's schedule of that name, over ``len(placement)`` stages.
 
@@ -31,31 +31,31 @@ def torch_orders(
     """
     from torch.distributed.pipelining import schedules
 
-    kind = getattr(schedules, class_name)
-    maker = kind.__new__(kind)
-    maker.pp_group_size, maker._n_microbatches = num_ranks, num_micro
-    maker._num_stages = maker.num_stages = len(placement)
-    maker.n_local_stages = len(placement) // num_ranks
-    if num_micro < len(placement):
+    schedule_class = getattr(schedules, class_name)
+    schedule = schedule_class.__new__(schedule_class)
+    schedule.pp_group_size, schedule._n_microbatches = num_ranks, num_micro_batches
+    schedule._num_stages = schedule.num_stages = len(stage_to_rank)
+    schedule.n_local_stages = len(stage_to_rank) // num_ranks
+    if num_micro_batches < len(stage_to_rank):
         raise ValueError(
-            f"{class_name} needs at least as many micro-batches as stages: {num_micro} for {len(placement)}"
+            f"{class_name} needs at least as many micro-batches as stages: {num_micro_batches} for {len(stage_to_rank)}"
         )
-    return tuple(tuple(_flat(maker._calculate_single_rank_operations(rank))) for rank in range(num_ranks))
+    return tuple(tuple(_flatten_operations(schedule._calculate_single_rank_operations(rank))) for rank in range(num_ranks))
 
 
-def _flat(operations: Sequence[Any]) -> list[Action]:
-    found: list[Action] = []
+def _flatten_operations(operations: Sequence[Any]) -> list[Action]:
+    actions: list[Action] = []
     for operation in operations:
         if operation is None:
             continue
         if operation.sub_actions:
-            found += _flat(operation.sub_actions)
+            actions += _flatten_operations(operation.sub_actions)
         elif (kind := _KINDS.get(str(operation.computation_type.value))) is not None:
-            found.append(Action(kind, operation.stage_index, operation.microbatch_index))
-    return found
+            actions.append(Action(kind, operation.stage_index, operation.microbatch_index))
+    return actions
 
 
-def halve_backward(
+def backward_inputs(
     outputs: list[Tensor],
     output_grads: list[Tensor] | None,
     inputs: list[Tensor],
@@ -69,18 +69,18 @@ def halve_backward(
     return _backward.stage_backward_input(outputs, output_grads, inputs, iter(weights))
 
 
-def finish_weights(weights: list[nn.Parameter], rest: Any) -> None:
+def backward_weights(weights: list[nn.Parameter], graph_state: Any) -> None:
     """Add the gradients of ``weights`` to their ``.grad``."""
     from torch.distributed.pipelining import _backward
 
-    kept = [weight.grad for weight in weights]
+    saved_grads = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None
-    _backward.stage_backward_weight(iter(weights), rest)
-    for weight, before in zip(weights, kept, strict=True):
-        found = weight.grad
-        if before is not None:
-            weight.grad = before if found is None else before.add_(found)
-        elif found is not None:
+    _backward.stage_backward_weight(iter(weights), graph_state)
+    for weight, saved_grad in zip(weights, saved_grads, strict=True):
+        new_grad = weight.grad
+        if saved_grad is not None:
+            weight.grad = saved_grad if new_grad is None else saved_grad.add_(new_grad)
+        elif new_grad is not None:
             # It may be a view that repeats one number, or the very tensor that is being sent upstream.
-            weight.grad = found.clone(memory_format=torch.contiguous_format)
+            weight.grad = new_grad.clone(memory_format=torch.contiguous_format)

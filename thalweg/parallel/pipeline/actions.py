@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
     """One action of one rank: ``kind`` of micro-batch ``micro`` through ``stage``."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro: int
 
@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The orders of all ranks.
 
     Attributes: ``placement[s]`` the rank of stage ``s``; ``orders[r]`` what rank ``r`` does.
@@ -41,13 +41,13 @@ class Schedule:
 
     name: str
     num_micro_batches: int
-    placement: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
 
     @property
     def num_stages(self) -> int:
         """Stages of the model."""
-        return len(self.placement)
+        return len(self.stage_to_rank)
 
     @property
     def num_ranks(self) -> int:
@@ -55,16 +55,16 @@ class Schedule:
         return len(self.orders)
 
     @cached_property
-    def halved(self) -> frozenset[tuple[int, int]]:
+    def split_backward(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) whose backward runs in halves, I and W."""
         return frozenset((a.stage, a.micro) for order in self.orders for a in order if a.kind == "I")
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_on_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that lie on ``rank``, in the model's order."""
-        return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
+        return tuple(stage for stage, where in enumerate(self.stage_to_rank) if where == rank)
 
 
-def needs(action: Action, num_stages: int, halved: Container[tuple[int, int]]) -> Iterator[Action]:
+def dependencies(action: Action, num_stages: int, split_backward: Container[tuple[int, int]]) -> Iterator[Action]:
     """What must be done before ``action`` may begin; ``halved`` as in :class:`Schedule`."""
     kind, stage, micro = action
     if kind == "F":
@@ -76,45 +76,45 @@ def needs(action: Action, num_stages: int, halved: Container[tuple[int, int]]) -
         return
     yield Action("F", stage, micro)
     if stage + 1 < num_stages:
-        yield Action("I" if (stage + 1, micro) in halved else "B", stage + 1, micro)
+        yield Action("I" if (stage + 1, micro) in split_backward else "B", stage + 1, micro)
 
 
-class Everything:
+class AllSplit:
     """Contains whatever one asks for: each backward runs in halves."""
 
     def __contains__(self, item: object) -> bool:
         return True
 
 
-def check(schedule: Schedule) -> None:
+def validate_schedule(schedule: PipelineSchedule) -> None:
     """Prove that ``schedule`` is complete and that no rank waits forever.
 
     Raises:
         ValueError: an action is missing, done twice or on the wrong rank, or the ranks
             wait for each other; the message names the first such action.
     """
-    halved = schedule.halved
-    due = {
-        Action(kind, stage, micro): schedule.placement[stage]
+    split_backward = schedule.split_backward
+    remaining = {
+        Action(kind, stage, micro): schedule.stage_to_rank[stage]
         for stage in range(schedule.num_stages)
         for micro in range(schedule.num_micro_batches)
-        for kind in _kinds((stage, micro) in halved)
+        for kind in _kinds_of_backward((stage, micro) in split_backward)
     }
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            where = due.pop(action, None)
-            if where is None:
+            expected_rank = remaining.pop(action, None)
+            if expected_rank is None:
                 raise ValueError(
                     f"{schedule.name}: rank {rank} does {action} twice, or it does not belong here"
                 )
-            if where != rank:
+            if expected_rank != rank:
                 raise ValueError(
-                    f"{schedule.name}: rank {rank} does {action}, whose stage lies on rank {where}"
+                    f"{schedule.name}: rank {rank} does {action}, whose stage lies on rank {expected_rank}"
                 )
-    if due:
-        action, where = next(iter(due.items()))
-        raise ValueError(f"{schedule.name}: rank {where} never does {action}")
-    positions = _run(schedule)
+    if remaining:
+        action, expected_rank = next(iter(remaining.items()))
+        raise ValueError(f"{schedule.name}: rank {expected_rank} never does {action}")
+    positions = _replay(schedule)
     stuck = {
         rank: order[positions[rank]]
         for rank, order in enumerate(schedule.orders)
@@ -125,23 +125,23 @@ def check(schedule: Schedule) -> None:
         raise ValueError(f"{schedule.name}: the ranks wait for each other: {text}")
 
 
-def _kinds(halved: bool) -> tuple[Kind, ...]:
-    return ("F", "I", "W") if halved else ("F", "B")
+def _kinds_of_backward(is_split: bool) -> tuple[ActionKind, ...]:
+    return ("F", "I", "W") if is_split else ("F", "B")
 
 
-def _run(schedule: Schedule) -> Mapping[int, int]:
+def _replay(schedule: PipelineSchedule) -> Mapping[int, int]:
     """How far each rank comes if everyone does what it can."""
     done: set[Action] = set()
     positions = dict.fromkeys(range(schedule.num_ranks), 0)
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, order in enumerate(schedule.orders):
             while positions[rank] < len(order):
                 action = order[positions[rank]]
-                if not done.issuperset(needs(action, schedule.num_stages, schedule.halved)):
+                if not done.issuperset(dependencies(action, schedule.num_stages, schedule.split_backward)):
                     break
                 done.add(action)
                 positions[rank] += 1
-                moved = True
+                progressed = True
     return positions

@@ -20,48 +20,48 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 from thalweg.config import Config
-from thalweg.mesh import Axes
-from thalweg.parallel.pipeline.actions import Schedule
-from thalweg.parallel.pipeline.blocks import Anatomy, StagedModel, cut_blocks, dissect
-from thalweg.parallel.pipeline.choose import candidates, choose
-from thalweg.parallel.pipeline.cut import partition
-from thalweg.parallel.pipeline.driver import Around, Driver, Reduction, Staged
-from thalweg.parallel.pipeline.measure import PartCost, measure_blocks, stage_costs
-from thalweg.parallel.pipeline.module import NOTHING, PipelineModule, StagedLayers, hold_something
-from thalweg.parallel.pipeline.names import Naming, SharedWeights, shared_names, ties_of
-from thalweg.parallel.pipeline.schedules import Name, build, placement_of
-from thalweg.parallel.pipeline.sequences import LayerSequences
-from thalweg.parallel.sequence import Attention, SequenceTeams
-from thalweg.parallel.tensor import agree_on_values
-from thalweg.zero.init import has_pending
+from thalweg.mesh import ParallelMeshes
+from thalweg.parallel.pipeline.actions import PipelineSchedule
+from thalweg.parallel.pipeline.blocks import BlockLayout, SplitModelStages, partition_blocks, find_blocks
+from thalweg.parallel.pipeline.choose import rank_schedules, choose_schedule
+from thalweg.parallel.pipeline.cut import partition_balanced
+from thalweg.parallel.pipeline.driver import ForwardHooks, PipelineRunner, GradientReduction, LocalStages
+from thalweg.parallel.pipeline.measure import BlockCost, profile_blocks, stage_costs
+from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule, PipelineModuleStages, add_dummy_param
+from thalweg.parallel.pipeline.names import ParamNaming, TiedWeights, find_alias_groups, find_tied_weights
+from thalweg.parallel.pipeline.schedules import ScheduleName, build_schedule, assign_stages
+from thalweg.parallel.pipeline.sequences import LayerSequenceParallel
+from thalweg.parallel.sequence import SequenceParallelAttention, SequenceGroups
+from thalweg.parallel.tensor import broadcast_model
+from thalweg.zero.init import has_meta_tensors
 
-_STREAM = 0x9E3779B97F4A7C15
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineRank:
     """Where this rank is: ``place`` of ``size`` in ``group``, which is None for a pipeline of one."""
 
-    place: int
+    rank: int
     size: int
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, axes: Axes) -> Layout:
+    def from_meshes(cls, meshes: ParallelMeshes) -> PipelineRank:
         """This rank's, of the job's axes."""
-        if axes.pipeline is None:
+        if meshes.pp is None:
             return cls(0, 1, None)
-        return cls(axes.pipeline.get_local_rank(), axes.pipeline.size(), axes.pipeline.get_group())
+        return cls(meshes.pp.get_local_rank(), meshes.pp.size(), meshes.pp.get_group())
 
 
-def chunks_of(config: Config) -> int:
+def get_num_virtual_stages(config: Config) -> int:
     """Stages on each rank where the schedule is interleaved."""
     return config.pipeline.virtual_stages if config.pipeline.virtual_stages > 1 else 2
 
 
-class Pipeline:
+class PipelineParallel:
     """This rank's part of one model's pipeline; ``model`` is what the rank holds of it.
 
     ``batch``: keyword arguments of a micro-batch, for a model that is no PipelineModule.
@@ -74,180 +74,180 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        axes: Axes,
+        meshes: ParallelMeshes,
         config: Config,
         batch: Mapping[str, Any] | None,
-        limit_bytes: int | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        self._config, self._axes, self._limit = config, axes, limit_bytes
-        self.layout = Layout.of(axes)
-        self._staged: Staged | None = None
-        self._anatomy: Anatomy | None = None
-        self._parts: list[PartCost] | None = None
-        self._shared: list[list[str]] = []
-        self._weights: SharedWeights | None = None
-        self.naming = Naming(group=self.layout.group)
+        self._config, self._meshes, self._memory_limit = config, meshes, memory_limit
+        self.pp = PipelineRank.from_meshes(meshes)
+        self._stages: LocalStages | None = None
+        self._block_layout: BlockLayout | None = None
+        self._block_costs: list[BlockCost] | None = None
+        self._tied_names: list[list[str]] = []
+        self._tied_weights: TiedWeights | None = None
+        self.param_naming = ParamNaming(group=self.pp.group)
         self.model = model
         if isinstance(model, PipelineModule):
-            most = len(model.specs)
+            max_stages = len(model.specs)
         else:
             assert batch is not None
-            self._anatomy = dissect(model, batch)
-            self._shared = shared_names(model)
-            most = self._anatomy.num_blocks
+            self._block_layout = find_blocks(model, batch)
+            self._tied_names = find_alias_groups(model)
+            max_stages = self._block_layout.num_blocks
             if "auto" in (config.pipeline.schedule, config.pipeline.partition):
-                self._parts = self._measure(model, self._anatomy, batch)
-        self.schedule: Name = self._choose(most)
-        self._placement = placement_of(self.schedule, self.layout.size, chunks_of(config))
-        self.num_stages = len(self._placement)
-        self._mine = [s for s, place in enumerate(self._placement) if place == self.layout.place]
+                self._block_costs = self._profile_blocks(model, self._block_layout, batch)
+        self.schedule_name: ScheduleName = self._choose_schedule(max_stages)
+        self._stage_to_rank = assign_stages(self.schedule_name, self.pp.size, get_num_virtual_stages(config))
+        self.num_stages = len(self._stage_to_rank)
+        self._local_stages = [s for s, place in enumerate(self._stage_to_rank) if place == self.pp.rank]
         if isinstance(model, PipelineModule):
-            self._take_layers(model)
+            self._build_local_layers(model)
 
-    def _measure(self, model: nn.Module, anatomy: Anatomy, batch: Mapping[str, Any]) -> list[PartCost] | None:
+    def _profile_blocks(self, model: nn.Module, layout: BlockLayout, batch: Mapping[str, Any]) -> list[BlockCost] | None:
         """What each block costs on the job's first rank; None where there are no values to run on."""
-        table = torch.zeros(anatomy.num_blocks, 4, dtype=torch.float64)
-        root = dist.get_global_rank(self._axes.everyone, 0)
+        table = torch.zeros(layout.num_blocks, 4, dtype=torch.float64)
+        root = dist.get_global_rank(self._meshes.world_group, 0)
         if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
-            parts = measure_blocks(model, anatomy.blocks, batch)
-            rows = [[c.forward, c.backward, c.saved_bytes, c.parameter_bytes] for c in parts]
+            block_costs = profile_blocks(model, layout.list_name, batch)
+            rows = [[c.forward, c.backward, c.saved_bytes, c.parameter_bytes] for c in block_costs]
             table = torch.tensor(rows, dtype=torch.float64)
-        dist.broadcast(table, src=root, group=self._axes.everyone)
+        dist.broadcast(table, src=root, group=self._meshes.world_group)
         if not table.any():
             return None
-        return [PartCost(f, b, int(saved), int(held)) for f, b, saved, held in table.tolist()]
+        return [BlockCost(f, b, int(saved), int(held)) for f, b, saved, held in table.tolist()]
 
-    def _choose(self, most_stages: int) -> Name:
-        section, parts, num_ranks = self._config.pipeline, self._parts, self.layout.size
+    def _choose_schedule(self, max_stages: int) -> ScheduleName:
+        section, block_costs, num_ranks = self._config.pipeline, self._block_costs, self.pp.size
         name = section.schedule
         if name != "auto":
             return name
-        costs_of = None
-        if parts is not None:
-            seconds = [part.seconds for part in parts]
-            costs_of = lambda stages: stage_costs(parts, partition(seconds, stages, least=1))
+        get_costs = None
+        if block_costs is not None:
+            seconds = [part.seconds for part in block_costs]
+            get_costs = lambda stages: stage_costs(block_costs, partition_balanced(seconds, stages, min_layers=1))
         steps = int(self._config.gradient_accumulation_steps)
-        found = candidates(num_ranks, steps, most_stages, costs_of, chunks_of(self._config))
-        best = choose(found)
-        by = "measured" if parts is not None else "equal"
-        self._config.note(
-            "pipeline.schedule", f"{best.name}: a bubble of {best.timeline.bubble:.1%} by {by} costs"
+        ranked = rank_schedules(num_ranks, steps, max_stages, get_costs, get_num_virtual_stages(self._config))
+        best = choose_schedule(ranked)
+        cost_source = "measured" if block_costs is not None else "equal"
+        self._config.add_note(
+            "pipeline.schedule", f"{best.name}: a bubble of {best.timeline.bubble:.1%} by {cost_source} costs"
         )
         return best.name
 
-    def _schedule(self, count: int) -> Schedule:
+    def _build_schedule(self, num_micro_batches: int) -> PipelineSchedule:
         """The schedule of ``count`` micro-batches; a window may end too early for DualPipeV, but ZBV has
         the same placement."""
-        name: Name = self.schedule
-        num_ranks = self.layout.size
-        if name == "dualpipev" and count < 2 * num_ranks:
+        name: ScheduleName = self.schedule_name
+        num_ranks = self.pp.size
+        if name == "dualpipev" and num_micro_batches < 2 * num_ranks:
             name = "zbv"
-        return build(name, num_ranks, count, chunks=chunks_of(self._config))
+        return build_schedule(name, num_ranks, num_micro_batches, num_virtual_stages=get_num_virtual_stages(self._config))
 
-    def _cuts(self, model: nn.Module, anatomy: Anatomy) -> list[range]:
-        parts = self._parts if self._config.pipeline.partition == "auto" else None
-        if parts is None:
-            return cut_blocks(model, anatomy, self.num_stages)
-        fits = None if self._limit is None else partial(self._fits, parts, self._limit)
-        return cut_blocks(model, anatomy, self.num_stages, [part.seconds for part in parts], fits)
+    def _get_stage_ranges(self, model: nn.Module, layout: BlockLayout) -> list[range]:
+        block_costs = self._block_costs if self._config.pipeline.partition == "auto" else None
+        if block_costs is None:
+            return partition_blocks(model, layout, self.num_stages)
+        fits = None if self._memory_limit is None else partial(self._fits_memory, block_costs, self._memory_limit)
+        return partition_blocks(model, layout, self.num_stages, [part.seconds for part in block_costs], fits)
 
-    def _fits(self, parts: list[PartCost], limit: int, stage: int, start: int, stop: int) -> bool:
+    def _fits_memory(self, block_costs: list[BlockCost], memory_limit: int, stage: int, start: int, stop: int) -> bool:
         """Whether a rank has room for these blocks: weight, gradient, two moments; activations in flight."""
         sharded = self._config.zero_optimization.stage >= 1
-        copies = 2 + 2 / (self._axes.data.size() if sharded else 1)
-        held = copies * sum(part.parameter_bytes for part in parts[start:stop])
+        num_copies = 2 + 2 / (self._meshes.fsdp.size() if sharded else 1)
+        state_bytes = num_copies * sum(part.parameter_bytes for part in block_costs[start:stop])
         in_flight = max(1, self.num_stages - stage)
-        return held + in_flight * sum(part.saved_bytes for part in parts[start:stop]) <= limit
+        return state_bytes + in_flight * sum(part.saved_bytes for part in block_costs[start:stop]) <= memory_limit
 
-    def _take_layers(self, whole: PipelineModule) -> None:
+    def _build_local_layers(self, pipeline_module: PipelineModule) -> None:
         method = self._config.pipeline.partition
-        cuts = whole.cut(self.num_stages, None if method == "best" else method)
-        every = self._config.pipeline.activation_checkpoint_interval or whole.activation_checkpoint_interval
-        staged = self._staged = StagedLayers(whole, cuts, self._mine, every)
-        self.model = staged.module
-        where = {i: self._placement[stage] for stage, cut in enumerate(cuts) for i in cut}
-        self._shared, places = [], {}
-        for key in whole.ties().values():
+        stage_ranges = pipeline_module.partition_layers(self.num_stages, None if method == "best" else method)
+        checkpoint_interval = self._config.pipeline.activation_checkpoint_interval or pipeline_module.activation_checkpoint_interval
+        stages = self._stages = PipelineModuleStages(pipeline_module, stage_ranges, self._local_stages, checkpoint_interval)
+        self.model = stages.module
+        rank_of_layer = {i: self._stage_to_rank[stage] for stage, cut in enumerate(stage_ranges) for i in cut}
+        self._tied_names, rank_by_name = [], {}
+        for key in pipeline_module.tied_layers().values():
             for attr in key[0][1]:
                 names = [f"layers.{index}.{attr}" for index, _ in key]
-                self._shared.append(names)
-                places.update(zip(names, (where[index] for index, _ in key), strict=True))
-        self._join(places)
+                self._tied_names.append(names)
+                rank_by_name.update(zip(names, (rank_of_layer[index] for index, _ in key), strict=True))
+        self._bind_tied_weights(rank_by_name)
 
-    def cut(self) -> None:
+    def split_model(self) -> None:
         """Cut a model that is no list of layers in place; collective over the job."""
-        if self._anatomy is None:
+        if self._block_layout is None:
             return
-        model, anatomy = self.model, self._anatomy
-        if self._axes.tensor is None and not has_pending(model):  # else the tensor ranks have done so
-            agree_on_values(model, self._axes.everyone)
-        cuts = self._cuts(model, anatomy)
-        self._staged = StagedModel(model, anatomy, cuts, self._mine)
-        hold_something(model)
-        last = len(cuts) - 1
-        places = {f"{anatomy.blocks}.{i}": self._placement[s] for s, cut in enumerate(cuts) for i in cut}
-        places |= dict.fromkeys(anatomy.entry, self._placement[0])
-        places |= dict.fromkeys(anatomy.exit, self._placement[last])
-        shared = [name for names in self._shared for name in names]
-        found = {name: place for name in shared if (place := _place_of(name, places)) is not None}
-        self._join(found)
+        model, layout = self.model, self._block_layout
+        if self._meshes.tp is None and not has_meta_tensors(model):  # else the tensor ranks have done so
+            broadcast_model(model, self._meshes.world_group)
+        stage_ranges = self._get_stage_ranges(model, layout)
+        self._stages = SplitModelStages(model, layout, stage_ranges, self._local_stages)
+        add_dummy_param(model)
+        last = len(stage_ranges) - 1
+        rank_by_module = {f"{layout.list_name}.{i}": self._stage_to_rank[s] for s, cut in enumerate(stage_ranges) for i in cut}
+        rank_by_module |= dict.fromkeys(layout.entry_modules, self._stage_to_rank[0])
+        rank_by_module |= dict.fromkeys(layout.exit_modules, self._stage_to_rank[last])
+        tied_names = [name for names in self._tied_names for name in names]
+        rank_by_name = {name: place for name in tied_names if (place := _rank_of_module(name, rank_by_module)) is not None}
+        self._bind_tied_weights(rank_by_name)
 
-    def share_sequences(self, teams: SequenceTeams) -> Attention | None:
+    def apply_sequence_parallel(self, groups: SequenceGroups) -> SequenceParallelAttention | None:
         """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
-        if not isinstance(self._staged, StagedLayers):
+        if not isinstance(self._stages, PipelineModuleStages):
             return None
-        self._staged.sequences = LayerSequences.of(self._staged.module.layers.values(), teams)
-        return self._staged.sequences.attention
+        self._stages.sequence_parallel = LayerSequenceParallel.install(self._stages.module.layers.values(), groups)
+        return self._stages.sequence_parallel.attention
 
-    def _join(self, places: dict[str, int]) -> None:
-        ties = ties_of(self._shared, places)
-        local = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        renamed = {
+    def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:
+        tied_weights = find_tied_weights(self._tied_names, rank_by_name)
+        local_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        canonical = {
             name: tie.names[0]
-            for tie in ties
-            if self.layout.place in tie.places
+            for tie in tied_weights
+            if self.pp.rank in tie.pp_ranks
             for name in tie.names
-            if name in local and tie.names[0] not in local
+            if name in local_names and tie.names[0] not in local_names
         }
-        self.naming = Naming(renamed, frozenset({NOTHING}), self.layout.group)
-        if self.layout.group is None:
+        self.param_naming = ParamNaming(canonical, frozenset({DUMMY_PARAM_NAME}), self.pp.group)
+        if self.pp.group is None:
             return
-        self._weights = SharedWeights(ties, self.layout.place, self.layout.group)
-        self._weights.agree(self.model)
+        self._tied_weights = TiedWeights(tied_weights, self.pp.rank, self.pp.group)
+        self._tied_weights.sync_values(self.model)
 
-    def local_name(self, name: str) -> str | None:
+    def local_param_name(self, name: str) -> str | None:
         """The name by which this rank knows a parameter of the whole model; None if it lies elsewhere."""
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        if name in known:
+        local_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        if name in local_names:
             return name
-        others = next((names for names in self._shared if name in names), [])
-        return next((other for other in others if other in known), None)
+        aliases = next((names for names in self._tied_names if name in names), [])
+        return next((other for other in aliases if other in local_names), None)
 
-    def separate_streams(self) -> None:
+    def seed_per_stage(self) -> None:
         """Give each place random numbers of its own, so that dropout differs from stage to stage."""
-        draw = int(torch.randint(1 << 62, ()))
-        if self.layout.place:
-            torch.manual_seed((draw + _STREAM * self.layout.place) % (1 << 63))
+        seed = int(torch.randint(1 << 62, ()))
+        if self.pp.rank:
+            torch.manual_seed((seed + _SEED_STRIDE * self.pp.rank) % (1 << 63))
 
-    def peers(self) -> SharedWeights | None:
+    def tied_weights(self) -> TiedWeights | None:
         """What an optimizer must know of the other stages; after sharding."""
-        if self._weights is not None:
-            self._weights.settle(self.model)
-        return self._weights
+        if self._tied_weights is not None:
+            self._tied_weights.bind(self.model)
+        return self._tied_weights
 
-    def drive(self, reduction: Reduction, device: torch.device, around: Around, ledger: Ledger) -> Driver:
+    def make_runner(self, reduction: GradientReduction, device: torch.device, hooks: ForwardHooks, ledger: CommsLog) -> PipelineRunner:
         """What runs whole windows; after sharding.  ``ledger`` counts what stages send each other."""
-        assert self._staged is not None
-        place, group, back = self.layout.place, self.layout.group, self._axes.back
-        if self._weights is not None:
-            self._weights.ledger = ledger
-        return Driver(self._staged, self._schedule, place, group, device, reduction, around, ledger, back)
+        assert self._stages is not None
+        pp_rank, group, reverse_group = self.pp.rank, self.pp.group, self._meshes.pp_reverse_group
+        if self._tied_weights is not None:
+            self._tied_weights.ledger = ledger
+        return PipelineRunner(self._stages, self._build_schedule, pp_rank, group, device, reduction, hooks, ledger, reverse_group)
 
 
-def _place_of(name: str, places: Mapping[str, int]) -> int | None:
+def _rank_of_module(name: str, rank_by_module: Mapping[str, int]) -> int | None:
     """The place of the module that a parameter belongs to, or of one around it."""
     while name:
-        if name in places:
-            return places[name]
+        if name in rank_by_module:
+            return rank_by_module[name]
         name = name.rpartition(".")[0]
     return None

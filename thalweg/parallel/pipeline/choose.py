@@ -9,61 +9,61 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thalweg.parallel.pipeline.schedules import NAMES, Name, build
-from thalweg.parallel.pipeline.simulate import Costs, Timeline, simulate
+from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, ScheduleName, build_schedule
+from thalweg.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 
-_CLOSE = 1.02
+_TIE_FACTOR = 1.02
 # A schedule in halves walks each graph twice; measured at 1 to 3% of a backward pass on a processor.
-_HALVES = 0.02
+_SPLIT_BACKWARD_OVERHEAD = 0.02
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduleCandidate:
     """One schedule of this many micro-batches, played."""
 
-    name: Name
+    name: ScheduleName
     timeline: Timeline
     seconds: float
-    peak: int
+    peak_in_flight: int
 
 
-def candidates(
+def rank_schedules(
     num_ranks: int,
-    num_micro: int,
-    most_stages: int,
-    costs_of: Callable[[int], Costs] | None = None,
-    chunks: int = 2,
-) -> list[Candidate]:
+    num_micro_batches: int,
+    max_stages: int,
+    get_costs: Callable[[int], ActionCosts] | None = None,
+    num_virtual_stages: int = 2,
+) -> list[ScheduleCandidate]:
     """Every schedule that ``num_ranks``, ``num_micro`` and ``most_stages`` allow, the best first.
 
     ``costs_of(num_stages)``: what the actions of the model cost, cut into so many stages; by default all
     the same, in sum one unit a rank.
     """
 
-    def even(num_stages: int) -> Costs:
-        each = [num_ranks / num_stages] * num_stages
-        return Costs(each, each, each)
+    def even_costs(num_stages: int) -> ActionCosts:
+        rank_share = [num_ranks / num_stages] * num_stages
+        return ActionCosts(rank_share, rank_share, rank_share)
 
-    found = []
-    for name in NAMES:
+    ranked = []
+    for name in SCHEDULE_NAMES:
         try:
-            schedule = build(name, num_ranks, num_micro, chunks=chunks)
+            schedule = build_schedule(name, num_ranks, num_micro_batches, num_virtual_stages=num_virtual_stages)
         except ValueError:
             continue  # too few micro-batches for it
-        if schedule.num_stages > most_stages:
+        if schedule.num_stages > max_stages:
             continue
-        timeline = simulate(schedule, (costs_of or even)(schedule.num_stages))
-        share = schedule.num_stages // num_ranks
+        timeline = simulate(schedule, (get_costs or even_costs)(schedule.num_stages))
+        num_local_stages = schedule.num_stages // num_ranks
         peak = max(timeline.peak_in_flight(rank) for rank in range(num_ranks))
-        seconds = timeline.makespan * (1 + _HALVES if schedule.halved else 1.0)
-        found.append(Candidate(name, timeline, seconds, -(-peak // share)))
-    return sorted(found, key=lambda one: one.seconds)
+        seconds = timeline.makespan * (1 + _SPLIT_BACKWARD_OVERHEAD if schedule.split_backward else 1.0)
+        ranked.append(ScheduleCandidate(name, timeline, seconds, -(-peak // num_local_stages)))
+    return sorted(ranked, key=lambda one: one.seconds)
 
 
-def choose(found: Sequence[Candidate], most_in_flight: int | None = None) -> Candidate:
+def choose_schedule(candidates: Sequence[ScheduleCandidate], max_in_flight: int | None = None) -> ScheduleCandidate:
     """The best of ``found``, as :func:`candidates` gives them; ``most_in_flight``: micro-batches that fit."""
-    fitting = [one for one in found if most_in_flight is None or one.peak <= most_in_flight]
+    fitting = [one for one in candidates if max_in_flight is None or one.peak_in_flight <= max_in_flight]
     if not fitting:
-        return min(found, key=lambda one: one.peak)
-    best = fitting[0].seconds
-    return min((one for one in fitting if one.seconds <= _CLOSE * best), key=lambda one: one.peak)
+        return min(candidates, key=lambda one: one.peak_in_flight)
+    best_seconds = fitting[0].seconds
+    return min((one for one in fitting if one.seconds <= _TIE_FACTOR * best_seconds), key=lambda one: one.peak_in_flight)

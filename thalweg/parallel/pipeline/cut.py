@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-Fits = Callable[[int, int, int], bool]
+FitsFn = Callable[[int, int, int], bool]
 
 
-def partition(
-    costs: Sequence[float], num_stages: int, least: int = 0, fits: Fits | None = None
+def partition_balanced(
+    costs: Sequence[float], num_stages: int, min_layers: int = 0, fits: FitsFn | None = None
 ) -> list[range]:
     """Split layers ``0..n-1`` into ``num_stages`` runs; the largest sum of ``costs`` is least.
 
@@ -24,33 +24,33 @@ def partition(
     Raises:
         ValueError: no cut gives every stage what fits.
     """
-    num = len(costs)
-    before = [0.0, *accumulate(float(cost) for cost in costs)]
+    num_layers = len(costs)
+    cost_before = [0.0, *accumulate(float(cost) for cost in costs)]
     infinite = (float("inf"), float("inf"))
     # best[s][i]: (dearest stage, squares) of the first i layers in s stages; begin: where the last starts.
-    best = [[infinite] * (num + 1) for _ in range(num_stages + 1)]
-    begin = [[0] * (num + 1) for _ in range(num_stages + 1)]
+    best = [[infinite] * (num_layers + 1) for _ in range(num_stages + 1)]
+    last_start = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[0][0] = (0.0, 0.0)
     for stage in range(1, num_stages + 1):
-        for stop in range(num + 1):
-            for start in range(stop - least + 1):
-                dearest, squares = best[stage - 1][start]
+        for stop in range(num_layers + 1):
+            for start in range(stop - min_layers + 1):
+                max_cost, squares = best[stage - 1][start]
                 if fits is not None and not fits(stage - 1, start, stop):
                     continue
-                cost = before[stop] - before[start]
-                found = (max(dearest, cost), squares + cost * cost)
-                if found < best[stage][stop]:
-                    best[stage][stop], begin[stage][stop] = found, start
-    if best[num_stages][num] == infinite:
+                cost = cost_before[stop] - cost_before[start]
+                score = (max(max_cost, cost), squares + cost * cost)
+                if score < best[stage][stop]:
+                    best[stage][stop], last_start[stage][stop] = score, start
+    if best[num_stages][num_layers] == infinite:
         raise ValueError(f"no cut into {num_stages} stages fits: take more stages, or a larger memory limit")
-    cuts = [num]
+    cuts = [num_layers]
     for stage in range(num_stages, 0, -1):
-        cuts.append(begin[stage][cuts[-1]])
+        cuts.append(last_start[stage][cuts[-1]])
     cuts.reverse()
-    return _empty_ones_last([range(a, b) for a, b in pairwise(cuts)])
+    return _move_empty_last([range(a, b) for a, b in pairwise(cuts)])
 
 
-def _empty_ones_last(runs: list[range]) -> list[range]:
-    full = [run for run in runs if len(run)]
-    end = full[-1].stop if full else 0
-    return full + [range(end, end)] * (len(runs) - len(full))
+def _move_empty_last(runs: list[range]) -> list[range]:
+    non_empty = [run for run in runs if len(run)]
+    end = non_empty[-1].stop if non_empty else 0
+    return non_empty + [range(end, end)] * (len(runs) - len(non_empty))

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.comm import Ledger
-from thalweg.parallel.pipeline.actions import Action, Schedule
-from thalweg.parallel.pipeline.runtime import Runner, StageCalls
-from thalweg.parallel.pipeline.wire import Wire
+from thalweg.comm import CommsLog
+from thalweg.parallel.pipeline.actions import Action, PipelineSchedule
+from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.wire import P2PChannel
 from thalweg.utils.dtypes import HALF_DTYPES
 
 
-class Staged(Protocol):
+class LocalStages(Protocol):
     """This rank's stages; ``needs_batch``: whether it reads the data."""
 
     module: Any
@@ -41,174 +41,174 @@ class Staged(Protocol):
         """A stage's forward; the last one returns the loss."""
         ...
 
-    def weights(self, stage: int) -> list[nn.Parameter]:
+    def parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses."""
         ...
 
-    def problem(self, batch: Any) -> str | None:
+    def find_batch_error(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""
         ...
 
 
-class Reduction(Protocol):
+class GradientReduction(Protocol):
     """What of ZeRO is asked of (:class:`thalweg.zero.shard.Sharded`)."""
 
     groups: Any
 
-    def prepare_backward(self, last: bool, sync: bool = True) -> None:
+    def set_backward_flags(self, last: bool, sync: bool = True) -> None:
         """Set what the coming backward does."""
         ...
 
-    def hold(self) -> None:
+    def defer_reduction(self) -> None:
         """Keep everything whole until the window ends."""
         ...
 
 
-class Averaging(Protocol):
+class PipelineLossNormalizer(Protocol):
     """What of :class:`thalweg.optim.averaging.Averaging` a pipeline needs."""
 
-    def part(self, loss: Tensor, count: int) -> Tensor:
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
         """The loss at hand as it is to be differentiated, one of ``count``."""
         ...
 
-    def noted(self, loss: Tensor) -> Tensor:
+    def loss_and_weight(self, loss: Tensor) -> Tensor:
         """The loss at hand and its weight, (2,)."""
         ...
 
-    def mean(self, noted: Tensor) -> Tensor:
+    def mean(self, total: Tensor) -> Tensor:
         """Of a sum of those, the window's loss (0-dim)."""
         ...
 
 
 @dataclass(frozen=True)
-class Around:
+class ForwardHooks:
     """What an engine wants around each forward, and by what each loss is multiplied.
 
     ``keep``, ``resume``: what a model knows of the micro-batch at hand beside its graph.
     """
 
-    averaging: Averaging
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    scale: Callable[[], float] = lambda: 1.0
-    keep: Callable[[], Any] = lambda: None
-    resume: Callable[[Any], None] = lambda kept: None
+    loss_normalizer: PipelineLossNormalizer
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_scale: Callable[[], float] = lambda: 1.0
+    save_context: Callable[[], Any] = lambda: None
+    restore_context: Callable[[Any], None] = lambda kept: None
 
 
-class Driver:
+class PipelineRunner:
     """Runs windows on this rank; ``schedule_of(count)`` makes the schedule of so many micro-batches."""
 
-    refusal = (
+    unsupported_message = (
         "this engine runs stages of a pipeline, which take turns over a whole window of micro-batches: call "
         "engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
     )
 
     def __init__(
         self,
-        stages: Staged,
-        schedule_of: Callable[[int], Schedule],
-        place: int,
+        stages: LocalStages,
+        make_schedule: Callable[[int], PipelineSchedule],
+        pp_rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        reduction: Reduction,
-        around: Around,
-        ledger: Ledger,
-        back: dist.ProcessGroup | None = None,
+        reduction: GradientReduction,
+        hooks: ForwardHooks,
+        ledger: CommsLog,
+        reverse_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._stages, self._schedule_of, self._place = stages, schedule_of, place
+        self._stages, self._make_schedule, self._pp_rank = stages, make_schedule, pp_rank
         self._group, self._device = group, device
-        self._reduction, self._around = reduction, around
-        self._schedules: dict[int, Schedule] = {}
+        self._reduction, self._hooks = reduction, hooks
+        self._schedules: dict[int, PipelineSchedule] = {}
         self._ledger = ledger
-        self._noted: list[Tensor] = []
-        self._copied: set[int] = set()
+        self._losses_and_weights: list[Tensor] = []
+        self._copied_stages: set[int] = set()
         self._last_stage = 0
-        self._wire = Wire(group, device, ledger, back)
+        self._channel = P2PChannel(group, device, ledger, reverse_group)
 
     @property
     def needs_batch(self) -> bool:
         """Whether this rank reads the data at all."""
         return self._stages.needs_batch
 
-    def agree(self, batches: Sequence[Any] | None) -> list[Any]:
+    def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
         """The micro-batches that every rank of the pipeline has; None from one that reads none; collective.
 
         Raises:
             StopIteration: some rank has none.
             ValueError: on every rank, if some rank's batches are not what the stages take.
         """
-        problem = next(filter(None, map(self._stages.problem, batches or ())), None)
-        count = torch.tensor([-1 if problem else 2**31 if batches is None else len(batches)])
+        error = next(filter(None, map(self._stages.find_batch_error, batches or ())), None)
+        count = torch.tensor([-1 if error else 2**31 if batches is None else len(batches)])
         if self._group is not None:
             self._all_reduce(count, dist.ReduceOp.MIN)
         agreed = int(count)
         if agreed < 0:
-            raise ValueError(problem or "another stage of this pipeline was given data that it cannot take")
+            raise ValueError(error or "another stage of this pipeline was given data that it cannot take")
         if not agreed:
             raise StopIteration("the data iterator is empty")
         return [None] * agreed if batches is None else list(batches[:agreed])
 
     def train(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of all; returns their mean loss (0-dim) on every rank of the pipeline."""
-        count = len(batches)
-        schedule = self._schedule(count)
-        scale = self._around.scale()
-        if schedule.halved:
-            self._reduction.hold()
+        num_micro_batches = len(batches)
+        schedule = self._get_schedule(num_micro_batches)
+        scale = self._hooks.loss_scale()
+        if schedule.split_backward:
+            self._reduction.defer_reduction()
         else:
-            self._reduction.prepare_backward(last=False)
-        calls = StageCalls(
-            self._run,
-            self._stages.weights,
-            lambda loss: self._part(loss, count) * scale,
-            before=lambda action, last: self._before(schedule, last),
-            after=self._after,
-            keep=self._around.keep,
-            resume=self._around.resume,
+            self._reduction.set_backward_flags(last=False)
+        callbacks = StageCallbacks(
+            self._run_stage,
+            self._stages.parameters,
+            lambda loss: self._scale_loss(loss, num_micro_batches) * scale,
+            before_backward=lambda action, last: self._before_backward(schedule, last),
+            after_backward=self._after_backward,
+            save_context=self._hooks.save_context,
+            restore_context=self._hooks.restore_context,
         )
-        Runner(schedule, self._place, self._wire, calls, self._copied).train(batches)
-        return self._mean()
+        ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(batches)
+        return self._mean_loss()
 
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
         """The mean loss (0-dim) on every rank of the pipeline, without gradients."""
-        calls = StageCalls(self._run, self._stages.weights, lambda loss: loss)
-        Runner(self._schedule(len(batches)), self._place, self._wire, calls).evaluate(batches)
-        return self._mean()
+        callbacks = StageCallbacks(self._run_stage, self._stages.parameters, lambda loss: loss)
+        ScheduleExecutor(self._get_schedule(len(batches)), self._pp_rank, self._channel, callbacks).evaluate(batches)
+        return self._mean_loss()
 
-    def _schedule(self, count: int) -> Schedule:
-        if count not in self._schedules:
-            self._schedules[count] = self._schedule_of(count)
-        schedule = self._schedules[count]
+    def _get_schedule(self, num_micro_batches: int) -> PipelineSchedule:
+        if num_micro_batches not in self._schedules:
+            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
+        schedule = self._schedules[num_micro_batches]
         self._last_stage = schedule.num_stages - 1
-        self._noted.clear()  # of a window that an exception ended
+        self._losses_and_weights.clear()  # of a window that an exception ended
         return schedule
 
-    def _run(self, stage: int, value: Any, batch: Any) -> Any:
-        with self._around.context():
+    def _run_stage(self, stage: int, value: Any, batch: Any) -> Any:
+        with self._hooks.forward_context():
             result = self._stages.run(stage, value, batch)
         if stage == self._last_stage:
-            self._noted.append(self._around.averaging.noted(result))
+            self._losses_and_weights.append(self._hooks.loss_normalizer.loss_and_weight(result))
         return result
 
-    def _part(self, loss: Tensor, count: int) -> Tensor:
-        return self._around.averaging.part(loss.float() if loss.dtype in HALF_DTYPES else loss, count)
+    def _scale_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
+        return self._hooks.loss_normalizer.scale_pipeline_loss(loss.float() if loss.dtype in HALF_DTYPES else loss, num_micro_batches)
 
-    def _before(self, schedule: Schedule, last: bool) -> None:
-        if not schedule.halved:
-            self._reduction.prepare_backward(last=last)
+    def _before_backward(self, schedule: PipelineSchedule, last: bool) -> None:
+        if not schedule.split_backward:
+            self._reduction.set_backward_flags(last=last)
 
-    def _after(self, action: Action) -> None:
+    def _after_backward(self, action: Action) -> None:
         if action.kind == "W":
             for group in self._reduction.groups:
                 group.widen_grads()
 
-    def _mean(self) -> Tensor:
+    def _mean_loss(self) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for noted in self._noted:
-            total += noted
-        self._noted.clear()
+        for loss_and_weight in self._losses_and_weights:
+            total += loss_and_weight
+        self._losses_and_weights.clear()
         if self._group is not None:
             self._all_reduce(total)  # all but the last stage add nothing
-        return self._around.averaging.mean(total)
+        return self._hooks.loss_normalizer.mean(total)
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thalweg.parallel.pipeline.cut import partition
-from thalweg.parallel.pipeline.sequences import LayerSequences
+from thalweg.parallel.pipeline.cut import partition_balanced
+from thalweg.parallel.pipeline.sequences import LayerSequenceParallel
 
-Layer = Any  # LayerSpec | nn.Module | Callable
-NOTHING = "_nothing"
+LayerLike = Any  # LayerSpec | nn.Module | Callable
+DUMMY_PARAM_NAME = "_nothing"
 
 
 class LayerSpec:
@@ -83,7 +83,7 @@ class PipelineModule(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerLike],
         num_stages: int | None = None,
         topology: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
@@ -106,39 +106,39 @@ class PipelineModule(nn.Module):
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = tuple(checkpointable_layers or ())
-        self._seeds = (base_seed if seed_layers else None, seed_fn)
+        self._seed_options = (base_seed if seed_layers else None, seed_fn)
         # So that an optimizer can be made of layers that exist.
         self.layers = nn.ModuleDict({str(i): s for i, s in enumerate(layers) if isinstance(s, nn.Module)})
-        self._costs()  # complain about the method now
+        self._layer_costs()  # complain about the method now
 
-    def cut(self, num_stages: int, method: str | None = None) -> list[range]:
+    def partition_layers(self, num_stages: int, method: str | None = None) -> list[range]:
         """The layers of each stage; ``method`` in place of the module's own."""
-        return partition(self._costs(method), num_stages)
+        return partition_balanced(self._layer_costs(method), num_stages)
 
     @property
     def num_parameters(self) -> int:
         """Trained elements of the whole model."""
-        return int(sum(self._costs("parameters")))
+        return int(sum(self._layer_costs("parameters")))
 
-    def _costs(self, method: str | None = None) -> list[float]:
+    def _layer_costs(self, method: str | None = None) -> list[float]:
         method = (method or self.partition_method).lower()
         if method == "uniform":
             return [1.0] * len(self.specs)
         if method.startswith("type:"):
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-            found = [1.0 if pattern.search(_class_name(spec)) else 0.0 for spec in self.specs]
-            if not any(found):
+            matches = [1.0 if pattern.search(_class_name(spec)) else 0.0 for spec in self.specs]
+            if not any(matches):
                 names = sorted(set(map(_class_name, self.specs)))
                 raise ValueError(f"partition_method {method!r} matches no layer: {names}")
-            return found
+            return matches
         if method in ("parameters", "best", "auto"):
             return [float(self._num_parameters(spec)) for spec in self.specs]
         raise ValueError(f"unknown partition_method {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
 
-    def _num_parameters(self, spec: Layer) -> int:
+    def _num_parameters(self, spec: LayerLike) -> int:
         layer = spec
         if isinstance(spec, LayerSpec):
-            with torch.device("meta"), _rng_kept():
+            with torch.device("meta"), _preserve_rng():
                 layer = spec.build()
         if not isinstance(layer, nn.Module):
             return 0
@@ -146,51 +146,51 @@ class PipelineModule(nn.Module):
 
     def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
         """Build the layers of these indices; tied ones among them share their weight."""
-        base, seed_fn = self._seeds
-        owners: dict[str, Any] = {}
+        base_seed, seed_fn = self._seed_options
+        first_of_key: dict[str, Any] = {}
         built: dict[int, Any] = {}
         for index in indices:
             spec = self.specs[index]
             if not isinstance(spec, LayerSpec):
                 built[index] = spec
                 continue
-            tie = spec.key if isinstance(spec, TiedLayerSpec) else None
-            with _rng_kept():
-                if base is not None:
+            tie_key = spec.key if isinstance(spec, TiedLayerSpec) else None
+            with _preserve_rng():
+                if base_seed is not None:
                     # A tied layer is everywhere seeded as the first of its key.
-                    first = index if tie is None else self._first_of(tie)
-                    (seed_fn or _seed)(base + first)
+                    first = index if tie_key is None else self._first_tied_index(tie_key)
+                    (seed_fn or _seed)(base_seed + first)
                 layer = spec.build()
             if isinstance(spec, TiedLayerSpec):
-                owner = owners.setdefault(spec.key, layer)
-                if owner is not layer:
+                first_layer = first_of_key.setdefault(spec.key, layer)
+                if first_layer is not layer:
                     for name in spec.tied_weight_attrs:
-                        setattr(layer, name, getattr(owner, name))
+                        setattr(layer, name, getattr(first_layer, name))
             built[index] = layer
         return built
 
-    def _first_of(self, key: str) -> int:
+    def _first_tied_index(self, key: str) -> int:
         return next(
             i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key
         )
 
-    def ties(self) -> dict[str, list[tuple[int, list[str]]]]:
+    def tied_layers(self) -> dict[str, list[tuple[int, list[str]]]]:
         """Of each key: the layers that share it, in order, with the names of the shared weights."""
-        found: dict[str, list[tuple[int, list[str]]]] = {}
+        by_key: dict[str, list[tuple[int, list[str]]]] = {}
         for index, spec in enumerate(self.specs):
             if isinstance(spec, TiedLayerSpec):
-                found.setdefault(spec.key, []).append((index, spec.tied_weight_attrs))
-        return found
+                by_key.setdefault(spec.key, []).append((index, spec.tied_weight_attrs))
+        return by_key
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not to be called: a pipeline is driven by ``engine.train_batch()`` and ``eval_batch()``."""
         raise RuntimeError("a PipelineModule runs through engine.train_batch() and engine.eval_batch()")
 
 
-class Stage(nn.Module):
+class LocalLayers(nn.Module):
     """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
-    def __init__(self, specs: Sequence[Layer], built: dict[int, Any], checkpoint_every: int = 0) -> None:
+    def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(
             {str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)}
@@ -198,102 +198,102 @@ class Stage(nn.Module):
         # Each layer is a unit of ZeRO's.
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers.values()})
         self._indices = list(built)
-        self._plain = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
-        self._calls = {
+        self._functions = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
+        self._forward_fns = {
             i: spec.forward_fn
             for i in built
             if isinstance(spec := specs[i], TiedLayerSpec) and spec.forward_fn is not None
         }
-        self._every = checkpoint_every
+        self._checkpoint_interval = checkpoint_interval
 
-    def forward(self, value: Any, part: Sequence[int] | None = None) -> Any:
+    def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:
         """Run the layers (or ``part`` of them) one after the other on ``value`` (a tensor or a tree)."""
-        indices = self._indices if part is None else list(part)
-        if not self._every or not torch.is_grad_enabled():
+        indices = self._indices if layer_indices is None else list(layer_indices)
+        if not self._checkpoint_interval or not torch.is_grad_enabled():
             return self._run(indices, value)
-        for start in range(0, len(indices), self._every):
-            chunk = indices[start : start + self._every]
+        for start in range(0, len(indices), self._checkpoint_interval):
+            chunk = indices[start : start + self._checkpoint_interval]
             value = checkpoint(self._run, chunk, value, use_reentrant=False)
         return value
 
-    def weights(self, part: Sequence[int]) -> list[nn.Parameter]:
+    def layer_parameters(self, layer_indices: Sequence[int]) -> list[nn.Parameter]:
         """The parameters of these layers, as the modules hold them now."""
-        modules = [self.layers[str(i)] for i in part if i not in self._plain]
+        modules = [self.layers[str(i)] for i in layer_indices if i not in self._functions]
         return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
     def _run(self, indices: Sequence[int], value: Any) -> Any:
         for index in indices:
-            layer = self._plain[index] if index in self._plain else self.layers[str(index)]
-            call = self._calls.get(index)
+            layer = self._functions[index] if index in self._functions else self.layers[str(index)]
+            call = self._forward_fns.get(index)
             value = layer(value) if call is None else call(layer, value)
         return value
 
 
-class StagedLayers:
+class PipelineModuleStages:
     """This rank's stages of a :class:`PipelineModule`, and how to run them."""
 
     def __init__(
-        self, whole: PipelineModule, cuts: Sequence[range], mine: Sequence[int], checkpoint_every: int
+        self, pipeline_module: PipelineModule, stage_ranges: Sequence[range], local_stages: Sequence[int], checkpoint_interval: int
     ) -> None:
-        self._cuts, self._loss_fn = cuts, whole.loss_fn
-        self._last = len(cuts) - 1
-        indices = [index for stage in mine for index in cuts[stage]]
-        self.module = Stage(whole.specs, whole.build_layers(indices), checkpoint_every)
-        hold_something(self.module)
-        self._mine = tuple(mine)
+        self._stage_ranges, self._loss_fn = stage_ranges, pipeline_module.loss_fn
+        self._last_stage = len(stage_ranges) - 1
+        indices = [index for stage in local_stages for index in stage_ranges[stage]]
+        self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
+        add_dummy_param(self.module)
+        self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.
-        self.sequences: LayerSequences | None = None
+        self.sequence_parallel: LayerSequenceParallel | None = None
 
     @property
     def needs_batch(self) -> bool:
         """Labels are for the last stage, inputs for the first; sequences in parts are for all."""
-        return self.sequences is not None or 0 in self._mine or self._last in self._mine
+        return self.sequence_parallel is not None or 0 in self._local_stages or self._last_stage in self._local_stages
 
     def run(self, stage: int, value: Any, batch: Any) -> Any:
         """The stage's forward on ``value``, or on the batch's inputs; the last one gives the loss (0-dim)."""
-        sequences = self.sequences
-        if sequences is not None:
-            batch = sequences.part(batch)
+        sequence_parallel = self.sequence_parallel
+        if sequence_parallel is not None:
+            batch = sequence_parallel.split_batch(batch)
         inputs = batch[0] if stage == 0 else value
-        if stage != self._last:
-            return self.module(inputs, self._cuts[stage])
-        with nullcontext() if sequences is None else sequences.losses():
-            loss = self._with_loss(inputs, batch)
+        if stage != self._last_stage:
+            return self.module(inputs, self._stage_ranges[stage])
+        with nullcontext() if sequence_parallel is None else sequence_parallel.loss_mode():
+            loss = self._run_last_stage(inputs, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("the last layer of a PipelineModule, or its loss_fn, must return a scalar loss")
         loss = loss.reshape(())
-        return loss if sequences is None else sequences.averaged(loss)
+        return loss if sequence_parallel is None else sequence_parallel.mean_loss(loss)
 
-    def _with_loss(self, inputs: Any, batch: Any) -> Any:
-        result = self.module(inputs, self._cuts[self._last])
+    def _run_last_stage(self, inputs: Any, batch: Any) -> Any:
+        result = self.module(inputs, self._stage_ranges[self._last_stage])
         return result if self._loss_fn is None else self._loss_fn(result, batch[1])
 
-    def problem(self, batch: Any) -> str | None:
+    def find_batch_error(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""
         if not self.needs_batch:
             return None
         if isinstance(batch, tuple | list) and len(batch) == 2:
-            return None if self.sequences is None else self.sequences.problem(batch)
-        kind = type(batch).__name__
-        return f"a PipelineModule's batch is (inputs, labels), got {kind}: let the data iterator yield them"
+            return None if self.sequence_parallel is None else self.sequence_parallel.find_batch_error(batch)
+        type_name = type(batch).__name__
+        return f"a PipelineModule's batch is (inputs, labels), got {type_name}: let the data iterator yield them"
 
-    def weights(self, stage: int) -> list[nn.Parameter]:
+    def parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""
-        return self.module.weights(self._cuts[stage])
+        return self.module.layer_parameters(self._stage_ranges[stage])
 
 
-def hold_something(module: nn.Module) -> None:
+def add_dummy_param(module: nn.Module) -> None:
     """Give a stage that trains nothing a parameter for ZeRO and the optimizer to hold; it gets no gradient,
     and is in no checkpoint."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        module.register_parameter(NOTHING, nn.Parameter(torch.zeros(1)))
+        module.register_parameter(DUMMY_PARAM_NAME, nn.Parameter(torch.zeros(1)))
 
 
-def _class_name(spec: Layer) -> str:
-    kind = (
+def _class_name(spec: LayerLike) -> str:
+    layer_type = (
         spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
     )
-    return getattr(kind, "__name__", str(kind))
+    return getattr(layer_type, "__name__", str(layer_type))
 
 
 def _seed(seed: int) -> None:
@@ -301,6 +301,6 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def _rng_kept() -> Iterator[None]:
+def _preserve_rng() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedWeight:
     """One shared weight: its names, the canonical one first, and the places in the pipeline that have it."""
 
     names: tuple[str, ...]
-    places: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Naming:
+class ParamNaming:
     """How this rank's names stand to the whole model's.
 
     ``canonical``: by local name the name that it is stored under, where that is another; ``hidden``:
@@ -37,25 +37,25 @@ class Naming:
     """
 
     canonical: Mapping[str, str] = field(default_factory=dict)
-    hidden: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
     group: dist.ProcessGroup | None = None
 
 
-WHOLE = Naming()
+IDENTITY_NAMING = ParamNaming()
 
 
-def ties_of(shared: Iterable[Sequence[str]], places_of: Mapping[str, int]) -> list[Tie]:
+def find_tied_weights(alias_groups: Iterable[Sequence[str]], rank_by_name: Mapping[str, int]) -> list[TiedWeight]:
     """The shared weights that lie in several places; ``places_of`` tells the place of each name."""
-    found = []
-    for names in shared:
-        known = [name for name in names if name in places_of]
-        places = tuple(sorted({places_of[name] for name in known}))
-        if len(places) > 1:
-            found.append(Tie(tuple(known), places))
-    return found
+    tied_weights = []
+    for names in alias_groups:
+        placed_names = [name for name in names if name in rank_by_name]
+        pp_ranks = tuple(sorted({rank_by_name[name] for name in placed_names}))
+        if len(pp_ranks) > 1:
+            tied_weights.append(TiedWeight(tuple(placed_names), pp_ranks))
+    return tied_weights
 
 
-def shared_names(model: nn.Module) -> list[list[str]]:
+def find_alias_groups(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -63,75 +63,75 @@ def shared_names(model: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-class SharedWeights:
+class TiedWeights:
     """This rank's copies of weights that other stages have too; ``here`` is its place in ``group``.
 
     Copies meet by messages over the pipeline's own group: a group for each tie would have to be made by
     ranks that do not know of it.  Collective over the places of each tie.
     """
 
-    def __init__(self, ties: Sequence[Tie], here: int, group: dist.ProcessGroup) -> None:
-        self._group, self._here = group, here
-        self._ties = [tie for tie in ties if here in tie.places]
-        self._copies: list[tuple[nn.Parameter, Tie]] = []
-        self.ledger = Ledger()
+    def __init__(self, tied_weights: Sequence[TiedWeight], pp_rank: int, group: dist.ProcessGroup) -> None:
+        self._group, self._pp_rank = group, pp_rank
+        self._tied_weights = [tie for tie in tied_weights if pp_rank in tie.pp_ranks]
+        self._local_copies: list[tuple[nn.Parameter, TiedWeight]] = []
+        self.ledger = CommsLog()
 
     @torch.no_grad()
-    def agree(self, model: nn.Module) -> None:
+    def sync_values(self, model: nn.Module) -> None:
         """Give all copies the value that the first place has; before sharding."""
-        for parameter, tie in self._find(model):
+        for parameter, tie in self._find_local_copies(model):
             if not parameter.is_meta:
-                parameter.copy_(self._exchange(parameter.detach().contiguous(), tie)[0])
+                parameter.copy_(self._exchange_copies(parameter.detach().contiguous(), tie)[0])
 
-    def _exchange(self, value: Tensor, tie: Tie) -> list[Tensor]:
+    def _exchange_copies(self, value: Tensor, tie: TiedWeight) -> list[Tensor]:
         """The values at all places of the tie, in their order."""
-        others = [place for place in tie.places if place != self._here]
-        found = {place: torch.empty_like(value) for place in others} | {self._here: value}
+        other_ranks = [place for place in tie.pp_ranks if place != self._pp_rank]
+        values = {place: torch.empty_like(value) for place in other_ranks} | {self._pp_rank: value}
         # In one batch: on CUDA a send in front of a receive would wait for the peer's, which does likewise.
-        messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in others]
+        messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in other_ranks]
         messages += [
-            dist.P2POp(dist.irecv, found[place], group=self._group, group_peer=place) for place in others
+            dist.P2POp(dist.irecv, values[place], group=self._group, group_peer=place) for place in other_ranks
         ]
-        nbytes = len(others) * value.nbytes
+        nbytes = len(other_ranks) * value.nbytes
         self.ledger.record("send", "shared weights", "pipeline", full_bytes=nbytes, world_size=2)
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
-        return [found[place] for place in tie.places]
+        return [values[place] for place in tie.pp_ranks]
 
-    def settle(self, model: nn.Module) -> None:
+    def bind(self, model: nn.Module) -> None:
         """Take the parameters that training updates; after sharding."""
-        self._copies = [(p, tie) for p, tie in self._find(model) if p.requires_grad]
+        self._local_copies = [(p, tie) for p, tie in self._find_local_copies(model) if p.requires_grad]
 
-    def _find(self, model: nn.Module) -> list[tuple[nn.Parameter, Tie]]:
+    def _find_local_copies(self, model: nn.Module) -> list[tuple[nn.Parameter, TiedWeight]]:
         named = dict(model.named_parameters(remove_duplicate=False))
-        found = []
-        for tie in self._ties:
+        copies = []
+        for tie in self._tied_weights:
             name = next(name for name in tie.names if name in named)
-            found.append((named[name], tie))
-        return found
+            copies.append((named[name], tie))
+        return copies
 
     @torch.no_grad()
-    def add_up(self) -> None:
+    def sum_grad(self) -> None:
         """Sum the reduced gradients of each weight over its copies; once an update."""
-        for parameter, tie in self._copies:
+        for parameter, tie in self._local_copies:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             # Added in the order of the places, so that all copies get the same bits.
-            first, *others = self._exchange(local.contiguous(), tie)
+            first, *others = self._exchange_copies(local.contiguous(), tie)
             total = first.clone()
             for other in others:
                 total += other
             local.copy_(total)
 
-    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def owned_for_norm(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Those of ``parameters`` that this rank adds to the global norm: of copies, the first place's."""
-        others = {id(p) for p, tie in self._copies if tie.places[0] != self._here}
-        return [parameter for parameter in parameters if id(parameter) not in others]
+        not_counted = {id(p) for p, tie in self._local_copies if tie.pp_ranks[0] != self._pp_rank}
+        return [parameter for parameter in parameters if id(parameter) not in not_counted]
 
-    def norm(self, own: float) -> float:
+    def norm(self, local_norm: float) -> float:
         """The 2-norm over all stages, the same bits everywhere; ``own`` is that of this stage."""
-        total = torch.tensor([own * own], dtype=torch.float64)
+        total = torch.tensor([local_norm * local_norm], dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return math.sqrt(value) if math.isfinite(value := total.item()) and value >= 0 else math.nan

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.parallel.pipeline._torch import finish_weights, halve_backward
-from thalweg.parallel.pipeline.actions import Action, Schedule
-from thalweg.parallel.pipeline.wire import Wire
-from thalweg.utils.trees import tensors_of
+from thalweg.parallel.pipeline._torch import backward_weights, backward_inputs
+from thalweg.parallel.pipeline.actions import Action, PipelineSchedule
+from thalweg.parallel.pipeline.wire import P2PChannel
+from thalweg.utils.trees import iter_tensors
 
-_NAMES = {"value": "activations", "grads": "gradients"}  # in the ledger
+_LEDGER_NAMES = {"value": "activations", "grads": "gradients"}  # in the ledger
 
 
 @dataclass(frozen=True)
-class StageCalls:
+class StageCallbacks:
     """How the stages of this rank are run.
 
     ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
@@ -42,49 +42,49 @@ class StageCalls:
 
     run: Callable[[int, Any, Any], Any]
     weights: Callable[[int], list[nn.Parameter]]
-    scale: Callable[[Tensor], Tensor]
-    before: Callable[[Action, bool], None] = lambda action, last: None
-    after: Callable[[Action], None] = lambda action: None
-    keep: Callable[[], Any] = lambda: None
-    resume: Callable[[Any], None] = lambda kept: None
+    scale_loss: Callable[[Tensor], Tensor]
+    before_backward: Callable[[Action, bool], None] = lambda action, last: None
+    after_backward: Callable[[Action], None] = lambda action: None
+    save_context: Callable[[], Any] = lambda: None
+    restore_context: Callable[[Any], None] = lambda kept: None
 
 
 @dataclass
-class _Cell:
+class _MicroBatchState:
     inputs: list[Tensor]
     outputs: list[Tensor]
     weights: list[nn.Parameter] = field(default_factory=list)
-    rest: Any = None
-    grads: list[Tensor | None] | None = None
-    kept: Any = None
+    graph_state: Any = None
+    output_grads: list[Tensor | None] | None = None
+    saved_context: Any = None
 
 
-class Runner:
+class ScheduleExecutor:
     """Runs one rank's part of ``schedule``.
 
     ``copied``: stages that write to their inputs and so get copies; runs add to it what they find.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, wire: Wire, calls: StageCalls, copied: set[int] | None = None
+        self, schedule: PipelineSchedule, rank: int, channel: P2PChannel, callbacks: StageCallbacks, copied_stages: set[int] | None = None
     ) -> None:
         self.schedule, self.rank = schedule, rank
-        self._copied = set() if copied is None else copied
-        self._wire, self._calls = wire, calls
-        self._cells: dict[tuple[int, int], _Cell] = {}
-        self._here: dict[tuple[str, int, int], Any] = {}
+        self._copied_stages = set() if copied_stages is None else copied_stages
+        self._channel, self._callbacks = channel, callbacks
+        self._states: dict[tuple[int, int], _MicroBatchState] = {}
+        self._local_outputs: dict[tuple[str, int, int], Any] = {}
 
     def train(self, batches: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of all micro-batches; the losses, on the rank of the last stage."""
-        return self._play(batches, self.schedule.orders, backward=True)
+        return self._execute(batches, self.schedule.orders, backward=True)
 
     def evaluate(self, batches: Sequence[Any]) -> list[Tensor]:
         """Forward of all micro-batches without gradients; the losses, on the rank of the last stage."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.schedule.orders)
         with torch.no_grad():
-            return self._play(batches, orders, backward=False)
+            return self._execute(batches, orders, backward=False)
 
-    def _play(
+    def _execute(
         self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool
     ) -> list[Tensor]:
         if len(batches) != self.schedule.num_micro_batches:
@@ -93,8 +93,8 @@ class Runner:
             )
         for source, order in enumerate(orders):
             if source != self.rank:
-                self._wire.expect(
-                    source, (message for a in order for message in self._messages(a, self.rank))
+                self._channel.set_recv_order(
+                    source, (message for a in order for message in self._messages_to(a, self.rank))
                 )
         losses: dict[int, Tensor] = {}
         try:
@@ -103,131 +103,131 @@ class Runner:
                 if action.kind == "F":
                     self._forward(action, batches[action.micro], losses, backward)
                 else:
-                    self._calls.before(action, action is final)
+                    self._callbacks.before_backward(action, action is final)
                     self._backward(action)
-                    self._calls.after(action)
-            self._wire.drain()
+                    self._callbacks.after_backward(action)
+            self._channel.wait_sends()
         finally:
-            self._cells.clear()
-            self._here.clear()
+            self._states.clear()
+            self._local_outputs.clear()
         return [losses[micro] for micro in sorted(losses)]
 
-    def _messages(self, action: Action, to: int) -> list[tuple[tuple[str, int], int]]:
+    def _messages_to(self, action: Action, destination: int) -> list[tuple[tuple[str, int], int]]:
         """What the rank of ``action`` sends to ``to`` when it has done it: (kind, name) pairs."""
-        found = []
-        target = self._target(action)
-        if target is not None and self.schedule.placement[target] == to:
-            found.append(((_carries(action), target), action.micro))
-        return found
+        messages = []
+        target = self._target_stage(action)
+        if target is not None and self.schedule.stage_to_rank[target] == destination:
+            messages.append(((_payload_kind(action), target), action.micro))
+        return messages
 
-    def _target(self, action: Action) -> int | None:
+    def _target_stage(self, action: Action) -> int | None:
         """The stage that gets the result of ``action``, or None."""
         stage = action.stage + (1 if action.kind == "F" else -1)
         return stage if action.kind != "W" and 0 <= stage < self.schedule.num_stages else None
 
-    def _hand_over(self, action: Action, value: Any) -> None:
-        target = self._target(action)
+    def _send_output(self, action: Action, value: Any) -> None:
+        target = self._target_stage(action)
         assert target is not None
-        where = self.schedule.placement[target]
-        if where == self.rank:
-            self._here[_carries(action), target, action.micro] = value
+        destination = self.schedule.stage_to_rank[target]
+        if destination == self.rank:
+            self._local_outputs[_payload_kind(action), target, action.micro] = value
         else:
-            carries = _carries(action)
-            self._wire.send(where, (carries, target), value, _NAMES[carries])
+            payload = _payload_kind(action)
+            self._channel.send(destination, (payload, target), value, _LEDGER_NAMES[payload])
 
-    def _obtain(self, carries: str, stage: int, micro: int) -> Any:
+    def _get_input(self, payload: str, stage: int, micro: int) -> Any:
         """What the neighbour of ``stage`` has made for it."""
-        source = self.schedule.placement[stage - 1 if carries == "value" else stage + 1]
+        source = self.schedule.stage_to_rank[stage - 1 if payload == "value" else stage + 1]
         if source == self.rank:
-            return self._here.pop((carries, stage, micro))
-        return self._wire.receive(source, (carries, stage), micro)
+            return self._local_outputs.pop((payload, stage, micro))
+        return self._channel.receive(source, (payload, stage), micro)
 
     def _forward(self, action: Action, batch: Any, losses: dict[int, Tensor], backward: bool) -> None:
         _, stage, micro = action
-        value = None if stage == 0 else _as_leaves(self._obtain("value", stage, micro))
+        value = None if stage == 0 else _detach_tree(self._get_input("value", stage, micro))
         result = self._run(stage, value, batch)
         if stage + 1 == self.schedule.num_stages:
             losses[micro] = result.detach()
-            result = self._calls.scale(result) if backward else result
+            result = self._callbacks.scale_loss(result) if backward else result
         else:
-            self._hand_over(action, result)
+            self._send_output(action, result)
         if backward:
-            inputs = [t for t in tensors_of(value) if t.requires_grad]
-            outputs = [t for t in tensors_of(result) if t.requires_grad]
-            weights = self._calls.weights(stage) if (stage, micro) in self.schedule.halved else []
-            self._cells[stage, micro] = _Cell(inputs, outputs, weights, kept=self._calls.keep())
+            inputs = [t for t in iter_tensors(value) if t.requires_grad]
+            outputs = [t for t in iter_tensors(result) if t.requires_grad]
+            weights = self._callbacks.weights(stage) if (stage, micro) in self.schedule.split_backward else []
+            self._states[stage, micro] = _MicroBatchState(inputs, outputs, weights, saved_context=self._callbacks.save_context())
 
     def _run(self, stage: int, value: Any, batch: Any) -> Any:
-        given = _trees(value, torch.clone) if stage in self._copied else value
+        stage_input = _map_tensors(value, torch.clone) if stage in self._copied_stages else value
         try:
-            return self._calls.run(stage, given, batch)
+            return self._callbacks.run(stage, stage_input, batch)
         except RuntimeError as error:  # a layer that works in place must not write to a leaf
-            if stage in self._copied or "leaf Variable that requires grad" not in str(error):
+            if stage in self._copied_stages or "leaf Variable that requires grad" not in str(error):
                 raise
-        self._copied.add(stage)
+        self._copied_stages.add(stage)
         return self._run(stage, value, batch)
 
     def _backward(self, action: Action) -> None:
         kind, stage, micro = action
-        cell = self._cells[stage, micro]
-        self._calls.resume(cell.kept)
+        state = self._states[stage, micro]
+        self._callbacks.restore_context(state.saved_context)
         if kind == "W":
-            _finish(cell)
-            del self._cells[stage, micro]
+            _backward_weights(state)
+            del self._states[stage, micro]
             return
         if stage + 1 < self.schedule.num_stages:
-            cell.grads = self._obtain("grads", stage, micro)
+            state.output_grads = self._get_input("grads", stage, micro)
         if kind == "B":
-            _differentiate(cell)
-            grads: list[Tensor | None] = [t.grad for t in cell.inputs]
-            del self._cells[stage, micro]
-        elif cell.inputs and cell.outputs:
-            known = (
+            _run_backward(state)
+            grads: list[Tensor | None] = [t.grad for t in state.inputs]
+            del self._states[stage, micro]
+        elif state.inputs and state.outputs:
+            output_grads = (
                 None
-                if cell.grads is None
-                else [_or_zeros(g, t) for g, t in zip(cell.grads, cell.outputs, strict=True)]
+                if state.output_grads is None
+                else [_grad_or_zeros(g, t) for g, t in zip(state.output_grads, state.outputs, strict=True)]
             )
-            found, cell.rest = halve_backward(cell.outputs, known, cell.inputs, cell.weights)
-            grads = list(found)
+            input_grads, state.graph_state = backward_inputs(state.outputs, output_grads, state.inputs, state.weights)
+            grads = list(input_grads)
         else:
-            grads = [None] * len(cell.inputs)  # nothing before this stage asks: W does it all
-        if self._target(action) is not None:
-            self._hand_over(action, grads)
+            grads = [None] * len(state.inputs)  # nothing before this stage asks: W does it all
+        if self._target_stage(action) is not None:
+            self._send_output(action, grads)
 
 
-def _finish(cell: _Cell) -> None:
-    if cell.rest is None:
-        _differentiate(cell)
+def _backward_weights(state: _MicroBatchState) -> None:
+    if state.graph_state is None:
+        _run_backward(state)
     else:
-        finish_weights(cell.weights, cell.rest)
+        backward_weights(state.weights, state.graph_state)
 
 
-def _carries(action: Action) -> str:
+def _payload_kind(action: Action) -> str:
     return "value" if action.kind == "F" else "grads"
 
 
-def _differentiate(cell: _Cell) -> None:
-    grads = cell.grads if cell.grads is not None else [None] * len(cell.outputs)
-    pairs = [(t, g) for t, g in zip(cell.outputs, grads, strict=True) if cell.grads is None or g is not None]
+def _run_backward(state: _MicroBatchState) -> None:
+    grads = state.output_grads if state.output_grads is not None else [None] * len(state.outputs)
+    pairs = [(t, g) for t, g in zip(state.outputs, grads, strict=True) if state.output_grads is None or g is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def _as_leaves(value: Any) -> Any:
+def _detach_tree(value: Any) -> Any:
     """The same tree with tensors that begin a graph of their own."""
-    return _trees(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    return _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
 
-def _trees(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, transform: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return change(value)
+        return transform(value)
     if isinstance(value, Mapping):
-        return {key: _trees(child, change) for key, child in value.items()}
+        return {key: _map_tensors(child, transform) for key, child in value.items()}
     if isinstance(value, tuple | list):
-        children = [_trees(child, change) for child in value]
+        children = [_map_tensors(child, transform) for child in value]
         return children if isinstance(value, list) else tuple(children)
     return value

@@ -12,28 +12,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.parallel.losses import TeamLosses, averaged
-from thalweg.parallel.parts import Signature, Splitter, Whole, tokens_of
-from thalweg.parallel.sequence import Attention, SequenceTeams, attend_together
+from thalweg.parallel.losses import SequenceParallelLoss, mean_over_group
+from thalweg.parallel.parts import ForwardSignature, BatchSplitter, SequenceMeta, get_tokens
+from thalweg.parallel.sequence import SequenceParallelAttention, SequenceGroups, install_attention
 
-_LAYERS = Signature([], hugging_face=False)
+_LAYER_SIGNATURE = ForwardSignature([], is_hugging_face=False)
 
 
-class LayerSequences:
+class LayerSequenceParallel:
     """Cuts the micro-batches of one model's layers, and brings the parts' losses together."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: SequenceParallelAttention) -> None:
         self.attention = attention
-        self._splitter = Splitter(attention.shares, _LAYERS)
+        self._splitter = BatchSplitter(attention.partition, _LAYER_SIGNATURE)
 
     @classmethod
-    def of(cls, layers: Iterable[nn.Module], teams: SequenceTeams) -> LayerSequences:
+    def install(cls, layers: Iterable[nn.Module], groups: SequenceGroups) -> LayerSequenceParallel:
         """Let attention in these layers be over whole sequences."""
-        attention = Attention(teams)
-        attend_together(list(layers), attention)
+        attention = SequenceParallelAttention(groups)
+        install_attention(list(layers), attention)
         return cls(attention)
 
-    def problem(self, batch: Any) -> str | None:
+    def find_batch_error(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""
         if isinstance(batch[0], Mapping) and isinstance(batch[0].get("position_ids"), Tensor):
             return None
@@ -43,28 +43,28 @@ class LayerSequences:
             "yield ({'input_ids': tokens, 'position_ids': positions}, labels)"
         )
 
-    def part(self, batch: Any) -> tuple[Mapping[str, Any], Any]:
+    def split_batch(self, batch: Any) -> tuple[Mapping[str, Any], Any]:
         """This rank's part of ``(inputs, labels)``; attention is from now on over the whole of it."""
         inputs, labels = batch
-        tokens = tokens_of(inputs, _LAYERS)
+        tokens = get_tokens(inputs, _LAYER_SIGNATURE)
         # Positions that begin again are no documents to layers that see none in one process.
-        whole = self.attention.whole = Whole(tokens.shape[1])
-        self.attention.check_rows(tokens)
-        return self._splitter.part(inputs, whole.length), self._cut(labels, whole.length)
+        sequence_meta = self.attention.sequence_meta = SequenceMeta(tokens.shape[1])
+        self.attention.verify_same_batch(tokens)
+        return self._splitter.local_batch(inputs, sequence_meta.length), self._split_labels(labels, sequence_meta.length)
 
-    def _cut(self, labels: Any, length: int) -> Any:
+    def _split_labels(self, labels: Any, length: int) -> Any:
         if isinstance(labels, Mapping):
-            return {key: self._cut(value, length) for key, value in labels.items()}
+            return {key: self._split_labels(value, length) for key, value in labels.items()}
         if isinstance(labels, tuple | list):
-            return type(labels)(self._cut(value, length) for value in labels)
+            return type(labels)(self._split_labels(value, length) for value in labels)
         if isinstance(labels, Tensor) and labels.dim() > 1 and labels.shape[1] == length:
-            return self._splitter.shares.take(labels)
+            return self._splitter.partition.local_tokens(labels)
         return labels
 
-    def losses(self) -> TeamLosses:
+    def loss_mode(self) -> SequenceParallelLoss:
         """A function mode, on while a loss is computed."""
-        return TeamLosses(self.attention.teams.everyone, self.attention.tell)
+        return SequenceParallelLoss(self.attention.groups.sp_group, self.attention.on_token_count)
 
-    def averaged(self, loss: Tensor) -> Tensor:
+    def mean_loss(self, loss: Tensor) -> Tensor:
         """The loss of the whole sequences (0-dim)."""
-        return averaged(loss, self.attention.teams.everyone)
+        return mean_over_group(loss, self.attention.groups.sp_group)

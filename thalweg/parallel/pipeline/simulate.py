@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thalweg.parallel.pipeline.actions import Action, Kind, Schedule, needs
+from thalweg.parallel.pipeline.actions import Action, ActionKind, PipelineSchedule, dependencies
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """Seconds (or any unit) of the actions of each stage, and of a transfer between ranks.
 
     ``forward[s]``, ``input_grad[s]``, ``weight_grad[s]``; a whole backward is the sum of the two.
@@ -27,12 +27,12 @@ class Costs:
     transfer: float = 0.0
 
     @staticmethod
-    def equal(num_stages: int, transfer: float = 0.0) -> Costs:
+    def uniform(num_stages: int, transfer: float = 0.0) -> ActionCosts:
         """Stages of equal cost, a backward twice its forward: 1, 1, 1."""
         ones = [1.0] * num_stages
-        return Costs(ones, ones, ones, transfer)
+        return ActionCosts(ones, ones, ones, transfer)
 
-    def of(self, kind: Kind, stage: int) -> float:
+    def action_cost(self, kind: ActionKind, stage: int) -> float:
         """The cost of one action."""
         if kind == "F":
             return self.forward[stage]
@@ -47,64 +47,64 @@ class Costs:
 class Timeline:
     """When each action began and ended, and what follows from that."""
 
-    schedule: Schedule
-    spans: dict[Action, tuple[float, float]] = field(repr=False)
+    schedule: PipelineSchedule
+    intervals: dict[Action, tuple[float, float]] = field(repr=False)
 
     @property
     def makespan(self) -> float:
         """From the first action's begin to the last one's end."""
-        return max(end for _, end in self.spans.values())
+        return max(end for _, end in self.intervals.values())
 
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in which they wait (0 to 1)."""
-        busy = sum(end - begin for begin, end in self.spans.values())
+        busy = sum(end - begin for begin, end in self.intervals.values())
         return 1.0 - busy / (self.schedule.num_ranks * self.makespan)
 
     def peak_in_flight(self, rank: int) -> int:
         """The most micro-batch activations that ``rank`` holds at once, over its stages."""
-        held = most = 0
+        in_flight = peak = 0
         for action in self.schedule.orders[rank]:
-            held += (action.kind == "F") - (action.kind in ("B", "W"))
-            most = max(most, held)
-        return most
+            in_flight += (action.kind == "F") - (action.kind in ("B", "W"))
+            peak = max(peak, in_flight)
+        return peak
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Timeline:
     """Play ``schedule``; it must be sound (:func:`.actions.check`)."""
-    costs = costs or Costs.equal(schedule.num_stages)
-    stages, halved = schedule.num_stages, schedule.halved
-    spans: dict[Action, tuple[float, float]] = {}
+    costs = costs or ActionCosts.uniform(schedule.num_stages)
+    stages, split_backward = schedule.num_stages, schedule.split_backward
+    intervals: dict[Action, tuple[float, float]] = {}
     positions = [0] * schedule.num_ranks
-    free = [0.0] * schedule.num_ranks
-    left = sum(len(order) for order in schedule.orders)
-    while left:
-        before = left
+    rank_free_at = [0.0] * schedule.num_ranks
+    num_left = sum(len(order) for order in schedule.orders)
+    while num_left:
+        before = num_left
         for rank, order in enumerate(schedule.orders):
             while positions[rank] < len(order):
                 action = order[positions[rank]]
-                wanted = list(needs(action, stages, halved))
-                if any(need not in spans for need in wanted):
+                needed = list(dependencies(action, stages, split_backward))
+                if any(need not in intervals for need in needed):
                     break
                 arrival = max(
-                    (arrives(need, spans, rank, schedule.placement, costs) for need in wanted), default=0.0
+                    (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed), default=0.0
                 )
-                begin = max(free[rank], arrival)
-                free[rank] = begin + costs.of(action.kind, action.stage)
-                spans[action] = (begin, free[rank])
+                begin = max(rank_free_at[rank], arrival)
+                rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)
+                intervals[action] = (begin, rank_free_at[rank])
                 positions[rank] += 1
-                left -= 1
-        assert left < before, "an unsound schedule: check() it first"
-    return Timeline(schedule, spans)
+                num_left -= 1
+        assert num_left < before, "an unsound schedule: check() it first"
+    return Timeline(schedule, intervals)
 
 
-def arrives(
+def arrival_time(
     need: Action,
-    spans: dict[Action, tuple[float, float]],
+    intervals: dict[Action, tuple[float, float]],
     rank: int,
-    placement: Sequence[int],
-    costs: Costs,
+    stage_to_rank: Sequence[int],
+    costs: ActionCosts,
 ) -> float:
     """When the result of ``need`` is at ``rank``."""
-    here = placement[need.stage] == rank
-    return spans[need][1] + (0.0 if here else costs.transfer)
+    same_rank = stage_to_rank[need.stage] == rank
+    return intervals[need][1] + (0.0 if same_rank else costs.transfer)

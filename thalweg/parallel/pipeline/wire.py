@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import Ledger
+from thalweg.comm import CommsLog
 
-_PLAIN = (bool, int, float, str, type(None))
+_JSON_TYPES = (bool, int, float, str, type(None))
 
 
-class Wire:
+class P2PChannel:
     """This rank's connection with the others of ``group`` (ranks of the group throughout).
 
     ``back``: a group of the same ranks for messages to earlier ones, if they need one of their own.
@@ -40,24 +40,24 @@ class Wire:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        ledger: Ledger | None = None,
-        back: dist.ProcessGroup | None = None,
+        ledger: CommsLog | None = None,
+        reverse_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._device, self.ledger = device, ledger or Ledger()
-        self._up, self._down = group, back or group
+        self._device, self.ledger = device, ledger or CommsLog()
+        self._forward_group, self._reverse_group = group, reverse_group or group
         self._rank = dist.get_rank(group)
-        self._going: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
-        self._seen_headers: dict[tuple[int, Hashable], bytes] = {}
-        self._expected: dict[int, deque[tuple[Hashable, Hashable]]] = {}
-        self._arrived: dict[tuple[int, Hashable, Hashable], Any] = {}
+        self._received_headers: dict[tuple[int, Hashable], bytes] = {}
+        self._recv_order: dict[int, deque[tuple[Hashable, Hashable]]] = {}
+        self._received: dict[tuple[int, Hashable, Hashable], Any] = {}
 
-    def expect(self, source: int, messages: Iterable[tuple[Hashable, Hashable]]) -> None:
+    def set_recv_order(self, source: int, messages: Iterable[tuple[Hashable, Hashable]]) -> None:
         """Say in which order ``source`` will send: its (kind, name) pairs from now on."""
-        self._expected.setdefault(source, deque()).extend(messages)
+        self._recv_order.setdefault(source, deque()).extend(messages)
 
-    def _towards(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        return self._up if source < destination else self._down
+    def _group_towards(self, source: int, destination: int) -> dist.ProcessGroup | None:
+        return self._forward_group if source < destination else self._reverse_group
 
     def send(self, destination: int, kind: Hashable, value: Any, name: str = "messages") -> None:
         """Send a tree without waiting; its tensors must not be written to before :meth:`drain`.
@@ -66,53 +66,53 @@ class Wire:
         """
         tensors: list[Tensor] = []
         header = json.dumps(_encode(value, tensors), separators=(",", ":")).encode()
-        known = self._sent_headers.get((destination, kind)) == header
+        header_is_known = self._sent_headers.get((destination, kind)) == header
         self._sent_headers[destination, kind] = header
-        self._post(torch.tensor([0 if known else len(header)]), destination)
-        if not known:
-            self._post(torch.frombuffer(bytearray(header), dtype=torch.uint8), destination)
+        self._isend(torch.tensor([0 if header_is_known else len(header)]), destination)
+        if not header_is_known:
+            self._isend(torch.frombuffer(bytearray(header), dtype=torch.uint8), destination)
         for tensor in tensors:
             if tensor.numel():
-                self._post(tensor.detach().contiguous(), destination)
-        self._count("header", name, 8 if known else 8 + len(header))
-        self._count("send", name, sum(tensor.nbytes for tensor in tensors))
-        while self._going and self._going[0][0].is_completed():
-            self._going.popleft()
+                self._isend(tensor.detach().contiguous(), destination)
+        self._record_traffic("header", name, 8 if header_is_known else 8 + len(header))
+        self._record_traffic("send", name, sum(tensor.nbytes for tensor in tensors))
+        while self._pending_sends and self._pending_sends[0][0].is_completed():
+            self._pending_sends.popleft()
 
-    def _count(self, kind: str, name: str, num_bytes: int) -> None:
+    def _record_traffic(self, kind: str, name: str, num_bytes: int) -> None:
         self.ledger.record(kind, name, "pipeline", full_bytes=num_bytes, world_size=2)
 
-    def _post(self, tensor: Tensor, destination: int) -> None:
-        work = dist.isend(tensor, group_dst=destination, group=self._towards(self._rank, destination))
+    def _isend(self, tensor: Tensor, destination: int) -> None:
+        work = dist.isend(tensor, group_dst=destination, group=self._group_towards(self._rank, destination))
         assert work is not None
-        self._going.append((work, tensor))
+        self._pending_sends.append((work, tensor))
 
     def receive(self, source: int, kind: Hashable, name: Hashable) -> Any:
         """The message (kind, name) of ``source``; waits for it."""
-        while (source, kind, name) not in self._arrived:
-            expected = self._expected.get(source)
-            assert expected, f"rank {source} of the pipeline is not to send {kind} {name}"
-            next_kind, next_name = expected.popleft()
-            self._arrived[source, next_kind, next_name] = self._take(source, next_kind)
-        return self._arrived.pop((source, kind, name))
+        while (source, kind, name) not in self._received:
+            recv_order = self._recv_order.get(source)
+            assert recv_order, f"rank {source} of the pipeline is not to send {kind} {name}"
+            next_kind, next_name = recv_order.popleft()
+            self._received[source, next_kind, next_name] = self._receive_next(source, next_kind)
+        return self._received.pop((source, kind, name))
 
-    def _take(self, source: int, kind: Hashable) -> Any:
+    def _receive_next(self, source: int, kind: Hashable) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group_src=source, group=self._towards(source, self._rank))
+        dist.recv(length, group_src=source, group=self._group_towards(source, self._rank))
         if length.item():
             raw = torch.empty(int(length.item()), dtype=torch.uint8)
-            dist.recv(raw, group_src=source, group=self._towards(source, self._rank))
-            self._seen_headers[source, kind] = raw.numpy().tobytes()
-        return self._decode(json.loads(self._seen_headers[source, kind]), source)
+            dist.recv(raw, group_src=source, group=self._group_towards(source, self._rank))
+            self._received_headers[source, kind] = raw.numpy().tobytes()
+        return self._decode(json.loads(self._received_headers[source, kind]), source)
 
     def _decode(self, node: Any, source: int) -> Any:
         tag, body = node
         if tag == "tensor":
-            dtype, shape, trains = body
-            tensor = torch.empty(shape, dtype=_dtype(dtype), device=self._device)
+            dtype, shape, requires_grad = body
+            tensor = torch.empty(shape, dtype=_dtype_from_name(dtype), device=self._device)
             if tensor.numel():
-                dist.recv(tensor, group_src=source, group=self._towards(source, self._rank))
-            return tensor.requires_grad_(trains)
+                dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank))
+            return tensor.requires_grad_(requires_grad)
         if tag == "plain":
             return body
         if tag == "dict":
@@ -120,17 +120,17 @@ class Wire:
         items = [self._decode(child, source) for child in body]
         return tuple(items) if tag == "tuple" else items
 
-    def drain(self) -> None:
+    def wait_sends(self) -> None:
         """Wait until all that was sent has left."""
-        while self._going:
-            self._going.popleft()[0].wait()
+        while self._pending_sends:
+            self._pending_sends.popleft()[0].wait()
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
     if isinstance(value, Tensor):
         tensors.append(value)
-        return ["tensor", [_dtype_code(value.dtype), list(value.shape), value.requires_grad]]
-    if isinstance(value, _PLAIN):
+        return ["tensor", [_dtype_name(value.dtype), list(value.shape), value.requires_grad]]
+    if isinstance(value, _JSON_TYPES):
         return ["plain", value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return ["dict", [[key, _encode(child, tensors)] for key, child in value.items()]]
@@ -143,11 +143,11 @@ def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
     )
 
 
-def _dtype_code(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(code: str) -> torch.dtype:
-    dtype = getattr(torch, code)
+def _dtype_from_name(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
