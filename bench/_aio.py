@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from _peers import deepspeed_environment
+from _peers import deepspeed_env
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--depth", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    os.environ.update({**deepspeed_environment(), **dict(os.environ)})
+    os.environ.update({**deepspeed_env(), **dict(os.environ)})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the operator's loader talks on standard output
     import torch

@@ -55,7 +55,7 @@ class Job:
     hidden: int = 0
     compiled: bool = False
 
-    def llama_shape(self) -> dict[str, int]:
+    def llama_config(self) -> dict[str, int]:
         """Return what `_llama.Llama` and its arithmetic take."""
         names = ("layers", "heads", "kv_heads", "width", "hidden", "vocabulary")
         return {name: getattr(self, name) for name in names}
@@ -79,7 +79,7 @@ def build_model(job: Job) -> nn.Module:
         from _llama import Llama
 
         with torch.device(job.device):
-            return Llama(**job.llama_shape())
+            return Llama(**job.llama_config())
     from thalweg.nn.transformer import GPT, GPTConfig
 
     return GPT(
@@ -102,8 +102,8 @@ def make_batch(job: Job, index: int, rank: int, world: int) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(1000 + index % 8)
     shape = (world * job.micro_batch, job.sequence + 1)
     tokens = torch.randint(0, job.vocabulary, shape, generator=generator)
-    mine = tokens[rank * job.micro_batch : (rank + 1) * job.micro_batch]
-    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+    local_rows = tokens[rank * job.micro_batch : (rank + 1) * job.micro_batch]
+    return local_rows[:, :-1].contiguous(), local_rows[:, 1:].contiguous()
 
 
 def _adamw(parameters: Iterable[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
@@ -168,16 +168,16 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
 
     retain_freed_memory()
     world = group.size()
-    own: list[int] = []
+    unit_bytes: list[int] = []
     seen: set[int] = set()
     for unit in units:  # the root comes last: what no block has is its own
-        mine = {id(p): p for p in unit.parameters() if id(p) not in seen}
-        seen |= mine.keys()
-        own.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in mine.values()))
-    slot, rings = max(own), []
+        parameters = {id(p): p for p in unit.parameters() if id(p) not in seen}
+        seen |= parameters.keys()
+        unit_bytes.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in parameters.values()))
+    buffer_bytes, rings = max(unit_bytes), []
     for depth in (4, 2):  # a gather keeps two slots while FSDP2 copies out; each ring has its arena
-        arena = comm.SharedMemoryArena.create(group, comm.SharedMemoryRing.num_bytes(world, slot, depth))
-        rings.append(None if arena is None else comm.SharedMemoryRing(arena, slot, depth))
+        arena = comm.SharedMemoryArena.create(group, comm.SharedMemoryRing.num_bytes(world, buffer_bytes, depth))
+        rings.append(None if arena is None else comm.SharedMemoryRing(arena, buffer_bytes, depth))
     gather, reduce = rings
     for index, unit in enumerate(units):
         name = f"unit {index}"
@@ -267,7 +267,7 @@ _BUILDERS: tuple[tuple[str, Callable[[Job, nn.Module, int, str], Step]], ...] = 
 )
 
 
-def build(name: str, job: Job, model: nn.Module, world: int) -> Step:
+def build_contestant(name: str, job: Job, model: nn.Module, world: int) -> Step:
     """Set a contestant up by name around this rank's model; ValueError for a name that is none."""
     for family, builder in _BUILDERS:
         if name == family or name.startswith(f"{family}_"):

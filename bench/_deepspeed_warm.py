@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 
-from _peers import deepspeed_environment, deepspeed_residue
+from _peers import deepspeed_env, remove_deepspeed_shm
 
 
 def _async_io() -> str:
@@ -26,7 +26,7 @@ def _async_io() -> str:
 def main() -> int:
     port = str(os.getpid())
     os.environ.update(
-        deepspeed_environment(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1"
+        deepspeed_env(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1"
     )
     os.environ["MASTER_PORT"] = port
     start = time.perf_counter()
@@ -47,7 +47,7 @@ def main() -> int:
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
     torch.distributed.destroy_process_group()
-    deepspeed_residue(port)
+    remove_deepspeed_shm(port)
     seconds = time.perf_counter() - start
     kind = f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__qualname__}"
     print(f"deepspeed {deepspeed.__version__}, {kind}")

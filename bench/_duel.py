@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from _contestants import Job
-from _groups import Group, GroupError, Placement, Turn
-from _peers import deepspeed_missing
+from _groups import RankGroup, RankGroupError, RankPlacement, TurnResult
+from _peers import deepspeed_missing_reason
 
 
 @dataclass
-class Outcome:
+class ContestantResult:
     """What one contestant did in one batch; `error` says why it did nothing or stopped."""
 
     name: str
     batch: int
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TurnResult] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
-    metered: list[float] = field(default_factory=list)
+    metered_per_step: list[float] = field(default_factory=list)
     error: str = ""
 
     def clock_ms(self) -> list[float]:
@@ -43,13 +43,13 @@ class Outcome:
         """Return the process CPU time of every step in ms, the mean over ranks."""
         return [1e3 * seconds for turn in self.turns for seconds in turn.cpu_seconds()]
 
-    def figures(self, digits: int) -> dict[str, float]:
+    def summary(self, digits: int) -> dict[str, float]:
         """Return clock and CPU time of a step, and what was metered to that many digits, for a table."""
         return {
             "clock_ms_min": round(min(self.clock_ms()), 1),
             "clock_ms_median": round(statistics.median(self.clock_ms()), 1),
             "cpu_ms_median": round(statistics.median(self.cpu_ms()), 1),
-            "link_mib": round(statistics.median(self.metered), digits),
+            "link_mib": round(statistics.median(self.metered_per_step), digits),
         }
 
     def losses(self) -> list[float]:
@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSettings:
     """How a duel is run: rounds of `steps` steps for each, after `warmup` steps that are not counted; with
     `memory_mib` for all that are alive at once (None: most of what is free)."""
 
@@ -73,53 +73,53 @@ class Plan:
     memory_mib: float | None = None
 
 
-class Duel:
+class InterleavedRun:
     """The outcomes of one run; `outcomes[name]` is the contestant's first (the anchor has one a batch).
 
     `meter()` is a counter read before and after each turn; `Outcome.metered` has its rise per step.
     """
 
     def __init__(
-        self, job: Job, world: int, plan: Plan, anchor: str, *, meter: Callable[[], float] | None = None
+        self, job: Job, world: int, plan: RunSettings, anchor: str, *, meter: Callable[[], float] | None = None
     ) -> None:
         self.job, self.world, self.plan, self.anchor, self.meter = job, world, plan, anchor, meter
-        self.outcomes: dict[str, Outcome] = {}
-        self.anchors: list[Outcome] = []
+        self.outcomes: dict[str, ContestantResult] = {}
+        self.anchors: list[ContestantResult] = []
 
-    def run(self, names: Sequence[str], placements: list[Placement] | None = None) -> None:
+    def run(self, names: Sequence[str], placements: list[RankPlacement] | None = None) -> None:
         """Run every contestant of `names`; one that fails is recorded and the others go on."""
-        able = []
+        runnable = []
         for name in names:
-            missing = absent(name)
+            missing = missing_reason(name)
             if missing:
-                self.outcomes[name] = Outcome(name, -1, error=missing)
+                self.outcomes[name] = ContestantResult(name, -1, error=missing)
             else:
-                able.append(name)
-        others = [name for name in able if name != self.anchor]
-        batches = pack(others, self.anchor, self.job, self.world, self.plan.memory_mib)
+                runnable.append(name)
+        others = [name for name in runnable if name != self.anchor]
+        batches = split_into_batches(others, self.anchor, self.job, self.world, self.plan.memory_mib)
         for number, batch in enumerate(batches):
             head = (
                 f"{self.job.name} {self.job.dtype}, {self.world} ranks, batch {number + 1} of {len(batches)}"
             )
-            say(f"{head}: {', '.join(batch)}")
+            log_stderr(f"{head}: {', '.join(batch)}")
             self._run_batch(number, batch, placements)
 
-    def _run_batch(self, number: int, names: Sequence[str], placements: list[Placement] | None) -> None:
-        groups: dict[str, Group] = {}
-        outcomes = {name: Outcome(name, number) for name in names}
+    def _run_batch(self, number: int, names: Sequence[str], placements: list[RankPlacement] | None) -> None:
+        groups: dict[str, RankGroup] = {}
+        outcomes = {name: ContestantResult(name, number) for name in names}
         try:
             for name in names:
-                groups[name] = Group(
+                groups[name] = RankGroup(
                     name, self.job, self.world, threads=self.plan.threads, placements=placements
                 )
             for name in names:
-                self._guard(groups, outcomes[name], self._prepare)
+                self._run_guarded(groups, outcomes[name], self._prepare)
             for turn in range(self.plan.rounds):
                 order = [*names[turn % len(names) :], *names[: turn % len(names)]]
                 for name in order:
-                    self._guard(groups, outcomes[name], self._turn)
+                    self._run_guarded(groups, outcomes[name], self._run_turn)
             for name in names:
-                self._guard(groups, outcomes[name], self._report)
+                self._run_guarded(groups, outcomes[name], self._report)
         except BaseException:
             for group in groups.values():
                 group.stop(orderly=False)
@@ -130,44 +130,44 @@ class Duel:
         for name, outcome in outcomes.items():
             self.outcomes.setdefault(name, outcome)
 
-    def _guard(self, groups: dict[str, Group], outcome: Outcome, action: Any) -> None:
+    def _run_guarded(self, groups: dict[str, RankGroup], outcome: ContestantResult, action: Any) -> None:
         """Do one thing with a contestant; a failure puts it out of the batch, with its reason."""
         if outcome.name not in groups:
             return
         try:
             action(groups[outcome.name], outcome)
-        except GroupError as error:
-            say(str(error))
+        except RankGroupError as error:
+            log_stderr(str(error))
             outcome.error = str(error).splitlines()[0].removeprefix(f"{outcome.name}: ")
             groups.pop(outcome.name).stop(orderly=False)
 
-    def _prepare(self, group: Group, outcome: Outcome) -> None:
+    def _prepare(self, group: RankGroup, outcome: ContestantResult) -> None:
         group.wait_ready()
         group.run(self.plan.warmup)
 
-    def _turn(self, group: Group, outcome: Outcome) -> None:
+    def _run_turn(self, group: RankGroup, outcome: ContestantResult) -> None:
         before = self.meter() if self.meter else 0.0
         outcome.turns.append(group.run(self.plan.steps))
         if self.meter:
-            outcome.metered.append((self.meter() - before) / self.plan.steps)
+            outcome.metered_per_step.append((self.meter() - before) / self.plan.steps)
 
-    def _report(self, group: Group, outcome: Outcome) -> None:
+    def _report(self, group: RankGroup, outcome: ContestantResult) -> None:
         outcome.reports = group.report()
 
-    def usable(self, name: str) -> bool:
+    def succeeded(self, name: str) -> bool:
         """Return whether the contestant finished."""
         return name in self.outcomes and not self.outcomes[name].error
 
-    def relative(self, ours: str, theirs: str) -> float:
+    def time_ratio(self, name: str, other: str) -> float:
         """Return how many times as long `theirs` took as `ours`: the median of the rounds' quotients."""
-        a, b = self.outcomes[ours], self.outcomes[theirs]
-        if theirs == self.anchor:
+        a, b = self.outcomes[name], self.outcomes[other]
+        if other == self.anchor:
             b = self.anchors[a.batch]
-        if ours == self.anchor:
+        if name == self.anchor:
             a = self.anchors[b.batch]
         if a.batch == b.batch:
-            return _paired(a, b)
-        return _paired(self.anchors[b.batch], b) / _paired(self.anchors[a.batch], a)
+            return _median_ratio(a, b)
+        return _median_ratio(self.anchors[b.batch], b) / _median_ratio(self.anchors[a.batch], a)
 
     def loss_difference(self, name: str) -> float:
         """Return the largest difference of a step's loss from the anchor's."""
@@ -175,15 +175,15 @@ class Duel:
         return max(abs(a - b) for a, b in pairs)
 
 
-def _paired(ours: Outcome, theirs: Outcome) -> float:
+def _median_ratio(ours: ContestantResult, theirs: ContestantResult) -> float:
     rounds = zip(ours.turns, theirs.turns, strict=True)
     return statistics.median(statistics.median(b.clock()) / statistics.median(a.clock()) for a, b in rounds)
 
 
-def absent(name: str) -> str:
+def missing_reason(name: str) -> str:
     """Return why a contestant cannot take part, or an empty string."""
     if name.startswith("deepspeed"):
-        reason = deepspeed_missing()
+        reason = deepspeed_missing_reason()
         return f"absent: {reason}" if reason else ""
     return ""
 
@@ -211,7 +211,7 @@ def available_mib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**20
 
 
-def pack(
+def split_into_batches(
     names: Sequence[str], anchor: str, job: Job, world: int, budget_mib: float | None = None
 ) -> list[list[str]]:
     """Split the contestants, in order, into batches that fit; the anchor leads each of them."""
@@ -228,6 +228,6 @@ def pack(
     return batches or [[anchor]]
 
 
-def say(text: str) -> None:
+def log_stderr(text: str) -> None:
     """Tell the person at the terminal what is going on; standard output is for the result alone."""
     print(text, file=sys.stderr, flush=True)

@@ -8,51 +8,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from _duel import Duel
+from _duel import InterleavedRun
 
 
 @dataclass(frozen=True)
-class Goal:
+class PerformanceGoal:
     """`peer` over `ours` must be at least `least` in `metric` (clock or memory) on model `model`."""
 
     model: str
     ours: str
     peer: str
     metric: str
-    least: float
+    min_ratio: float
 
 
-def _goals() -> list[Goal]:
+def _make_goals() -> list[PerformanceGoal]:
     goals = []
     for stage in range(4):
         for kind in ("thalweg", "thalweg_torch"):
             ours, against_ddp = f"{kind}_{stage}", 1 / 1.05 if stage == 3 else 1.0
-            goals.append(Goal("69m", ours, f"deepspeed_{stage}", "clock", 2.2))
-            goals.append(Goal("small", ours, f"deepspeed_{stage}", "clock", 1.0))
-            goals.append(Goal("69m", ours, "ddp_fused", "clock", against_ddp))
-            goals.append(Goal("small", ours, "ddp_fused", "clock", against_ddp))
-            goals.append(Goal("small", ours, f"deepspeed_{stage}", "memory", 1.0))
-            goals.append(Goal("69m", ours, f"deepspeed_{stage}", "memory", 1.0))
+            goals.append(PerformanceGoal("69m", ours, f"deepspeed_{stage}", "clock", 2.2))
+            goals.append(PerformanceGoal("small", ours, f"deepspeed_{stage}", "clock", 1.0))
+            goals.append(PerformanceGoal("69m", ours, "ddp_fused", "clock", against_ddp))
+            goals.append(PerformanceGoal("small", ours, "ddp_fused", "clock", against_ddp))
+            goals.append(PerformanceGoal("small", ours, f"deepspeed_{stage}", "memory", 1.0))
+            goals.append(PerformanceGoal("69m", ours, f"deepspeed_{stage}", "memory", 1.0))
             if stage:
-                goals.append(Goal("69m", ours, "ddp_fused", "memory", 1.0))
-        goals.append(Goal("small", f"thalweg_{stage}", "ddp_fused", "clock", 1.4))
+                goals.append(PerformanceGoal("69m", ours, "ddp_fused", "memory", 1.0))
+        goals.append(PerformanceGoal("small", f"thalweg_{stage}", "ddp_fused", "clock", 1.4))
     for stage in (2, 3):
         for model in ("small", "69m"):
-            goals.append(Goal(model, f"thalweg_torch_{stage}", f"fsdp2_comm_{stage}", "clock", 1 / 1.03))
+            goals.append(PerformanceGoal(model, f"thalweg_torch_{stage}", f"fsdp2_comm_{stage}", "clock", 1 / 1.03))
     return goals
 
 
-GOALS = _goals()
+GOALS = _make_goals()
 
 
-def ratio(duel: Duel, goal: Goal) -> float:
+def measure_ratio(duel: InterleavedRun, goal: PerformanceGoal) -> float:
     """Return theirs over ours in the goal's metric."""
     if goal.metric == "clock":
-        return duel.relative(goal.ours, goal.peer)
+        return duel.time_ratio(goal.ours, goal.peer)
     return duel.outcomes[goal.peer].peak_mib() / duel.outcomes[goal.ours].peak_mib()
 
 
-def check(duel: Duel) -> list[dict[str, object]]:
+def check_goals(duel: InterleavedRun) -> list[dict[str, object]]:
     """Return each goal of this duel's model that could be measured, with its ratio and whether it is met."""
     if duel.world != 2 or duel.job.dtype != "fp32":
         return []
@@ -61,10 +61,10 @@ def check(duel: Duel) -> list[dict[str, object]]:
             "ours": goal.ours,
             "peer": goal.peer,
             "metric": goal.metric,
-            "least": round(goal.least, 3),
-            "ratio": round(ratio(duel, goal), 3),
-            "met": ratio(duel, goal) >= goal.least,
+            "least": round(goal.min_ratio, 3),
+            "ratio": round(measure_ratio(duel, goal), 3),
+            "met": measure_ratio(duel, goal) >= goal.min_ratio,
         }
         for goal in GOALS
-        if goal.model == duel.job.name and duel.usable(goal.ours) and duel.usable(goal.peer)
+        if goal.model == duel.job.name and duel.succeeded(goal.ours) and duel.succeeded(goal.peer)
     ]

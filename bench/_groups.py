@@ -27,12 +27,12 @@ from types import TracebackType
 from typing import Any
 
 from _contestants import Job
-from _peers import ROOT, deepspeed_environment, deepspeed_residue, python_for
+from _peers import ROOT, deepspeed_env, remove_deepspeed_shm, python_for
 
 WORKER = Path(__file__).resolve().parent / "_worker.py"
 
 
-_FOLDER = "thalweg-bench-"
+_FOLDER_PREFIX = "thalweg-bench-"
 
 
 def exit_on_terminate() -> None:
@@ -40,25 +40,25 @@ def exit_on_terminate() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def sweep() -> list[Path]:
+def remove_stale() -> list[Path]:
     """Remove what drivers that are no longer alive have left, and return their folders."""
-    gone = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
-        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             if (folder / "port").exists():
-                deepspeed_residue((folder / "port").read_text())
+                remove_deepspeed_shm((folder / "port").read_text())
             shutil.rmtree(folder, ignore_errors=True)
-            gone.append(folder)
-    return gone
+            removed.append(folder)
+    return removed
 
 
-class GroupError(RuntimeError):
+class RankGroupError(RuntimeError):
     """A contestant's rank failed or did not answer in time; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Where a rank runs: a command prefix (a network namespace, say) and extra environment variables."""
 
     prefix: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Placement:
 
 
 @dataclass
-class Turn:
+class TurnResult:
     """What one turn of a group measured; outer index rank, inner index step."""
 
     seconds: list[list[float]]
@@ -86,29 +86,29 @@ class Turn:
         return [sum(step) / len(step) for step in zip(*self.losses, strict=True)]
 
 
-class Group:
+class RankGroup:
     """The ranks of one contestant."""
 
     def __init__(
-        self, name: str, job: Job, world: int, *, threads: int = 1, placements: list[Placement] | None = None
+        self, name: str, job: Job, world: int, *, threads: int = 1, placements: list[RankPlacement] | None = None
     ) -> None:
         self.name, self.job, self.world = name, job, world
-        sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+        remove_stale()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         self._port = str(20000 + secrets.randbelow(40000))
         (self._folder / "port").write_text(self._port)
         self._logs = [self._folder / f"rank{rank}.log" for rank in range(world)]
         self._ranks: list[subprocess.Popen[str]] = []
-        places = placements or [Placement()] * world
+        rank_placements = placements or [RankPlacement()] * world
         try:
-            for rank, place in enumerate(places):
-                self._ranks.append(self._start(rank, place, threads))
+            for rank, placement in enumerate(rank_placements):
+                self._ranks.append(self._start_rank(rank, placement, threads))
         except BaseException:
             self.stop(orderly=False)
             raise
 
-    def _start(self, rank: int, place: Placement, threads: int) -> subprocess.Popen[str]:
-        command = [*place.prefix, python_for(self.name), str(WORKER), "--contestant", self.name]
+    def _start_rank(self, rank: int, placement: RankPlacement, threads: int) -> subprocess.Popen[str]:
+        command = [*placement.prefix, python_for(self.name), str(WORKER), "--contestant", self.name]
         command += ["--job", json.dumps(self.job.to_dict()), "--store", str(self._folder / "store")]
         command += ["--rank", str(rank), "--world", str(self.world), "--threads", str(threads)]
         environment = {
@@ -123,57 +123,57 @@ class Group:
             "PYTHONPATH": str(ROOT),
         }
         if self.name.startswith("deepspeed"):
-            environment.update(deepspeed_environment(self.world))
-        environment.update(place.environment)
+            environment.update(deepspeed_env(self.world))
+        environment.update(placement.environment)
         with self._logs[rank].open("w") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
             )
 
-    def _send(self, order: dict[str, Any]) -> None:
+    def _send(self, command: dict[str, Any]) -> None:
         for process in self._ranks:
             assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.write(json.dumps(command) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                raise self._failure("a rank has gone") from None
+                raise self._make_error("a rank has gone") from None
 
-    def _answers(self, timeout: float) -> list[dict[str, Any]]:
+    def _read_replies(self, timeout: float) -> list[dict[str, Any]]:
         """Wait for one line from every rank; raise GroupError when one fails, dies or takes too long."""
         deadline = time.monotonic() + timeout
-        answers: dict[int, dict[str, Any]] = {}
-        while len(answers) < self.world:
-            waiting = {p.stdout: r for r, p in enumerate(self._ranks) if r not in answers}
+        replies: dict[int, dict[str, Any]] = {}
+        while len(replies) < self.world:
+            waiting = {p.stdout: r for r, p in enumerate(self._ranks) if r not in replies}
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._failure(f"no answer within {timeout:.0f} s")
+                raise self._make_error(f"no answer within {timeout:.0f} s")
             for stream in ready:
                 line = stream.readline()
                 answer = json.loads(line) if line else {"error": "the process ended"}
                 if "error" in answer:
-                    raise self._failure(f"rank {waiting[stream]}: {answer['error']}")
-                answers[waiting[stream]] = answer
-        return [answers[rank] for rank in range(self.world)]
+                    raise self._make_error(f"rank {waiting[stream]}: {answer['error']}")
+                replies[waiting[stream]] = answer
+        return [replies[rank] for rank in range(self.world)]
 
-    def _failure(self, reason: str) -> GroupError:
+    def _make_error(self, reason: str) -> RankGroupError:
         tails = [f"  {log.name}: {line}" for log in self._logs for line in log.read_text().splitlines()[-6:]]
-        return GroupError("\n".join([f"{self.name}: {reason}", *tails]))
+        return RankGroupError("\n".join([f"{self.name}: {reason}", *tails]))
 
     def wait_ready(self, timeout: float = 300.0) -> None:
         """Return when every rank has built its model; GroupError otherwise."""
-        self._answers(timeout)
+        self._read_replies(timeout)
 
-    def run(self, steps: int, timeout: float = 600.0) -> Turn:
+    def run(self, steps: int, timeout: float = 600.0) -> TurnResult:
         """Give the group a turn of `steps` optimiser steps and return what it measured."""
         self._send({"do": "run", "steps": steps})
-        answers = self._answers(timeout)
-        return Turn(*([answer[key] for answer in answers] for key in ("seconds", "cpu", "losses")))
+        answers = self._read_replies(timeout)
+        return TurnResult(*([answer[key] for answer in answers] for key in ("seconds", "cpu", "losses")))
 
     def report(self) -> list[dict[str, Any]]:
         """Return each rank's memory (MiB) and imports."""
         self._send({"do": "report"})
-        return self._answers(60.0)
+        return self._read_replies(60.0)
 
     def stop(self, orderly: bool = True) -> None:
         """End the ranks through their own handles, and remove what they may have left."""
@@ -196,10 +196,10 @@ class Group:
                 process.stdout.close()
         self._ranks = []
         if self.name.startswith("deepspeed"):
-            deepspeed_residue(self._port)
+            remove_deepspeed_shm(self._port)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], tuple[float, float]]
+TurnFn = Callable[[list[list[int]], int], tuple[float, float]]
 
 
-def _twice(run: Callable[[list[list[int]], int], None]) -> Generate:
+def _make_turn(run: Callable[[list[list[int]], int], None]) -> TurnFn:
     """Return a turn that runs once for the first token and once for all."""
 
     def turn(prompts: list[list[int]], new: int) -> tuple[float, float]:
@@ -39,19 +39,19 @@ def _twice(run: Callable[[list[list[int]], int], None]) -> Generate:
 class CTranslate2:
     """fp32, int8."""
 
-    kinds = {"fp32": "float32", "int8": "int8"}  # noqa: RUF012
+    compute_types = {"fp32": "float32", "int8": "int8"}  # noqa: RUF012
 
-    def convert(self, form: str, source: str, target: str) -> None:
+    def convert(self, weight_format: str, source: str, target: str) -> None:
         """Write its own format."""
         converters = importlib.import_module("ctranslate2").converters
-        converters.TransformersConverter(source).convert(target, quantization=self.kinds[form])
+        converters.TransformersConverter(source).convert(target, quantization=self.compute_types[weight_format])
 
-    def load(self, form: str, target: str, threads: int) -> Generate:
+    def load(self, weight_format: str, target: str, threads: int) -> TurnFn:
         """Return its turn."""
         library = importlib.import_module("ctranslate2")
-        how: dict[str, Any] = {"device": "cpu", "compute_type": self.kinds[form], "intra_threads": threads}
+        how: dict[str, Any] = {"device": "cpu", "compute_type": self.compute_types[weight_format], "intra_threads": threads}
         if json.loads((Path(target) / "config.json").read_text()).get("decoder_start_token"):
-            return self._listening(library.Translator(target, **how))
+            return self._load_translator(library.Translator(target, **how))
         generator = library.Generator(target, **how)
 
         def run(prompts: list[list[int]], count: int) -> None:
@@ -60,22 +60,22 @@ class CTranslate2:
                 named, max_length=count, min_length=count, beam_size=1, include_prompt_in_result=False
             )
 
-        return _twice(run)
+        return _make_turn(run)
 
-    def _listening(self, translator: Any) -> Generate:
+    def _load_translator(self, translator: Any) -> TurnFn:
         def run(prompts: list[list[int]], count: int) -> None:
             named = [[f"t{token}" for token in prompt] for prompt in prompts]
             translator.translate_batch(
                 named, max_decoding_length=count, min_decoding_length=count, beam_size=1, max_input_length=0
             )
 
-        return _twice(run)
+        return _make_turn(run)
 
 
 class LlamaCpp:
     """f32, q8_0, q4_0: a GGUF file written from the checkpoint, quantised by llama.cpp itself."""
 
-    def convert(self, form: str, source: str, target: str) -> None:
+    def convert(self, weight_format: str, source: str, target: str) -> None:
         """Write a GGUF file; the query and key rows are interleaved as its rotation wants them."""
         import numpy as np
 
@@ -112,23 +112,23 @@ class LlamaCpp:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        if form != "f32":
+        if weight_format != "f32":
             library = importlib.import_module("llama_cpp")
             settings = library.llama_model_quantize_default_params()
-            settings.ftype = {"q8_0": 7, "q4_0": 2}[form]
-            paths = plain.encode(), f"{target}.{form}.gguf".encode()
+            settings.ftype = {"q8_0": 7, "q4_0": 2}[weight_format]
+            paths = plain.encode(), f"{target}.{weight_format}.gguf".encode()
             if library.llama_model_quantize(*paths, ctypes.byref(settings)):
                 raise SystemExit("llama_model_quantize failed")
             os.unlink(plain)
 
-    def load(self, form: str, target: str, threads: int) -> Generate:
+    def load(self, weight_format: str, target: str, threads: int) -> TurnFn:
         """Return its turn: one call for the prompts, one call a token for all sequences."""
         import numpy as np
 
         library = importlib.import_module("llama_cpp")
         library.llama_backend_init()
         model = library.llama_model_load_from_file(
-            f"{target}.{form}.gguf".encode(), library.llama_model_default_params()
+            f"{target}.{weight_format}.gguf".encode(), library.llama_model_default_params()
         )
         settings = library.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 8 * 256, 1024, 512, 8
@@ -145,7 +145,7 @@ class LlamaCpp:
             if library.llama_decode(context, batch):
                 raise RuntimeError("llama_decode failed")
 
-        def best(at: int) -> int:
+        def argmax_token(at: int) -> int:
             logits = library.llama_get_logits_ith(context, at)
             return int(np.ctypeslib.as_array(logits, shape=(size,)).argmax())
 
@@ -158,11 +158,11 @@ class LlamaCpp:
                 for position, token in enumerate(prompt)
             ]
             decode(rows)
-            tokens = [best(at) for at, row in enumerate(rows) if row[3]]
+            tokens = [argmax_token(at) for at, row in enumerate(rows) if row[3]]
             first = time.perf_counter() - start
             for step in range(new - 1):
                 decode([(t, len(prompts[n]) + step, n, True) for n, t in enumerate(tokens)])
-                tokens = [best(at) for at in range(len(tokens))]
+                tokens = [argmax_token(at) for at in range(len(tokens))]
             return first, time.perf_counter() - start
 
         return turn
@@ -171,12 +171,12 @@ class LlamaCpp:
 class OnnxRuntime:
     """fp32, int8, int4 by onnxruntime-genai's own builder and generation loop."""
 
-    def convert(self, form: str, source: str, target: str) -> None:
+    def convert(self, weight_format: str, source: str, target: str) -> None:
         """Write its ONNX graph."""
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", source, "-o", target]
-        subprocess.run([*command, "-p", form, "-e", "cpu", "-c", f"{target}-cache"], check=True)
+        subprocess.run([*command, "-p", weight_format, "-e", "cpu", "-c", f"{target}-cache"], check=True)
 
-    def load(self, form: str, target: str, threads: int) -> Generate:
+    def load(self, weight_format: str, target: str, threads: int) -> TurnFn:
         """Return its turn."""
         library = importlib.import_module("onnxruntime_genai")
         path = Path(target) / "genai_config.json"
@@ -206,11 +206,11 @@ class OnnxRuntime:
 class Vllm:
     """bf16; its prefix cache is off, since a turn sends each prompt twice."""
 
-    def convert(self, form: str, source: str, target: str) -> None:
+    def convert(self, weight_format: str, source: str, target: str) -> None:
         """Nothing to convert: name the folder."""
         Path(target).symlink_to(source)
 
-    def load(self, form: str, target: str, threads: int) -> Generate:
+    def load(self, weight_format: str, target: str, threads: int) -> TurnFn:
         """Return its turn."""
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ |= {
@@ -229,7 +229,7 @@ class Vllm:
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             model.generate(asked, settings, use_tqdm=False)
 
-        return _twice(run)
+        return _make_turn(run)
 
 
 ENGINES: dict[str, Any] = {
@@ -242,11 +242,11 @@ ENGINES: dict[str, Any] = {
 
 def main() -> None:
     """Convert, or answer turns until standard input ends."""
-    action, engine, form, *words = sys.argv[1:]
+    action, engine, weight_format, *words = sys.argv[1:]
     if action == "convert":
-        ENGINES[engine]().convert(form, *words)
+        ENGINES[engine]().convert(weight_format, *words)
         return
-    turn = ENGINES[engine]().load(form, words[0], int(words[1]))
+    turn = ENGINES[engine]().load(weight_format, words[0], int(words[1]))
     print(json.dumps({"first": 0.0, "whole": 0.0}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)

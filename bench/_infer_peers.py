@@ -24,21 +24,21 @@ from _peers import ROOT
 
 FOLDER = ROOT / ".venv-infer-peers"
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
-MAIN = Path(__file__).with_name("_infer_peer.py")
+WORKER = Path(__file__).with_name("_infer_peer.py")
 
 
 @dataclass(frozen=True)
-class Kind:
+class PeerSpec:
     """One form of one engine: its packages' folder (or its interpreter) and how it names the form."""
 
     engine: str
-    form: str
+    weight_format: str
     packages: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """As the rows call it."""
-        return f"{self.engine} {self.form}"
+        return f"{self.engine} {self.weight_format}"
 
     @property
     def installed(self) -> bool:
@@ -52,27 +52,27 @@ class Kind:
         environment.pop("PYTHONPATH", None)
         if self.engine != "vllm":
             environment["PYTHONPATH"] = str(FOLDER / self.engine)
-        return [python, str(MAIN), words[0], self.engine, self.form, *words[1:]], environment
+        return [python, str(WORKER), words[0], self.engine, self.weight_format, *words[1:]], environment
 
 
 _ONNX = ("onnxruntime-genai", "onnxruntime", "onnx", "onnx-ir", "protobuf", "ml_dtypes", "flatbuffers")
-KINDS = (
-    Kind("ctranslate2", "fp32", ("--no-deps", "ctranslate2", "pyyaml")),
-    Kind("ctranslate2", "int8"),
-    Kind("llama.cpp", "f32", ("llama-cpp-python", "gguf")),
-    Kind("llama.cpp", "q8_0"),
-    Kind("llama.cpp", "q4_0"),
-    Kind("onnxruntime", "fp32", ("--no-deps", *_ONNX)),
-    Kind("onnxruntime", "int8"),
-    Kind("onnxruntime", "int4"),
-    Kind("vllm", "bf16"),
+PEER_SPECS = (
+    PeerSpec("ctranslate2", "fp32", ("--no-deps", "ctranslate2", "pyyaml")),
+    PeerSpec("ctranslate2", "int8"),
+    PeerSpec("llama.cpp", "f32", ("llama-cpp-python", "gguf")),
+    PeerSpec("llama.cpp", "q8_0"),
+    PeerSpec("llama.cpp", "q4_0"),
+    PeerSpec("onnxruntime", "fp32", ("--no-deps", *_ONNX)),
+    PeerSpec("onnxruntime", "int8"),
+    PeerSpec("onnxruntime", "int4"),
+    PeerSpec("vllm", "bf16"),
 )
 
 
-class Peer:
+class PeerProcess:
     """A process that takes turns: a JSON object a line in, one out."""
 
-    def __init__(self, kind: Kind, folder: str, threads: int) -> None:
+    def __init__(self, kind: PeerSpec, folder: str, threads: int) -> None:
         self.name = kind.name
         command, environment = kind.command("serve", folder, str(threads))
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -85,9 +85,9 @@ class Peer:
             text=True,
             env=environment,
         )
-        self._answer()
+        self._read_reply()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{") and "first" in line:
@@ -96,12 +96,12 @@ class Peer:
         self._log.seek(0)
         raise RuntimeError(f"{self.name} ended with {code}: {self._log.read()[-300:].decode()}")
 
-    def turn(self, prompts: list[list[int]], new: int) -> tuple[float, float]:
+    def run_turn(self, prompts: list[list[int]], new: int) -> tuple[float, float]:
         """Return seconds to the first token and in all."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
+        answer = self._read_reply()
         return answer["first"], answer["whole"]
 
     def close(self) -> None:
@@ -113,30 +113,30 @@ class Peer:
 
 
 @contextmanager
-def peers(
-    model: Any, threads: int, forms: tuple[str, ...] = (), engines: tuple[str, ...] = ()
-) -> Iterator[list[Peer]]:
+def start_peers(
+    model: Any, threads: int, weight_formats: tuple[str, ...] = (), engines: tuple[str, ...] = ()
+) -> Iterator[list[PeerProcess]]:
     """Give the peers that are installed, with this model loaded; of the named forms and engines, or all."""
-    found: list[Peer] = []
-    kinds = [kind for kind in KINDS if kind.installed and (not forms or kind.form in forms)]
+    processes: list[PeerProcess] = []
+    kinds = [kind for kind in PEER_SPECS if kind.installed and (not weight_formats or kind.weight_format in weight_formats)]
     kinds = [kind for kind in kinds if not engines or kind.engine in engines]
     with TemporaryDirectory(prefix="thalweg-bench-") as folder:
         if kinds:
             _save(model, Path(folder) / "model")
         try:
             for kind in kinds:
-                target = f"{folder}/{kind.engine}-{kind.form}"
+                target = f"{folder}/{kind.engine}-{kind.weight_format}"
                 command, environment = kind.command("convert", f"{folder}/model", target)
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 try:
                     if done.returncode:
                         raise RuntimeError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
-                    found.append(Peer(kind, target, threads))  # returns once it has loaded
+                    processes.append(PeerProcess(kind, target, threads))  # returns once it has loaded
                 except RuntimeError as error:
                     print(f"{kind.name}: left out: {error}", file=sys.stderr)
-            yield found
+            yield processes
         finally:
-            for peer in found:
+            for peer in processes:
                 peer.close()
 
 
@@ -156,7 +156,7 @@ def _save(model: Any, folder: Path) -> None:
 def install() -> int:
     """Install each engine into a folder of its own; 1 if one could not be."""
     failed = 0
-    for kind in (kind for kind in KINDS if kind.packages):
+    for kind in (kind for kind in PEER_SPECS if kind.packages):
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(FOLDER / kind.engine)]
         environment = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
         failed |= subprocess.run([*command, *kind.packages], env=environment, check=False).returncode != 0

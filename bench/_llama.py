@@ -99,7 +99,7 @@ def flops_per_token(shape: dict[str, int], sequence: int, *, causal: bool = Fals
 
 
 # Dense bf16 peaks in FLOP/s without sparsity, from the makers' data sheets, by a part of the device's name.
-PEAKS = {
+PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -113,4 +113,4 @@ PEAKS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 peak of a GPU by its name, or None for one that is not in the table."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)

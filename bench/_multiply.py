@@ -20,8 +20,8 @@ from thalweg.ops.native.ir import BF16, I8, I32, KernelBuilder, JitModule, host_
 from thalweg.ops.native.panels import WEIGHT_FORMATS
 from thalweg.ops.native.tape import Program
 
-_SUMS, _TURNS = 12, 200_000
-_FORMS = {  # by what an instruction multiplies: products, operands, sums
+_NUM_ACCUMULATORS, _NUM_ITERATIONS = 12, 200_000
+_INSTRUCTIONS = {  # by what an instruction multiplies: products, operands, sums
     "fp32": (16, vec(16), vec(16)),
     "bf16": (32, vec(32, BF16), vec(16)),
     "int8": (64, vec(64, I8), vec(16, I32)),
@@ -29,47 +29,47 @@ _FORMS = {  # by what an instruction multiplies: products, operands, sums
 
 
 @cache
-def _library(form: str) -> tuple[JitModule, int]:
+def _compile_kernel(dtype: str) -> tuple[JitModule, int]:
     module = ir.Module("multiply")
-    code = KernelBuilder(module, f"multiply_{form}")
-    products, operand, total = _FORMS[form]
+    code = KernelBuilder(module, f"multiply_{dtype}")
+    products, operand_type, accumulator_type = _INSTRUCTIONS[dtype]
     source, out = code.load_arg(0), code.load_arg(1)
-    a, b = (code.load(operand, code.add(source, 64 * i)) for i in range(2))
-    sums = [code.stack_var(code.load(total, source)) for _ in range(_SUMS)]
-    with code.range(0, _TURNS):
-        for each in sums:
-            if form == "fp32":
-                each.value = code.fma(a, b, each.value)
+    a, b = (code.load(operand_type, code.add(source, 64 * i)) for i in range(2))
+    sums = [code.stack_var(code.load(accumulator_type, source)) for _ in range(_NUM_ACCUMULATORS)]
+    with code.range(0, _NUM_ITERATIONS):
+        for accumulator in sums:
+            if dtype == "fp32":
+                accumulator.value = code.fma(a, b, accumulator.value)
             else:
-                name = "avx512bf16.dpbf16ps" if form == "bf16" else "avx512.vpdpbusd"
-                each.value = code.call(f"llvm.x86.{name}.512", total, [each.value, a, b])
-    for number, each in enumerate(sums):  # what is never stored need not be computed
-        code.store(each.value, code.add(out, code.mul(code.thread_id, 64 * _SUMS), 64 * number))
+                name = "avx512bf16.dpbf16ps" if dtype == "bf16" else "avx512.vpdpbusd"
+                accumulator.value = code.call(f"llvm.x86.{name}.512", accumulator_type, [accumulator.value, a, b])
+    for number, accumulator in enumerate(sums):  # what is never stored need not be computed
+        code.store(accumulator.value, code.add(out, code.mul(code.thread_id, 64 * _NUM_ACCUMULATORS), 64 * number))
     code.ret()
     return JitModule(module), products
 
 
 @cache
-def products_per_second(form: str, turns: int = 5) -> float | None:
+def multiply_adds_per_second(dtype: str, repeats: int = 5) -> float | None:
     """Return products a second of all threads; None where the processor lacks the instruction.
 
     int4 is multiplied by int8's instruction.
     """
-    form = {"int4": "int8"}.get(form, form)
-    if WEIGHT_FORMATS[form].cpu_feature not in host_cpu_features():
+    dtype = {"int4": "int8"}.get(dtype, dtype)
+    if WEIGHT_FORMATS[dtype].cpu_feature not in host_cpu_features():
         return None
-    library, products = _library(form)
+    library, products = _compile_kernel(dtype)
     threads = torch.get_num_threads()
-    source, out = torch.zeros(64), torch.zeros(threads * _SUMS * 16)
-    tape = Program([(library.get_address(f"multiply_{form}"), [source.data_ptr(), out.data_ptr()])], [source, out])
+    source, out = torch.zeros(64), torch.zeros(threads * _NUM_ACCUMULATORS * 16)
+    tape = Program([(library.get_address(f"multiply_{dtype}"), [source.data_ptr(), out.data_ptr()])], [source, out])
     best = float("inf")
-    for _ in range(turns):
+    for _ in range(repeats):
         start = time.perf_counter()
         tape.run()
         best = min(best, time.perf_counter() - start)
-    return threads * _TURNS * _SUMS * products / best
+    return threads * _NUM_ITERATIONS * _NUM_ACCUMULATORS * products / best
 
 
 if __name__ == "__main__":
     for name in WEIGHT_FORMATS:
-        print(name, products_per_second(name))
+        print(name, multiply_adds_per_second(name))

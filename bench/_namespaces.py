@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from _groups import Placement
+from _groups import RankPlacement
 
 _PREFIX = "thalweg-bench-"
 _CABLE = "cable0"
@@ -29,7 +29,7 @@ class NamespaceError(RuntimeError):
     """The machine does not let us make hosts; the message says what it lacks."""
 
 
-def why_not() -> str | None:
+def missing_reason() -> str | None:
     """Return what is missing for namespace hosts here, or None."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
@@ -39,40 +39,40 @@ def why_not() -> str | None:
     return None
 
 
-def _command(*words: str) -> str:
+def _run_command(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NamespaceError(f"`{' '.join(words)}` failed: {done.stderr.strip() or 'no message'}")
     return done.stdout
 
 
-def sweep() -> list[str]:
+def remove_stale() -> list[str]:
     """Delete the namespaces of drivers that are no longer alive, and return their names."""
-    gone = []
-    for line in _command("ip", "netns", "list").splitlines():
+    removed = []
+    for line in _run_command("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.strip() else ""
         pid = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            _command("ip", "netns", "del", name)
-            gone.append(name)
-    return gone
+            _run_command("ip", "netns", "del", name)
+            removed.append(name)
+    return removed
 
 
-class Hosts:
+class NamespaceHosts:
     """Hosts and their cables; `rate` as `tc` writes it ("1gbit"), None for unlimited ones."""
 
-    def __init__(self, rate: str | None = None, number: int = 2) -> None:
+    def __init__(self, rate: str | None = None, num_hosts: int = 2) -> None:
         self.rate = rate
-        self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(number)]
-        self.addresses = [f"10.77.0.{host + 1}" for host in range(number)]
-        self._switch = f"{_PREFIX}{os.getpid()}-switch"
-        self._holders: list[subprocess.Popen[bytes]] = []
+        self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(num_hosts)]
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(num_hosts)]
+        self._bridge = f"{_PREFIX}{os.getpid()}-switch"
+        self._init_processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Hosts:
-        reason = why_not()
+    def __enter__(self) -> NamespaceHosts:
+        reason = missing_reason()
         if reason:
             raise NamespaceError(reason)
-        sweep()
+        remove_stale()
         try:
             self._build()
         except BaseException:
@@ -87,35 +87,35 @@ class Hosts:
 
     def _build(self) -> None:
         for name in self.names:
-            _command("ip", "netns", "add", name)
+            _run_command("ip", "netns", "add", name)
         if len(self.names) == 2:
-            self._join(self.names[0], _CABLE, self.names[1], _CABLE)
+            self._add_cable(self.names[0], _CABLE, self.names[1], _CABLE)
         else:
-            _command("ip", "netns", "add", self._switch)
-            _command("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-            _command("ip", "-n", self._switch, "link", "set", "bridge0", "up")
+            _run_command("ip", "netns", "add", self._bridge)
+            _run_command("ip", "-n", self._bridge, "link", "add", "bridge0", "type", "bridge")
+            _run_command("ip", "-n", self._bridge, "link", "set", "bridge0", "up")
             for host, name in enumerate(self.names):
-                self._join(name, _CABLE, self._switch, f"port{host}")
-                _command("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "bridge0", "up")
+                self._add_cable(name, _CABLE, self._bridge, f"port{host}")
+                _run_command("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0", "up")
         for host, name in enumerate(self.names):
-            _command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
-            _command("ip", "-n", name, "link", "set", _CABLE, "up")
+            _run_command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
+            _run_command("ip", "-n", name, "link", "set", "lo", "up")
+            _run_command("ip", "-n", name, "link", "set", _CABLE, "up")
             if self.rate:
                 bucket = ("rate", self.rate, "burst", "256kb", "latency", "50ms")
-                _command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *bucket)
-            self._holders.append(self._hold(name))
+                _run_command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *bucket)
+            self._init_processes.append(self._start_init(name))
 
-    def _join(self, one: str, end: str, other: str, other_end: str) -> None:
-        peer = ("type", "veth", "peer", "name", other_end, "netns", other)
-        _command("ip", "link", "add", end, "netns", one, *peer)
+    def _add_cable(self, first: str, first_device: str, second: str, second_device: str) -> None:
+        peer = ("type", "veth", "peer", "name", second_device, "netns", second)
+        _run_command("ip", "link", "add", first_device, "netns", first, *peer)
 
-    def _hold(self, name: str) -> subprocess.Popen[bytes]:
+    def _start_init(self, name: str) -> subprocess.Popen[bytes]:
         """Start the host's first process: it ends when we do, or close its pipe, and the others with it."""
         script = f"hostname {name} && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat"
-        apart = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        unshare = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         holder = subprocess.Popen(
-            ["ip", "netns", "exec", name, *apart, "sh", "-c", script],
+            ["ip", "netns", "exec", name, *unshare, "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ class Hosts:
         return holder
 
     def _remove(self) -> None:
-        for holder in self._holders:
+        for holder in self._init_processes:
             assert holder.stdin is not None and holder.stdout is not None
             holder.stdin.close()
             try:
@@ -139,31 +139,31 @@ class Hosts:
                 holder.kill()
                 holder.wait()
             holder.stdout.close()
-        self._holders = []
-        present = _command("ip", "netns", "list")
-        for name in (*self.names, self._switch):
+        self._init_processes = []
+        present = _run_command("ip", "netns", "list")
+        for name in (*self.names, self._bridge):
             if name in present:
-                _command("ip", "netns", "del", name)
+                _run_command("ip", "netns", "del", name)
 
-    def first_process(self, host: int) -> int:
+    def init_pid(self, host: int) -> int:
         """Return the pid of the host's first process; all others end with it."""
-        pid = self._holders[host].pid
+        pid = self._init_processes[host].pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
-    def inside(self, host: int) -> tuple[str, ...]:
+    def command_prefix(self, host: int) -> tuple[str, ...]:
         """Return the words that run a command on a host."""
-        target = str(self.first_process(host))
+        target = str(self.init_pid(host))
         return ("nsenter", "--target", target, "--net", "--uts", "--ipc", "--mount", "--pid")
 
-    def cut(self, host: int) -> None:
+    def disconnect(self, host: int) -> None:
         """Take a host off the network; it goes on by itself."""
-        _command("ip", "-n", self.names[host], "link", "set", _CABLE, "down")
+        _run_command("ip", "-n", self.names[host], "link", "set", _CABLE, "down")
 
-    def placements(self, ranks_per_host: int) -> list[Placement]:
+    def placements(self, ranks_per_host: int) -> list[RankPlacement]:
         """Return where each rank runs, host by host, with the variables that a launcher would set there."""
         return [
-            Placement(
-                self.inside(host),
+            RankPlacement(
+                self.command_prefix(host),
                 {
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(ranks_per_host),
@@ -179,5 +179,5 @@ class Hosts:
 
     def sent_mib(self) -> float:
         """Return how much the first host has sent over the cable so far, in MiB."""
-        (link,) = json.loads(_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE))
+        (link,) = json.loads(_run_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE))
         return link["stats64"]["tx"]["bytes"] / 2**20

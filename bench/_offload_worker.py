@@ -27,7 +27,7 @@ def memory_mib(key: str = "VmHWM") -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
+def make_config(args: argparse.Namespace) -> dict[str, Any]:
     """The ds_config, the same for both engines."""
     zero: dict[str, Any] = {"stage": 3}
     if args.param != "none":
@@ -62,7 +62,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-def build(args: argparse.Namespace) -> Any:
+def build_engine(args: argparse.Namespace) -> Any:
     """The engine around a freshly initialised model."""
     import torch
 
@@ -75,14 +75,14 @@ def build(args: argparse.Namespace) -> Any:
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.init_distributed("gloo", init_method=f"file://{args.store}", rank=0, world_size=1)
         # Built in its context: `initialize` alone would make paged parameters 16-bit under fp32 on CPU.
-        with deepspeed.zero.Init(config_dict_or_path=config_of(args)):
+        with deepspeed.zero.Init(config_dict_or_path=make_config(args)):
             model = GPT(shape)
-        return deepspeed.initialize(model=model, config=config_of(args))[0]
+        return deepspeed.initialize(model=model, config=make_config(args))[0]
     import thalweg
 
     with thalweg.zero.Init():
         model = GPT(shape)
-    return thalweg.initialize(model=model, config=config_of(args))[0]
+    return thalweg.initialize(model=model, config=make_config(args))[0]
 
 
 def main() -> None:
@@ -105,11 +105,11 @@ def main() -> None:
     torch.set_num_threads(2)
     imported = memory_mib()
     start = time.perf_counter()
-    engine = build(args)
-    found: dict[str, Any] = {"imported_mib": imported, "setup_seconds": time.perf_counter() - start}
-    found["setup_mib"] = memory_mib()
-    found["losses"], found["seconds"], found["cpu_seconds"] = [], [], []
-    found["read_bytes"], found["written_bytes"] = [], []
+    engine = build_engine(args)
+    result: dict[str, Any] = {"imported_mib": imported, "setup_seconds": time.perf_counter() - start}
+    result["setup_mib"] = memory_mib()
+    result["losses"], result["seconds"], result["cpu_seconds"] = [], [], []
+    result["read_bytes"], result["written_bytes"] = [], []
     swap = getattr(getattr(engine, "_parts", None), "sharded", None)
     swap = getattr(swap, "swap", None)
     vocabulary = SHAPES[args.case][3]
@@ -121,13 +121,13 @@ def main() -> None:
         loss = engine(tokens_BT[:, :-1], tokens_BT[:, 1:])
         engine.backward(loss)
         engine.step()
-        found["seconds"].append(time.perf_counter() - clock)
-        found["cpu_seconds"].append(time.process_time() - cpu)
-        found["losses"].append(loss.item())
-        found["read_bytes"].append(swap.reads.nbytes - reads if swap else 0)
-        found["written_bytes"].append(swap.writes.nbytes - writes if swap else 0)
-        found["peak_mib"] = memory_mib()
-    print("RESULT " + json.dumps(found), flush=True)
+        result["seconds"].append(time.perf_counter() - clock)
+        result["cpu_seconds"].append(time.process_time() - cpu)
+        result["losses"].append(loss.item())
+        result["read_bytes"].append(swap.reads.nbytes - reads if swap else 0)
+        result["written_bytes"].append(swap.writes.nbytes - writes if swap else 0)
+        result["peak_mib"] = memory_mib()
+    print("RESULT " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

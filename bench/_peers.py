@@ -14,7 +14,7 @@ PEERS = ROOT / ".venv-peers"
 PEERS_PYTHON = PEERS / "bin" / "python"
 
 
-def deepspeed_missing() -> str | None:
+def deepspeed_missing_reason() -> str | None:
     """Return why DeepSpeed cannot take part, or None when it can."""
     if not PEERS_PYTHON.exists():
         return "no .venv-peers: run `make bench-peers`"
@@ -23,16 +23,16 @@ def deepspeed_missing() -> str | None:
     return None
 
 
-def aio_missing() -> str | None:
+def aio_missing_reason() -> str | None:
     """Return why DeepSpeed's asynchronous-I/O operator cannot take part, or None when it can."""
-    if missing := deepspeed_missing():
+    if missing := deepspeed_missing_reason():
         return missing
     if not (PEERS / "torch_extensions" / "async_io" / "async_io.so").exists():
         return "its async_io operator is not compiled: install libaio-dev and run `make bench-peers`"
     return None
 
 
-def deepspeed_environment(local_ranks: int = 1) -> dict[str, str]:
+def deepspeed_env(local_ranks: int = 1) -> dict[str, str]:
     """Return the variables under which DeepSpeed starts on CPU ranks.
 
     Its C++ operators are compiled once, into the environment of the peers, and found there;
@@ -47,7 +47,7 @@ def deepspeed_environment(local_ranks: int = 1) -> dict[str, str]:
     }
 
 
-def deepspeed_residue(port: str) -> int:
+def remove_deepspeed_shm(port: str) -> int:
     """Remove the shared memory that DeepSpeed's ranks leave behind; return how many bytes there were.
 
     It names its segments after the user, `MASTER_ADDR` and `MASTER_PORT`, so each group of ranks here has

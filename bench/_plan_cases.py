@@ -237,7 +237,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def name_of(case: dict[str, Any]) -> str:
+def case_name(case: dict[str, Any]) -> str:
     """Return the case in one line."""
     words = [
         case["model"],
@@ -279,13 +279,13 @@ def build_model(case: dict[str, Any], device: str = "cpu") -> nn.Module:
         return cls(config)
 
 
-def config_of(case: dict[str, Any]) -> dict[str, Any]:
+def make_config(case: dict[str, Any]) -> dict[str, Any]:
     """Return the case's ds_config."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case["micro"],
         "gradient_accumulation_steps": case.get("accumulation", 1),
         "optimizer": {"type": case.get("optimizer", "AdamW"), "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": case["stage"], **_tiers(case)},
+        "zero_optimization": {"stage": case["stage"], **_offload_config(case)},
         "gradient_clipping": case.get("clip", 1.0),
         "cpu_kernels": case.get("kernels", "auto"),
     }
@@ -296,7 +296,7 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _tiers(case: dict[str, Any]) -> dict[str, Any]:
+def _offload_config(case: dict[str, Any]) -> dict[str, Any]:
     blocks: dict[str, Any] = {}
     for key, block in (("states", "offload_optimizer"), ("params", "offload_param")):
         if key in case:

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 
-def status() -> dict[str, float]:
+def proc_status_mib() -> dict[str, float]:
     """Return this process's memory in MiB by the kernel's names."""
     wanted = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
     found = {}
@@ -32,7 +32,7 @@ class _MallInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def malloc_mib() -> dict[str, float]:
+def glibc_heap_mib() -> dict[str, float]:
     """Return what glibc says of its main heap, in MiB: size, mapped apart, in use, free, free at the top."""
     call = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if call is None:
@@ -43,7 +43,7 @@ def malloc_mib() -> dict[str, float]:
     return {name: getattr(info, name) / 2**20 for name in names}
 
 
-def mappings() -> dict[str, float]:
+def mapped_mib() -> dict[str, float]:
     """Return resident MiB by kind of mapping: heap, anonymous (large, small), files, shared."""
     found: dict[str, float] = {}
     kind, size = "", 0
@@ -80,7 +80,7 @@ def main() -> int:
 
     import torch
     import torch.distributed as dist
-    from _plan_cases import build_model, config_of, make_batch, preload
+    from _plan_cases import build_model, make_config, make_batch, preload
 
     import thalweg
 
@@ -92,15 +92,15 @@ def main() -> int:
         dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=world)
     else:
         thalweg.init_distributed()
-    facts: dict[str, Any] = {"import": status(), "import_malloc": malloc_mib()}
-    facts["import_mappings"] = mappings()
+    facts: dict[str, Any] = {"import": proc_status_mib(), "import_malloc": glibc_heap_mib()}
+    facts["import_mappings"] = mapped_mib()
     model = build_model(case)
-    facts["model"] = {**status(), **malloc_mib()}
+    facts["model"] = {**proc_status_mib(), **glibc_heap_mib()}
     start = time.perf_counter()
-    engine, *_ = thalweg.initialize(model=model, config=config_of(case))
+    engine, *_ = thalweg.initialize(model=model, config=make_config(case))
     del model
     facts["initialize_s"] = time.perf_counter() - start
-    facts["initialize"] = {**status(), **malloc_mib()}
+    facts["initialize"] = {**proc_status_mib(), **glibc_heap_mib()}
     facts["steps"], facts["seconds"] = [], []
     for step in range(args.steps):
         clock = time.perf_counter()
@@ -111,16 +111,16 @@ def main() -> int:
             del output
             engine.backward(loss)
             if args.trace:
-                facts["steps"].append({"at": f"backward {micro}", **status(), **malloc_mib()})
+                facts["steps"].append({"at": f"backward {micro}", **proc_status_mib(), **glibc_heap_mib()})
             engine.step()
         facts["seconds"].append(time.perf_counter() - clock)
-        facts["steps"].append({"at": f"step {step}", **status(), **malloc_mib(), "mappings": mappings()})
+        facts["steps"].append({"at": f"step {step}", **proc_status_mib(), **glibc_heap_mib(), "mappings": mapped_mib()})
     facts["loss"] = loss.item()
     facts["ledger"] = {
         kind: engine.ledger.total(kind).sent_bytes for kind in ("all_gather", "reduce_scatter", "all_reduce")
     }
     dist.barrier()
-    facts["end"], facts["end_mappings"] = status(), mappings()
+    facts["end"], facts["end_mappings"] = proc_status_mib(), mapped_mib()
     facts["peak_mib"], facts["import_mib"] = facts["end"]["VmHWM"], facts["import"]["VmRSS"]
     print(json.dumps(facts), flush=True)
     sys.stdout.flush()

@@ -63,7 +63,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def machine() -> dict[str, Any]:
+def machine_info() -> dict[str, Any]:
     """Return the machine's facts: processor, what it can do, cores, memory, torch and Python."""
     model, flags = platform.processor() or platform.machine(), set()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
@@ -84,11 +84,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_line(facts: dict[str, Any]) -> str:
+def format_machine(info: dict[str, Any]) -> str:
     """Return the machine on one line."""
     return (
-        f"{facts['processor']} ({', '.join(facts['features']) or 'no vector extensions named'}), "
-        f"{facts['cores']} cores, {facts['memory_gib']} GiB, torch {facts['torch']}, Python {facts['python']}"
+        f"{info['processor']} ({', '.join(info['features']) or 'no vector extensions named'}), "
+        f"{info['cores']} cores, {info['memory_gib']} GiB, torch {info['torch']}, Python {info['python']}"
     )
 
 
@@ -103,28 +103,28 @@ def commit() -> str:
     return f"{name}+changes" if git("status", "--porcelain", "--untracked-files=no") else name
 
 
-def envelope(bench: str, rows: Iterable[Row], **extra: Any) -> dict[str, Any]:
+def make_result(bench: str, rows: Iterable[Row], **extra: Any) -> dict[str, Any]:
     """Return the one JSON object of a benchmark."""
     return {
         "bench": bench,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine_info(),
         "rows": [row.to_dict() for row in rows],
         **extra,
     }
 
 
-def cell(value: Any, digits: int = 0) -> str:
+def format_cell(value: Any, digits: int = 0) -> str:
     """Return a table cell: a number with that many digits, "-" for None, text as it is."""
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if isinstance(value, float | int) else str(value)
 
 
-def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with aligned columns: the first one left, the others right."""
-    widths = [max(len(str(line[i])) for line in [headers, *lines]) for i in range(len(headers))]
+    widths = [max(len(str(line[i])) for line in [headers, *rows]) for i in range(len(headers))]
 
     def render(line: Sequence[str]) -> str:
         cells = [
@@ -134,7 +134,7 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         return f"| {' | '.join(cells)} |"
 
     rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
-    return "\n".join([render(headers), f"|{rule}|", *(render(line) for line in lines)])
+    return "\n".join([render(headers), f"|{rule}|", *(render(line) for line in rows)])
 
 
 def rows_table(rows: Sequence[Row | dict[str, Any]]) -> str:
@@ -145,13 +145,13 @@ def rows_table(rows: Sequence[Row | dict[str, Any]]) -> str:
             row["case"],
             row["peer"],
             row["metric"],
-            *(cell(row[key], 3 if (row[key] or 0) < 10 else 1) for key in ("ours", "theirs")),
-            "absent" if row.get("note") else cell(row["ratio"], 2),
+            *(format_cell(row[key], 3 if (row[key] or 0) < 10 else 1) for key in ("ours", "theirs")),
+            "absent" if row.get("note") else format_cell(row["ratio"], 2),
         ]
         for row in fields
     ]
     notes = dict.fromkeys(row["note"] for row in fields if row.get("note"))
-    drawn = table(["case", "peer", "metric", "ours", "theirs", "ratio"], lines)
+    drawn = markdown_table(["case", "peer", "metric", "ours", "theirs", "ratio"], lines)
     return "\n".join([drawn, *(f"\nAbsent: {note}" for note in notes)])
 
 
@@ -181,17 +181,17 @@ def merge_runs(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for run in runs:
         stale = rows_for(run["run"], rows)
         rows = [row for row in rows if row not in stale] + list(run["rows"])
-    kept = {run["run"]: run for run in [*old.get("runs", []), *runs]}
-    merged = [{**kept[key], "rows": []} for key in sorted(kept)]
+    runs_by_name = {run["run"]: run for run in [*old.get("runs", []), *runs]}
+    merged = [{**runs_by_name[key], "rows": []} for key in sorted(runs_by_name)]
     return {"bench": name, "commit": commit(), "rows": rows, "runs": merged}
 
 
-def section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def render_section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return one run as Markdown: its name, when and where, its own table, its rows."""
-    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
+    summary = f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}."
     if run.get("load", 0.0) > run["machine"]["cores"]:
-        about += f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
-    parts = [f"## {run['run']}", "", about, "", table(headers, lines), "", rows_table(run["rows"]), ""]
+        summary += f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
+    parts = [f"## {run['run']}", "", summary, "", markdown_table(headers, lines), "", rows_table(run["rows"]), ""]
     return "\n".join(parts)
 
 
@@ -217,15 +217,15 @@ def publish_runs(
     print(json.dumps(one) if as_json else "\n".join(map(render, runs)))
 
 
-def known_run(name: str, run: str) -> dict[str, Any]:
+def load_run(name: str, run: str) -> dict[str, Any]:
     """The run of that name in results/<name>.json, or an empty one."""
     path = ROOT / "results" / f"{name}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     return next((one for one in runs if one["run"] == run), {})
 
 
-def output_options(parser: argparse.ArgumentParser, name: str, quick: str) -> None:
+def add_output_options(parser: argparse.ArgumentParser, name: str, quick_help: str) -> None:
     """Add what every benchmark understands; `quick` says what that leaves out."""
-    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help=f"write results/{name}.md and .json")

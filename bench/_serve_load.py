@@ -25,64 +25,64 @@ CHARS_PER_TOKEN = 3.2  # of the bench's tokenizer on its text
 class Arrival:
     """One request: when it comes (seconds from the start), and what it asks."""
 
-    at: float
+    arrival_time: float
     prompt: str
     max_tokens: int
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What came of a request; times are seconds from its arrival."""
 
     tokens: int = 0
-    first: float | None = None
+    ttft: float | None = None
     last: float = 0.0
     status: int = 0
-    gaps: list[float] = field(default_factory=list)
+    inter_token_times: list[float] = field(default_factory=list)
 
-    def good(self, first_seconds: float, token_seconds: float, wanted: int) -> bool:
+    def meets_slo(self, max_ttft: float, max_itl: float, num_expected_tokens: int) -> bool:
         """Whether it was whole and in time: the first token, and the mean between tokens."""
-        if self.status != 200 or self.first is None or self.tokens < wanted:
+        if self.status != 200 or self.ttft is None or self.tokens < num_expected_tokens:
             return False
-        between = (self.last - self.first) / max(1, self.tokens - 1)
-        return self.first <= first_seconds and between <= token_seconds
+        between = (self.last - self.ttft) / max(1, self.tokens - 1)
+        return self.ttft <= max_ttft and between <= max_itl
 
 
-def schedule(num_requests: int, rate: float, seed: int) -> list[Arrival]:
+def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[Arrival]:
     """Return the arrivals; ``rate`` is in requests a second."""
     rng = random.Random(seed)
     text = "".join(p.read_text() for p in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py")))
-    cut = lambda n: text[(at := rng.randrange(len(text) - n)) : at + n]
-    prefixes = [cut(PREFIX_CHARS) for _ in range(NUM_PREFIXES)]
-    found, now = [], 0.0
+    take_text = lambda n: text[(at := rng.randrange(len(text) - n)) : at + n]
+    prefixes = [take_text(PREFIX_CHARS) for _ in range(NUM_PREFIXES)]
+    arrivals, now = [], 0.0
     for _ in range(num_requests):
         now += rng.expovariate(rate)
         length = min(600, max(16, int(rng.lognormvariate(math.log(96), 0.6))))
         wanted = min(160, max(8, int(rng.lognormvariate(math.log(40), 0.5))))
         shared = rng.choice(prefixes) if rng.random() < 0.5 else ""
         own = max(20, int(length * CHARS_PER_TOKEN) - len(shared))
-        found.append(Arrival(now, shared + cut(own), wanted))
-    return found
+        arrivals.append(Arrival(now, shared + take_text(own), wanted))
+    return arrivals
 
 
-async def drive(port: int, model: str, arrivals: list[Arrival], limit: float) -> tuple[list[Record], float]:
+async def run_load(port: int, model: str, arrivals: list[Arrival], timeout: float) -> tuple[list[RequestRecord], float]:
     """Send the load; returns a record for each request and the seconds until the last one ended."""
     start = time.perf_counter()
 
-    async def one(arrival: Arrival) -> Record:
-        await asyncio.sleep(max(0.0, start + arrival.at - time.perf_counter()))
-        record = Record()
+    async def send_one(arrival: Arrival) -> RequestRecord:
+        await asyncio.sleep(max(0.0, start + arrival.arrival_time - time.perf_counter()))
+        record = RequestRecord()
         try:
-            await asyncio.wait_for(ask(port, model, arrival, record), limit)
+            await asyncio.wait_for(send_request(port, model, arrival, record), timeout)
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
             record.status = record.status if record.status not in (0, 200) else -1
         return record
 
-    records = await asyncio.gather(*(one(arrival) for arrival in arrivals))
+    records = await asyncio.gather(*(send_one(arrival) for arrival in arrivals))
     return records, time.perf_counter() - start
 
 
-async def ask(port: int, model: str, arrival: Arrival, record: Record) -> None:
+async def send_request(port: int, model: str, arrival: Arrival, record: RequestRecord) -> None:
     """One streamed completion; a token is a chunk that carries text, or what ``usage`` says."""
     body: dict[str, Any] = {"model": model, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens}
     body |= {"stream": True, "temperature": 0.0, "stream_options": {"include_usage": True}}
@@ -101,25 +101,25 @@ async def ask(port: int, model: str, arrival: Arrival, record: Record) -> None:
             if (usage := event.get("usage")) and usage.get("completion_tokens"):
                 record.tokens = max(record.tokens, usage["completion_tokens"])
             if any(choice.get("text") for choice in event.get("choices", ())):
-                if record.first is None:
-                    record.first = now
+                if record.ttft is None:
+                    record.ttft = now
                 else:
-                    record.gaps.append(now - record.last)
+                    record.inter_token_times.append(now - record.last)
                 record.last = now
-                record.tokens = max(record.tokens, 1 + len(record.gaps))
+                record.tokens = max(record.tokens, 1 + len(record.inter_token_times))
     finally:
         writer.close()
 
 
 def summary(
-    records: list[Record], arrivals: list[Arrival], seconds: float, first_seconds: float, token_seconds: float
+    records: list[RequestRecord], arrivals: list[Arrival], seconds: float, max_ttft: float, max_itl: float
 ) -> dict[str, float]:
     """Return goodput (requests a second within the latencies), token rate and percentiles."""
     good = sum(
-        r.good(first_seconds, token_seconds, a.max_tokens) for r, a in zip(records, arrivals, strict=True)
+        r.meets_slo(max_ttft, max_itl, a.max_tokens) for r, a in zip(records, arrivals, strict=True)
     )
-    firsts = [r.first if r.first is not None else math.inf for r in records]
-    gaps = [gap for r in records for gap in r.gaps]
+    firsts = [r.ttft if r.ttft is not None else math.inf for r in records]
+    gaps = [gap for r in records for gap in r.inter_token_times]
     return {
         "goodput": good / seconds,
         "good": good,
@@ -143,6 +143,6 @@ def percentile(values: list[float], q: int) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * q / 100) - 1)]
 
 
-def median(runs: list[dict[str, float]], key: str) -> float:
+def median_of_runs(runs: list[dict[str, float]], key: str) -> float:
     """Return the median over rounds."""
     return statistics.median(run[key] for run in runs)

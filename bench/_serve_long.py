@@ -33,13 +33,13 @@ sys.path.insert(0, str(ROOT))
 
 from tests.serve_client import Connection
 from tests.serve_fuzz import bad_body, bad_bytes
-from tests.toy_engine import expected
+from tests.toy_engine import expected_text
 
-_REPORT = 30.0  # seconds between lines on standard error
-_AT_ONCE = 48  # connections, more than the server admits sequences with n > 1
+_PROGRESS_SECONDS = 30.0  # seconds between lines on standard error
+_NUM_CONNECTIONS = 48  # connections, more than the server admits sequences with n > 1
 
 
-def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict[str, Any]]:
+def run_long_tiers(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict[str, Any]]:
     """Run what is asked for; returns a run with rows for each, AssertionError where a promise is broken."""
     runs = []
     if num_bad:
@@ -60,7 +60,7 @@ def run_long(num_bad: int, num_soak: int, num_ends: int, seed: int) -> list[dict
                             ratio=1.0 / max(100 * drift, 0.01)))  # fmt: skip
         runs.append({"run": "R24 soak", "rows": rows, "note": note})
     if num_ends:
-        found = _residue(num_ends, seed)
+        found = _check_leftovers(num_ends, seed)
         rows = [_row("R25 residue", "ends", num_ends, 1000)]
         rows.append(compare("R25 residue, left", "goal", "processes, files, ports", 0, 0))
         runs.append({"run": "R25 residue", "rows": rows, "note": f"By signal: {found}."})
@@ -71,7 +71,7 @@ def _row(name: str, what: str, count: int, goal: int) -> Row:
     return compare(f"{name}, full count", "goal", what, count, goal, lower_is_better=False)
 
 
-class _Program:
+class _ServerProcess:
     """`thalweg serve` with the toy engine."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
@@ -84,20 +84,20 @@ class _Program:
             lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
-    def idle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until nothing is admitted and no KV block is held, and that stays so."""
         deadline, since = time.monotonic() + 30, None
         while since is None or time.monotonic() - since < 0.5:  # a heartbeat and more
             found = self.metrics()
-            held = {key: found[key] for key in found if f"{key} ".startswith(_HELD)}
-            assert len(held) == len(_HELD), held
-            since = (since or time.monotonic()) if not any(held.values()) else None
-            assert time.monotonic() < deadline, f"left behind: {held}"
+            in_use = {key: found[key] for key in found if f"{key} ".startswith(_RESOURCE_GAUGES)}
+            assert len(in_use) == len(_RESOURCE_GAUGES), in_use
+            since = (since or time.monotonic()) if not any(in_use.values()) else None
+            assert time.monotonic() < deadline, f"left behind: {in_use}"
             time.sleep(0.05)
         assert found["thalweg_replica_restarts_total"] == 0, "an engine died"
         assert [self.process.pid, *_children(self.process.pid)] == self.pids
 
-    def memory(self) -> int:
+    def anonymous_bytes(self) -> int:
         """Anonymous bytes of the front and its replicas."""
         total = 0
         for pid in self.pids:
@@ -106,11 +106,11 @@ class _Program:
         return total
 
 
-_HELD = ("thalweg_outstanding ", "thalweg_kv_blocks_used{", "thalweg_running{", "thalweg_waiting{")
+_RESOURCE_GAUGES = ("thalweg_outstanding ", "thalweg_kv_blocks_used{", "thalweg_running{", "thalweg_waiting{")
 
 
 @contextlib.contextmanager
-def _program(model: str, *options: str) -> Iterator[_Program]:
+def _run_toy_server(model: str, *options: str) -> Iterator[_ServerProcess]:
     command = [sys.executable, "-m", "thalweg", "serve", model, "--port", "0", "--json", *options]
     process = subprocess.Popen(
         [*command, "--loader", "tests.toy_engine:load_engine"],
@@ -118,7 +118,7 @@ def _program(model: str, *options: str) -> Iterator[_Program]:
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        yield _Program(process, int(json.loads(process.stdout.readline())["url"].rpartition(":")[2]))
+        yield _ServerProcess(process, int(json.loads(process.stdout.readline())["url"].rpartition(":")[2]))
         process.terminate()
         assert process.wait(30) == 0
     finally:
@@ -129,12 +129,12 @@ def _program(model: str, *options: str) -> Iterator[_Program]:
 def _fuzz(count: int, seed: int) -> dict[str, Any]:
     """R23: no 5xx, no engine dies, the server answers a good request at the end."""
     rng, statuses = random.Random(seed), Counter()
-    with _program("toy") as server:
+    with _run_toy_server("toy") as server:
         asyncio.run(_fuzz_load(server.port, count, rng, statuses))
-        server.idle()
+        server.wait_idle()
         body = {"prompt": "still here", "max_tokens": 20, "seed": 3}
-        outcome = asyncio.run(Connection(server.port, keep=False).ask(body))
-        assert outcome.texts == [expected("still here", 20, 3)]
+        outcome = asyncio.run(Connection(server.port, keep_alive=False).send(body))
+        assert outcome.texts == [expected_text("still here", 20, 3)]
     assert not [status for status in statuses if status >= 500], statuses
     return {str(status): number for status, number in sorted(statuses.items())}
 
@@ -147,7 +147,7 @@ async def _fuzz_load(port: int, count: int, rng: random.Random, statuses: Counte
         for turn in turns:
             progress.step()
             if turn % 50 == 0:  # something that is not HTTP, on a connection of its own
-                statuses[await _raw(port, bad_bytes(rng, turn // 50))] += 1
+                statuses[await _send_raw(port, bad_bytes(rng, turn // 50))] += 1
                 continue
             path, body = bad_body(rng)
             try:
@@ -162,7 +162,7 @@ async def _fuzz_load(port: int, count: int, rng: random.Random, statuses: Counte
         if connection is not None:
             connection[1].close()
 
-    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
+    await asyncio.gather(*(worker() for _ in range(_NUM_CONNECTIONS)))
 
 
 async def _post(
@@ -180,7 +180,7 @@ async def _post(
     return int(head.split(" ", 2)[1]), "connection: close" not in head
 
 
-async def _raw(port: int, data: bytes) -> int:
+async def _send_raw(port: int, data: bytes) -> int:
     """Send bytes and hang up; returns the status, 0 for none."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -196,13 +196,13 @@ async def _raw(port: int, data: bytes) -> int:
 def _soak(count: int, seed: int) -> dict[str, Any]:
     """R24: KV blocks and admitted sequences back at 0, survivors as alone, memory within 1% after warm-up."""
     rng, statuses, memory = random.Random(seed), Counter(), []
-    with _program("toy:batch=32,blocks=160", "--max-batch", "32", "--max-queue", "48") as server:
+    with _run_toy_server("toy:batch=32,blocks=160", "--max-batch", "32", "--max-queue", "48") as server:
         batch = max(1, count // 20)
         progress = _Progress("soak", count)
         for _ in range(0, count, batch):
             asyncio.run(_soak_batch(server.port, batch, rng, statuses, progress))
-            server.idle()
-            memory.append(server.memory())
+            server.wait_idle()
+            memory.append(server.anonymous_bytes())
     quarter = max(1, len(memory) // 4)
     early, late = (statistics.median(part) for part in (memory[quarter : 2 * quarter], memory[-quarter:]))
     return {
@@ -217,8 +217,8 @@ async def _soak_batch(
 ) -> None:
     turns = iter(range(count))
 
-    async def worker(keep: bool) -> None:
-        connection = Connection(port, keep)
+    async def worker(keep_alive: bool) -> None:
+        connection = Connection(port, keep_alive)
         for i in turns:
             progress.step()
             body = {
@@ -227,22 +227,22 @@ async def _soak_batch(
                 "seed": i,
             }
             body |= {"n": rng.choice((1, 1, 1, 2)), "stream": rng.random() < 0.6}
-            leave = rng.uniform(0, 0.05) if rng.random() < 0.3 else None
+            disconnect_after = rng.uniform(0, 0.05) if rng.random() < 0.3 else None
             try:
-                outcome = await connection.ask(body, leave)
+                result = await connection.send(body, disconnect_after)
             except (ConnectionError, asyncio.IncompleteReadError):
-                outcome = None
-            statuses[-1 if outcome is None else -2 if outcome.left else outcome.status] += 1
-            if outcome is not None and outcome.status == 200:
-                want = [expected(body["prompt"], body["max_tokens"], i, k) for k in range(body["n"])]
-                assert outcome.texts == want, "a survivor was harmed"
+                result = None
+            statuses[-1 if result is None else -2 if result.disconnected else result.status] += 1
+            if result is not None and result.status == 200:
+                expected_texts = [expected_text(body["prompt"], body["max_tokens"], i, k) for k in range(body["n"])]
+                assert result.texts == expected_texts, "a survivor was harmed"
         await connection.close()
 
-    await asyncio.gather(*(worker(keep=i % 2 == 0) for i in range(_AT_ONCE)))
+    await asyncio.gather(*(worker(keep_alive=i % 2 == 0) for i in range(_NUM_CONNECTIONS)))
     assert not [status for status in statuses if status >= 500], statuses
 
 
-def _residue(count: int, seed: int) -> dict[str, Any]:
+def _check_leftovers(count: int, seed: int) -> dict[str, Any]:
     """R25: after each end no process, port or file of the server is left; a few servers at a time."""
     progress = _Progress("ends", count)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -250,14 +250,14 @@ def _residue(count: int, seed: int) -> dict[str, Any]:
         signal.signal(number, signal.SIG_DFL)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as several:
         ends = Counter(
-            several.map(lambda i: _one_end(random.Random(seed * 1_000_003 + i), progress), range(count))
+            several.map(lambda i: _end_one_server(random.Random(seed * 1_000_003 + i), progress), range(count))
         )
     return dict(ends)
 
 
-def _one_end(rng: random.Random, progress: _Progress) -> str:
+def _end_one_server(rng: random.Random, progress: _Progress) -> str:
     progress.step()
-    number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP))
+    signal_number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP))
     command = [sys.executable, "-m", "thalweg", "serve", "toy:delay=0.01", "--port", "0", "--json"]
     command += ["--loader", "tests.toy_engine:load_engine", "--drain-seconds", "0.1"]
     with tempfile.TemporaryDirectory(prefix="thalweg-residue-") as name:
@@ -272,28 +272,28 @@ def _one_end(rng: random.Random, progress: _Progress) -> str:
             port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
             if rng.random() < 0.7:  # amid an answer
                 busy = socket.create_connection(("127.0.0.1", port))
-                busy.sendall(_LONG)
+                busy.sendall(_LONG_REQUEST)
                 time.sleep(rng.random() * 0.1)
         else:
             time.sleep(rng.random() * 2)  # while it starts
         children = _children(process.pid)
-        process.send_signal(number)
+        process.send_signal(signal_number)
         process.wait(30)
         process.stdout.close()
         if busy is not None:
             busy.close()
         deadline = time.monotonic() + 10
         while any(Path(f"/proc/{pid}").exists() for pid in children):
-            assert time.monotonic() < deadline, f"{signal.Signals(number).name} left {children}"
+            assert time.monotonic() < deadline, f"{signal.Signals(signal_number).name} left {children}"
             time.sleep(0.02)
         left = [str(path) for path in Path(name).rglob("*") if path.is_file()]
         assert not left, left
         if port is not None:
-            _free(port)
-    return signal.Signals(number).name
+            _wait_port_free(port)
+    return signal.Signals(signal_number).name
 
 
-def _free(port: int) -> None:
+def _wait_port_free(port: int) -> None:
     """Wait until a port can be had: another server of this run may have been given it meanwhile."""
     deadline = time.monotonic() + 20
     while True:
@@ -307,10 +307,10 @@ def _free(port: int) -> None:
             time.sleep(0.1)
 
 
-_BODY = b'{"prompt": "x", "max_tokens": 1500, "stream": true}'
-_LONG = (
+_LONG_BODY = b'{"prompt": "x", "max_tokens": 1500, "stream": true}'
+_LONG_REQUEST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+    b"Content-Length: %d\r\n\r\n%s" % (len(_LONG_BODY), _LONG_BODY)
 )
 
 
@@ -323,12 +323,12 @@ class _Progress:
     """A line on standard error now and then."""
 
     def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._count, self._said = what, total, 0, time.monotonic()
+        self._what, self._total, self._count, self._last_report = what, total, 0, time.monotonic()
         self._lock = threading.Lock()
 
     def step(self) -> None:
         with self._lock:
             self._count += 1
-            if time.monotonic() - self._said > _REPORT:
-                self._said = time.monotonic()
+            if time.monotonic() - self._last_report > _PROGRESS_SECONDS:
+                self._last_report = time.monotonic()
                 print(f"{self._what}: {self._count} of {self._total}", file=sys.stderr, flush=True)

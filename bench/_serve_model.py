@@ -20,10 +20,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
     },
 }
-VOCABULARY = {"tiny": 4096, "110m": 32000}
+VOCAB_SIZE = {"tiny": 4096, "110m": 32000}
 
 
-def make(folder: Path, size: str) -> None:
+def write_model(folder: Path, size: str) -> None:
     """Write the model's files."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,7 +39,7 @@ def make(folder: Path, size: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY[size],
+        vocab_size=VOCAB_SIZE[size],
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=None,
@@ -54,4 +54,4 @@ def make(folder: Path, size: str) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), sys.argv[2])
+    write_model(Path(sys.argv[1]), sys.argv[2])

@@ -20,19 +20,19 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 KV_TOKENS = 48640
 """Room for the KV of 64 sequences of the longest kind, which each server has.  Left alone, ``transformers``
 takes most of the memory, for masks of (batch tokens, KV tokens), too."""
-_PAGE = 256  # tokens in a block of transformers' cache
-NAMES = ("thalweg", "transformers", "transformers-cb", "vllm")
+_CB_BLOCK_TOKENS = 256  # tokens in a block of transformers' cache
+SERVERS = ("thalweg", "transformers", "transformers-cb", "vllm")
 _START_SECONDS = 600.0
 
 
-def missing(name: str) -> str | None:
+def missing_reason(name: str) -> str | None:
     """Return why a server cannot take part, or None."""
     if name == "vllm" and not VLLM.exists():
         return "not installed: make bench-vllm"
     return None
 
 
-def command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) -> list[str]:
+def server_command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) -> list[str]:
     """Return the command line; ``dtype`` is fp32 or bf16."""
     long = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if name == "thalweg":
@@ -42,7 +42,7 @@ def command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) ->
         program = str(Path(sys.executable).with_name("transformers"))
         batching = []
         if name.endswith("-cb"):
-            batching = ["--continuous-batching", "--cb-num-blocks", str(KV_TOKENS // _PAGE)]
+            batching = ["--continuous-batching", "--cb-num-blocks", str(KV_TOKENS // _CB_BLOCK_TOKENS)]
             batching += ["--cb-max-batch-tokens", "512"]  # as many as ours
         line = [program, "serve", str(folder), "--port", str(port), "--device", "cpu", "--dtype", long]
         return [*line, *batching]
@@ -60,7 +60,7 @@ def command(name: str, folder: Path, port: int, dtype: str, extra: list[str]) ->
     ]
 
 
-class Server:
+class PeerServer:
     """A server that runs while the context is open; ``port`` is where."""
 
     def __init__(self, name: str, folder: Path, dtype: str, threads: int, extra: list[str]) -> None:
@@ -79,7 +79,7 @@ class Server:
             )
             environ.pop("PYTHONPATH")
         self._process = subprocess.Popen(
-            command(name, folder, self.port, dtype, extra),
+            server_command(name, folder, self.port, dtype, extra),
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -87,7 +87,7 @@ class Server:
             start_new_session=True,
         )
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> PeerServer:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

@@ -17,16 +17,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-class Peak:
+class PeakMemory:
     """The largest anonymous memory of this process, sampled; what is mapped from files is not in it."""
 
     def __init__(self) -> None:
         self.anonymous = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._sample_loop, daemon=True)
         self._thread.start()
 
-    def _watch(self) -> None:
+    def _sample_loop(self) -> None:
         while not self._stop.wait(0.01):
             for line in Path("/proc/self/status").read_text().splitlines():
                 if line.startswith("RssAnon:"):
@@ -73,7 +73,7 @@ def write_model(folder: Path, kind: str, sizes: dict[str, Any], dtype: str) -> N
                 file.write(block.to(config.dtype).view(torch.uint8).numpy().tobytes())
 
 
-def prompts(vocab: int, batch: int, length: int) -> list[list[int]]:
+def random_prompts(vocab: int, batch: int, length: int) -> list[list[int]]:
     """Return random prompts, the same in every process."""
     import torch
 
@@ -81,26 +81,26 @@ def prompts(vocab: int, batch: int, length: int) -> list[list[int]]:
     return torch.randint(vocab, (batch, length), generator=generator).tolist()
 
 
-def thalweg(case: dict[str, Any]) -> dict[str, Any]:
+def run_thalweg(case: dict[str, Any]) -> dict[str, Any]:
     """Decode with the engine: once to warm up, then ``rounds`` times."""
     import torch
 
-    from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+    from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
     torch.set_num_threads(case["threads"])
     fields = {"quantize": case["form"]} if case["form"].startswith("int") else {"dtype": case["form"]}
-    options = EngineOptions(
+    options = EngineConfig(
         max_batch=case["batch"], max_length=case["prompt"] + case["new"], stream=case["stream"],
         stream_folder=case["folder"], stream_memory=case.get("memory"), kv_memory=case.get("kv_memory"),
         max_step_tokens=case.get("max_step_tokens", 512), prefix_cache=False, **fields,
     )  # fmt: skip
     start = time.perf_counter()
     engine = load_engine(case["model"], options)
-    made: dict[str, Any] = {"load_s": time.perf_counter() - start, "tokens": [], "tok_s": []}
+    result: dict[str, Any] = {"load_s": time.perf_counter() - start, "tokens": [], "tok_s": []}
     meter: Any = getattr(getattr(engine.runner, "_weights", None), "file", None)
     for number in range(case["rounds"] + 1):
         found: dict[str, list[int]] = {}
-        for i, prompt in enumerate(prompts(engine.facts.vocab_size, case["batch"], case["prompt"])):
+        for i, prompt in enumerate(random_prompts(engine.metadata.vocab_size, case["batch"], case["prompt"])):
             engine.add(Request(str(i), prompt, SamplingParams(temperature=0, max_tokens=case["new"])))
         decoded, since, read = 0, 0.0, 0
         while engine.has_work():
@@ -110,17 +110,17 @@ def thalweg(case: dict[str, Any]) -> dict[str, Any]:
             if not since and len(found) == case["batch"]:
                 since, read = time.perf_counter(), meter.reads.nbytes if meter else 0
         seconds = time.perf_counter() - since
-        made["tokens"] = [found[str(i)] for i in range(case["batch"])]
+        result["tokens"] = [found[str(i)] for i in range(case["batch"])]
         if number:
-            made["tok_s"].append(decoded / seconds)
+            result["tok_s"].append(decoded / seconds)
             if meter and case["stream"] == "nvme":
-                made.setdefault("read_rate", []).append((meter.reads.nbytes - read) / seconds)
-    made["weight_bytes"] = getattr(engine.runner, "weight_bytes", None)
+                result.setdefault("read_rate", []).append((meter.reads.nbytes - read) / seconds)
+    result["weight_bytes"] = getattr(engine.runner, "weight_bytes", None)
     engine.close()
-    return made
+    return result
 
 
-def accelerate(case: dict[str, Any]) -> dict[str, Any]:
+def run_accelerate(case: dict[str, Any]) -> dict[str, Any]:
     """Decode with Hugging Face's generate, accelerate's ``disk_offload`` below it."""
     import torch
     from accelerate import disk_offload
@@ -130,18 +130,18 @@ def accelerate(case: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype="auto")
     if case["stream"]:
         disk_offload(model, case["folder"], offload_buffers=False, execution_device=torch.device("cpu"))
-    tokens = torch.tensor(prompts(model.config.vocab_size, case["batch"], case["prompt"]))
-    made: dict[str, Any] = {"tok_s": []}
+    tokens = torch.tensor(random_prompts(model.config.vocab_size, case["batch"], case["prompt"]))
+    result: dict[str, Any] = {"tok_s": []}
     for number in range(case["rounds"] + 1):
         times = []
         for count in (1, case["new"]):
             start = time.perf_counter()
             out = model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)
             times.append(time.perf_counter() - start)
-        made["tokens"] = out[:, tokens.shape[1] :].tolist()
+        result["tokens"] = out[:, tokens.shape[1] :].tolist()
         if number:
-            made["tok_s"].append(case["batch"] * (case["new"] - 1) / (times[1] - times[0]))
-    return made
+            result["tok_s"].append(case["batch"] * (case["new"] - 1) / (times[1] - times[0]))
+    return result
 
 
 def main() -> None:
@@ -151,12 +151,12 @@ def main() -> None:
         write_model(Path(case["model"]), case["kind"], case["sizes"], case["dtype"])
         print("{}")
         return
-    peak = Peak()
-    made = {"thalweg": thalweg, "accelerate": accelerate}[case["who"]](case)
-    made["peak_anonymous"] = peak.stop()
-    made["peak_resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    made["tok_s"] = statistics.median(made["tok_s"])
-    print(json.dumps(made))
+    peak = PeakMemory()
+    result = {"thalweg": run_thalweg, "accelerate": run_accelerate}[case["who"]](case)
+    result["peak_anonymous"] = peak.stop()
+    result["peak_resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result["tok_s"] = statistics.median(result["tok_s"])
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

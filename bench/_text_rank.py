@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thalweg.comm.codec import BlockQuantizer
 
-LENGTH, MICRO, VOCABULARY = 64, 4, 256
+SEQ_LEN, MICRO_BATCH_SIZE, VOCAB_SIZE = 64, 4, 256
 TEXT_BYTES = 6_000_000
 
 
@@ -40,23 +40,23 @@ def use_crude_quantizers() -> None:
     crossing.DELTA_QUANTIZER = CrudeQuantizer(4)
 
 
-def text() -> torch.Tensor:
+def load_text() -> torch.Tensor:
     """The sources as bytes, in the library's order."""
     from thalweg.data import stdlib_documents
 
-    found = bytearray()
+    data = bytearray()
     for document in stdlib_documents():
-        found += document.text.encode()
-        if len(found) >= TEXT_BYTES:
+        data += document.text.encode()
+        if len(data) >= TEXT_BYTES:
             break
-    return torch.frombuffer(found[:TEXT_BYTES], dtype=torch.uint8).long()
+    return torch.frombuffer(data[:TEXT_BYTES], dtype=torch.uint8).long()
 
 
-def batch(source: torch.Tensor, seed: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(source: torch.Tensor, seed: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens_BT, labels_BT) of one rank; ``seed`` picks the global batch."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(source) - LENGTH - 1, (world * MICRO,), generator=generator)
-    rows = torch.stack([source[i : i + LENGTH + 1] for i in starts[rank::world].tolist()])
+    starts = torch.randint(0, len(source) - SEQ_LEN - 1, (world * MICRO_BATCH_SIZE,), generator=generator)
+    rows = torch.stack([source[i : i + SEQ_LEN + 1] for i in starts[rank::world].tolist()])
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -65,14 +65,14 @@ def train(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     import thalweg
     from thalweg.nn.transformer import GPT, GPTConfig
 
-    source = text()
-    cut = len(source) * 19 // 20
+    source = load_text()
+    split_at = len(source) * 19 // 20
     torch.manual_seed(job["seed"])
     model = GPT(
-        GPTConfig(vocab_size=VOCABULARY, n_layer=4, n_head=4, n_embd=128, block_size=LENGTH, tied=True)
+        GPTConfig(vocab_size=VOCAB_SIZE, n_layer=4, n_head=4, n_embd=128, block_size=SEQ_LEN, tied=True)
     )
     config = {
-        "train_micro_batch_size_per_gpu": MICRO,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
         "bf16": {"enabled": True},
         "communication_data_type": "bf16",
@@ -83,7 +83,7 @@ def train(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     engine = thalweg.initialize(model=model, config=config)[0]
     losses = []
     for step in range(job["steps"]):
-        tokens_BT, labels_BT = batch(source[:cut], 10_000 * job["seed"] + step, rank, world)
+        tokens_BT, labels_BT = make_batch(source[:split_at], 10_000 * job["seed"] + step, rank, world)
         loss = engine(tokens_BT, labels_BT)
         engine.backward(loss)
         engine.step()
@@ -93,8 +93,8 @@ def train(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     sent = torch.tensor([engine.ledger.total().inter_bytes / max(1, job["steps"] - 1)])
     engine.eval()
     with torch.no_grad():
-        held = [engine(*batch(source[cut:], index, rank, world)).float() for index in range(20)]
-    means = torch.stack([*losses, torch.stack(held).mean()])
+        held_out_losses = [engine(*make_batch(source[split_at:], index, rank, world)).float() for index in range(20)]
+    means = torch.stack([*losses, torch.stack(held_out_losses).mean()])
     dist.all_reduce(means)
     dist.all_reduce(sent)
     *curve, held_out = (means / world).tolist()
@@ -115,10 +115,10 @@ def main() -> int:
     if job.get("crude"):
         use_crude_quantizers()
     dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world)
-    outcome = train(job, args.rank, args.world)
-    assert not any(math.isnan(loss) for loss in outcome["losses"]) or job.get("crude")
+    result = train(job, args.rank, args.world)
+    assert not any(math.isnan(loss) for loss in result["losses"]) or job.get("crude")
     if args.rank == 0:
-        print(json.dumps(outcome))
+        print(json.dumps(result))
     dist.destroy_process_group()
     return 0
 

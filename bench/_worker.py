@@ -35,32 +35,32 @@ def memory_mib() -> dict[str, float]:
     return found
 
 
-class Rank:
+class ContestantRank:
     """The contestant on this rank, with its counters."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
         import torch.distributed as dist
-        from _contestants import Job, build, build_model, preload
+        from _contestants import Job, build_contestant, build_model, preload
 
         torch.set_num_threads(args.threads)
         self.job = Job(**json.loads(args.job))
         self.rank, self.world = args.rank, args.world
-        self.facts: dict[str, Any] = {"imports": preload(args.contestant)}
-        self.facts["import_mib"] = memory_mib()["peak_mib"]
+        self.measurements: dict[str, Any] = {"imports": preload(args.contestant)}
+        self.measurements["import_mib"] = memory_mib()["peak_mib"]
         backend = "nccl" if self.job.device == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
         )
         model = build_model(self.job)
-        self.facts["model_mib"] = memory_mib()["peak_mib"]
+        self.measurements["model_mib"] = memory_mib()["peak_mib"]
         start, cpu = time.perf_counter(), time.process_time()
-        self.step = build(args.contestant, self.job, model, self.world)
-        self.facts["setup_seconds"] = time.perf_counter() - start
-        self.facts["setup_cpu_seconds"] = time.process_time() - cpu
-        self.facts["setup_mib"] = memory_mib()["peak_mib"]
-        self.done = 0
-        self.sent = 0
+        self.step = build_contestant(args.contestant, self.job, model, self.world)
+        self.measurements["setup_seconds"] = time.perf_counter() - start
+        self.measurements["setup_cpu_seconds"] = time.process_time() - cpu
+        self.measurements["setup_mib"] = memory_mib()["peak_mib"]
+        self.num_steps_done = 0
+        self.sent_bytes = 0
         self.dist = dist
 
     def run(self, steps: int) -> dict[str, list[float]]:
@@ -82,14 +82,14 @@ class Rank:
         """Note what the contestant counted between hosts in this step, if it counts."""
         sent = getattr(self.step, "inter_bytes", None)
         if sent is not None:
-            self.facts["inter_mib"] = (sent - self.sent) / 2**20
-            self.sent = sent
+            self.measurements["inter_mib"] = (sent - self.sent_bytes) / 2**20
+            self.sent_bytes = sent
 
     def _batches(self, steps: int) -> list[tuple[Any, Any]]:
         from _contestants import make_batch
 
-        first = self.done
-        self.done += steps
+        first = self.num_steps_done
+        self.num_steps_done += steps
         batches = [make_batch(self.job, first + i, self.rank, self.world) for i in range(steps)]
         return [(tokens.to(self.job.device), labels.to(self.job.device)) for tokens, labels in batches]
 
@@ -110,20 +110,20 @@ class Rank:
         seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu
         values = [loss.item() for loss in losses]
         torch.cuda.empty_cache()
-        self.facts["cuda_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        self.measurements["cuda_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         return {"seconds": [seconds / steps] * steps, "cpu": [cpu_seconds / steps] * steps, "losses": values}
 
     def report(self) -> dict[str, Any]:
         """Return what the memory table needs."""
-        return {**self.facts, **memory_mib()}
+        return {**self.measurements, **memory_mib()}
 
 
-def _serve(rank: Rank, reply: TextIO) -> None:
+def _serve_commands(rank: ContestantRank, reply: TextIO) -> None:
     for line in sys.stdin:
-        order = json.loads(line)
-        if order["do"] == "stop":
+        command = json.loads(line)
+        if command["do"] == "stop":
             return
-        answer = rank.run(order["steps"]) if order["do"] == "run" else rank.report()
+        answer = rank.run(command["steps"]) if command["do"] == "run" else rank.report()
         print(json.dumps(answer), file=reply, flush=True)
 
 
@@ -140,9 +140,9 @@ def main() -> int:
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        rank = Rank(args)
+        rank = ContestantRank(args)
         print(json.dumps({"ready": True}), file=reply, flush=True)
-        _serve(rank, reply)
+        _serve_commands(rank, reply)
     except Exception as error:
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=reply, flush=True)

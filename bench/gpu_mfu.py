@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from _contestants import Job
-from _duel import Duel, Plan
+from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
 from _llama import flops_per_token, peak_flops
-from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
+from _report import Row, format_cell, compare, make_result, format_machine, rows_table, markdown_table, write_result
 
 JOB = Job(
     "llama-1b",
@@ -59,12 +59,12 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     return best
 
 
-def lines_of(duel: Duel, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
+def lines_of(duel: InterleavedRun, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
     job = duel.job
     tokens = job.micro_batch * job.sequence
-    work = tokens * flops_per_token(job.llama_shape(), job.sequence)
-    causal = tokens * flops_per_token(job.llama_shape(), job.sequence, causal=True)
+    work = tokens * flops_per_token(job.llama_config(), job.sequence)
+    causal = tokens * flops_per_token(job.llama_config(), job.sequence, causal=True)
     lines = []
     for name in names:
         outcome = duel.outcomes[name]
@@ -85,7 +85,7 @@ def lines_of(duel: Duel, names: list[str], peak: float | None, matmul: float) ->
     return lines
 
 
-def rows_of(duel: Duel, lines: list[dict[str, Any]]) -> list[Row]:
+def rows_of(duel: InterleavedRun, lines: list[dict[str, Any]]) -> list[Row]:
     """Return the rows of Thalweg's stages against the raw loops."""
     by_name = {line["contestant"]: line for line in lines}
     rows = []
@@ -98,27 +98,27 @@ def rows_of(duel: Duel, lines: list[dict[str, Any]]) -> list[Row]:
                 compare(case, theirs, "mfu", None, None, note=f"{lost['contestant']}: {lost['note']}")
             )
             continue
-        ratio = duel.relative(ours, theirs)
+        ratio = duel.time_ratio(ours, theirs)
         rows.append(compare(case, theirs, "mfu", a["mfu"], b["mfu"], lower_is_better=False, ratio=ratio))
         rows.append(compare(case, theirs, "step_ms", a["step_ms"], b["step_ms"], ratio=ratio))
         rows.append(compare(case, theirs, "gpu_peak_mib", a["gpu_peak_mib"], b["gpu_peak_mib"]))
     return rows
 
 
-def measure(job: Job, plan: Plan) -> dict[str, Any]:
+def measure(job: Job, plan: RunSettings) -> dict[str, Any]:
     """Run the duel on this GPU and return its JSON object."""
     name = torch.cuda.get_device_name()
     matmul, peak = matmul_flops(), peak_flops(name)
     torch.cuda.empty_cache()
     names = ["fsdp2_3", "thalweg_3", "fsdp2_2", "thalweg_2", "thalweg_0"]
-    duel = Duel(job, 1, plan, "fsdp2_3")
+    duel = InterleavedRun(job, 1, plan, "fsdp2_3")
     duel.run(names)
-    if not duel.usable("fsdp2_3"):
+    if not duel.succeeded("fsdp2_3"):
         raise RuntimeError(f"the raw FSDP2 loop failed: {duel.outcomes['fsdp2_3'].error}")
     lines = lines_of(duel, names, peak, matmul)
     gpu = {"name": name, "peak_tflops": peak and peak / 1e12, "matmul_tflops": round(matmul / 1e12, 1)}
     rows = rows_of(duel, lines)
-    return envelope(
+    return make_result(
         "gpu_mfu", rows, gpu=gpu, job=job.to_dict(), plan=dataclasses.asdict(plan), contestants=lines
     )
 
@@ -134,18 +134,18 @@ def render(data: dict[str, Any]) -> str:
         "share_of_matmul": 3,
         "gpu_peak_mib": 0,
     }
-    lines = [[c["contestant"], *(cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]]
+    lines = [[c["contestant"], *(format_cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]]
     return "\n".join(
         [
             "# MFU on one GPU",
             "",
-            f"{data['date']}, commit {data['commit']}, {gpu['name']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {gpu['name']}, {format_machine(data['machine'])}.",
             f"TFLOP/s by the data sheet: {gpu['peak_tflops'] or 'unknown'}; of a large bf16 matrix product: "
             f"{gpu['matmul_tflops']}.",
             f"Llama shape, {job['layers']} layers x {job['width']}, sequence {job['sequence']}, micro-batch "
             f"{job['micro_batch']}, {job['dtype']}{', compiled' if job['compiled'] else ''}.",
             "",
-            table(["contestant", *keys], lines),
+            markdown_table(["contestant", *keys], lines),
             "",
             rows_table(data["rows"]),
         ]
@@ -176,9 +176,9 @@ def main(argv: list[str] | None = None) -> int:
     job = dataclasses.replace(
         JOB, micro_batch=args.micro_batch, sequence=args.sequence, compiled=args.compile
     )
-    plan = Plan(args.rounds, args.steps, warmup=2)
+    plan = RunSettings(args.rounds, args.steps, warmup=2)
     if args.quick:
-        job, plan = dataclasses.replace(job, layers=job.layers // 4), Plan(3, 4, warmup=1)
+        job, plan = dataclasses.replace(job, layers=job.layers // 4), RunSettings(3, 4, warmup=1)
     data = measure(job, plan)
     if args.write:
         write_result("gpu_mfu", data, render(data))

@@ -17,42 +17,42 @@ import sys
 from typing import Any
 
 from _contestants import JOBS
-from _duel import Duel, Plan
+from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
-from _namespaces import Hosts, NamespaceError, why_not
-from _report import Row, cell, compare, envelope, output_options, publish_runs, section
+from _namespaces import NamespaceHosts, NamespaceError, missing_reason
+from _report import Row, format_cell, compare, make_result, add_output_options, publish_runs, render_section
 
 ANCHOR = "ddp_fused"
 DEFAULT = [ANCHOR, *(f"thalweg_torch_{stage}" for stage in range(4)), "fsdp2_2", "fsdp2_3"]
 QUICK = [ANCHOR, "thalweg_torch_1", "thalweg_torch_3"]
 
 
-def rows_of(duel: Duel, head: str, asked: list[str]) -> list[Row]:
+def rows_of(duel: InterleavedRun, head: str, asked: list[str]) -> list[Row]:
     """Return the rows of Thalweg's contestants against every other one."""
     rows = []
     for name in (n for n in asked if n.startswith("thalweg")):
         for peer in (n for n in asked if not n.startswith("thalweg")):
             case = f"{head}, {name}"
-            lost = next((n for n in (name, peer) if not duel.usable(n)), None)
+            lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
             if lost:
                 note = f"{lost}: {duel.outcomes[lost].error}"
                 rows.append(compare(case, peer, "clock_ms_median", None, None, note=note))
                 continue
             a, b = duel.outcomes[name], duel.outcomes[peer]
             clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
-            rows.append(compare(case, peer, "clock_ms_median", *clocks, ratio=duel.relative(name, peer)))
+            rows.append(compare(case, peer, "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
             rows.append(compare(case, peer, "clock_ms_min", min(a.clock_ms()), min(b.clock_ms())))
-            sent = [statistics.median(o.metered) for o in (a, b)]
+            sent = [statistics.median(o.metered_per_step) for o in (a, b)]
             rows.append(compare(case, peer, "link_mib", *sent))
     return rows
 
 
-def measure(model: str, ranks: int, rate: str | None, plan: Plan, asked: list[str]) -> dict[str, Any]:
+def measure(model: str, ranks: int, rate: str | None, plan: RunSettings, asked: list[str]) -> dict[str, Any]:
     """Run one duel over a fresh pair of hosts and return its JSON object."""
     job = JOBS[model]
     head = f"{model} {job.dtype}, 2 hosts x {ranks} ranks, cable {rate or 'unlimited'}"
-    with Hosts(rate) as hosts:
-        duel = Duel(job, 2 * ranks, plan, ANCHOR, meter=hosts.sent_mib)
+    with NamespaceHosts(rate) as hosts:
+        duel = InterleavedRun(job, 2 * ranks, plan, ANCHOR, meter=hosts.sent_mib)
         duel.run(asked, hosts.placements(ranks))
     lines = []
     for name in asked:
@@ -60,25 +60,25 @@ def measure(model: str, ranks: int, rate: str | None, plan: Plan, asked: list[st
         line: dict[str, Any] = {"contestant": name, "note": outcome.error}
         if not outcome.error:
             line |= {
-                **outcome.figures(1),
+                **outcome.summary(1),
                 "loss_difference": float(f"{duel.loss_difference(name):.2g}")
-                if duel.usable(ANCHOR)
+                if duel.succeeded(ANCHOR)
                 else None,
             }
         lines.append(line)
     rows = rows_of(duel, head, asked)
-    return envelope("hosts", rows, run=head, plan=dataclasses.asdict(plan), contestants=lines)
+    return make_result("hosts", rows, run=head, plan=dataclasses.asdict(plan), contestants=lines)
 
 
 def render(run: dict[str, Any]) -> str:
     """Return one run as Markdown."""
     keys = ("clock_ms_min", "clock_ms_median", "cpu_ms_median", "link_mib", "loss_difference")
     lines = [
-        [c["contestant"], *(cell(c.get(k), 6 if k == keys[-1] else 0) for k in keys)]
+        [c["contestant"], *(format_cell(c.get(k), 6 if k == keys[-1] else 0) for k in keys)]
         for c in run["contestants"]
     ]
     headers = ["contestant", "min ms", "median ms", "CPU ms", "MiB sent a step", "loss differs by"]
-    return section(run, headers, lines)
+    return render_section(run, headers, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,14 +94,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants, as in train_step.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    output_options(parser, "hosts", "the small model, three contestants, under a minute")
+    add_output_options(parser, "hosts", "the small model, three contestants, under a minute")
     args = parser.parse_args(argv)
     exit_on_terminate()
-    reason = why_not()
+    reason = missing_reason()
     if reason:
         print(f"hosts: {reason}", file=sys.stderr)
         return 2
-    plan = Plan(args.rounds, args.steps, warmup=2)
+    plan = RunSettings(args.rounds, args.steps, warmup=2)
     asked = list(dict.fromkeys([ANCHOR, *args.only])) if args.only else DEFAULT
     if args.quick:
         args.model, args.ranks_per_host, args.rate = ["small"], [1], ["none"]

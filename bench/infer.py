@@ -29,17 +29,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _infer_peers import peers
-from _multiply import products_per_second
+from _infer_peers import start_peers
+from _multiply import multiply_adds_per_second
 from _peers import ROOT
-from _report import Row, cell, compare, envelope, machine_line, rows_table, table, write_result
+from _report import Row, format_cell, compare, make_result, format_machine, rows_table, markdown_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
 import torch
 
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.engine import Engine
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.engine import LLMEngine
 
 SHAPE = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
@@ -95,7 +95,7 @@ def hugging_face(model: Any) -> Turn:
     return turn
 
 
-def thalweg(engine: Engine) -> Turn:
+def thalweg(engine: LLMEngine) -> Turn:
     """Return a turn of the engine: seconds until every sequence has its first token, seconds in all."""
 
     def turn(prompts: list[list[int]], new: int) -> tuple[float, float]:
@@ -114,15 +114,15 @@ def thalweg(engine: Engine) -> Turn:
     return turn
 
 
-def engine_for(model: Any, form: str, runner: str | None) -> Engine:
+def engine_for(model: Any, form: str, runner: str | None) -> LLMEngine:
     """Return an engine with weights in a form."""
-    options = EngineOptions(
+    options = EngineConfig(
         dtype="fp32" if form == "fp32" else "bf16",
         quantize=form if form.startswith("int") else None,
         max_batch=8, max_length=256, max_step_tokens=1024,
     )  # fmt: skip
     engine = load_engine(model, options, runner=runner)
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, LLMEngine)
     return engine
 
 
@@ -133,10 +133,10 @@ def read_speed(buffer: torch.Tensor) -> float:
     return buffer.numel() * buffer.element_size() / (time.perf_counter() - start)
 
 
-def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], dict[str, Engine]]:
+def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], dict[str, LLMEngine]]:
     """Return the turns of this process by name, our engines among them."""
     turns: dict[str, Turn] = {"hugging face fp32": hugging_face(model)}
-    engines: dict[str, Engine] = {}
+    engines: dict[str, LLMEngine] = {}
     for form in args.forms:
         engines[f"thalweg {form}"] = engine_for(model, form, None)
         if not args.quick:
@@ -163,9 +163,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with (
         contextlib.nullcontext([])
         if args.quick
-        else peers(model, args.threads, engines=engines_of_others) as others
+        else start_peers(model, args.threads, engines=engines_of_others) as others
     ):
-        turns |= {peer.name: peer.turn for peer in others}
+        turns |= {peer.name: peer.run_turn for peer in others}
         for number in range(args.rounds + 1):  # the first round warms up
             for batch in args.batches:
                 prompts = torch.randint(3, SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         taken.setdefault((name, batch), []).append((first, whole, (before + after) / 2))
     speed = max(speeds)
     cells = {key: summary(args, key, times, engines, speed) for key, times in taken.items()}
-    return envelope(
+    return make_result(
         "infer",
         rows(args, cells),
         threads=args.threads, rounds=args.rounds, prompt=args.prompt, new=args.new, layers=args.layers,
@@ -193,7 +193,7 @@ def summary(
     args: argparse.Namespace,
     key: tuple[str, int],
     times: list[Times],
-    engines: dict[str, Engine],
+    engines: dict[str, LLMEngine],
     speed: float,
 ) -> dict[str, Any]:
     """Return medians of one contestant at one batch size, and for ours the part of the roofline."""
@@ -216,7 +216,7 @@ def summary(
         made["roofline_beside"] = statistics.median(
             b / beside for b, (_, _, beside) in zip(moved, times, strict=True)
         )
-        if args.model == "llama" and (products := products_per_second(name.split()[-1])):
+        if args.model == "llama" and (products := multiply_adds_per_second(name.split()[-1])):
             # Attention's products are a hundredth of the layers' here.
             made["multiplied_tok_s"] = products / products_of(args)
     return made
@@ -258,8 +258,8 @@ def render(data: dict[str, Any]) -> str:
     lines = [
         [
             f"{c['name']}, batch {c['batch']}",
-            *(cell(c.get(k)) for k in keys),
-            *(cell(c.get(k), 2) for k in ("roofline", "roofline_beside")),
+            *(format_cell(c.get(k)) for k in keys),
+            *(format_cell(c.get(k), 2) for k in ("roofline", "roofline_beside")),
         ]
         for c in data["cells"]
     ]
@@ -269,14 +269,14 @@ def render(data: dict[str, Any]) -> str:
         [
             "# Inference",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             "",
             f"Shape of {data['model']}, {data['layers']} layers, {data['threads']} threads, "
             f"prompt {data['prompt']}, "
             f"{data['new']} new tokens, medians of {data['rounds']} rounds in turns; memory read at "
             f"{data['read_gb_s']} GB/s at best in the same run, at {data['read_gb_s_median']} in the median.",
             "",
-            table(heads, lines),
+            markdown_table(heads, lines),
             "",
             rows_table(data["rows"]),
         ]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     for count in args.rows:
                         rows += layer_case(dtype, count, k, n, args.repeats, args.seconds)
         rows += layer_case(torch.float16, 64, 256, 1024, args.repeats, args.seconds)
-    return envelope("linear", rows, repeats=args.repeats, choices=export_autotune_cache())
+    return make_result("linear", rows, repeats=args.repeats, choices=export_autotune_cache())
 
 
 def render(data: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ def render(data: dict[str, Any]) -> str:
         [
             "# Linear layers",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             "",
             f"Forward and backward, up to {data['repeats']} turns each.",
             "",

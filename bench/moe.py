@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, markdown_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -326,7 +326,7 @@ def quality_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
 
 def render(data: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    lines = ["# Mixture of experts", "", f"{machine_line(data['machine'])}."]
+    lines = ["# Mixture of experts", "", f"{format_machine(data['machine'])}."]
     for part, facts in data["parts"].items():
         lines += ["", f"{part.capitalize()}: {facts['date']}, commit {facts['commit']}."]
     lines += [
@@ -357,7 +357,7 @@ def render(data: dict[str, Any]) -> str:
             f"of {ROWS} x {LENGTH} tokens of the standard library's sources; held-out loss in nats a token, "
             "the mean of the seeds.",
             "",
-            table([*head, "held-out loss"], cells),
+            markdown_table([*head, "held-out loss"], cells),
         ]
     return "\n".join(lines)
 
@@ -366,7 +366,7 @@ def collect(part: str, rows: list[Row], quality: list[dict[str, Any]] | None, wr
     """The result with ``part`` measured anew; what results/moe.json has of the other one stays."""
     path = ROOT / "results" / "moe.json"
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() and write else {}
-    data = envelope("moe", rows)
+    data = make_result("moe", rows)
     kept = [row for row in old.get("rows", []) if not row["case"].startswith(f"{part},")]
     data["rows"] = sorted([*kept, *data["rows"]], key=lambda row: row["case"].split(",")[0])
     own = {"date": data.pop("date"), "commit": data.pop("commit")}

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _peers import PEERS_PYTHON, ROOT, aio_missing
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _peers import PEERS_PYTHON, ROOT, aio_missing_reason
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -137,7 +137,7 @@ def transfers(folder: Path, nbytes: int, rounds: int) -> tuple[list[Row], dict[s
     else:
         absent["fio"] = "fio is not installed"
     for name, setting in AIO_SETTINGS.items():
-        missing = aio_missing()
+        missing = aio_missing_reason()
         try:
             if missing is None:
                 contestants[name] = Aio(folder, nbytes, setting)
@@ -281,7 +281,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows, raw = transfers(folder, args.mib * MIB, args.rounds)
     buffers = BufferRing(args.buffers, args.buffer_mib * MIB)
     more, step = streamed_step(folder, args.parameters, args.rounds, buffers)
-    return envelope("nvme", [*rows, *more], rounds=args.rounds, **raw, **step)
+    return make_result("nvme", [*rows, *more], rounds=args.rounds, **raw, **step)
 
 
 def render(data: dict[str, Any]) -> str:
@@ -292,7 +292,7 @@ def render(data: dict[str, Any]) -> str:
         [
             "# The disk",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             "",
             f"{data['rounds']} turns. The step reads {middle('read') / 1e9:.2f} GB and writes "
             f"{middle('written') / 1e9:.2f} GB; median {middle('seconds'):.2f} s, of which "

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _peers import ROOT, deepspeed_environment, deepspeed_missing, deepspeed_residue, python_for
-from _report import Row, compare, envelope, machine_line, publish_runs, rows_table
+from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, remove_deepspeed_shm, python_for
+from _report import Row, compare, make_result, format_machine, publish_runs, rows_table
 
 WORKER = Path(__file__).with_name("_offload_worker.py")
 CASES = ("equality", "nvme", "host", "gpt2-1.5b")
@@ -48,7 +48,7 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
         store = tempfile.mktemp(dir=folder)
         command += ["--store", store]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _DEEPSPEED_PORT, "RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {**deepspeed_environment(), **address, "LOCAL_RANK": "0"}
+        environment |= {**deepspeed_env(), **address, "LOCAL_RANK": "0"}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
@@ -57,7 +57,7 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
         return f"not done after {timeout:.0f} s"
     finally:
         if engine == "deepspeed":
-            deepspeed_residue(_DEEPSPEED_PORT)
+            remove_deepspeed_shm(_DEEPSPEED_PORT)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
@@ -130,7 +130,7 @@ def nvme(folder: str, quick: bool) -> list[Row]:
     megabytes = 64 if quick else 1024
     case = f"nvme, {size}"
     ours, computes, disks, theirs = [], [], [], []
-    missing = deepspeed_missing()
+    missing = deepspeed_missing_reason()
     for _ in range(rounds):  # in turns, since the disk's pace changes by the minute
         none, tiers = (train(size, folder, steps=steps, param=t, optimizer=t) for t in ("none", "nvme"))
         if isinstance(none, str) or isinstance(tiers, str):
@@ -203,7 +203,7 @@ def largest(folder: str, quick: bool) -> list[Row]:
 
 def render(run: dict[str, Any]) -> str:
     """One run as Markdown."""
-    head = f"{run['date']}, {run['commit']}, {machine_line(run['machine'])}"
+    head = f"{run['date']}, {run['commit']}, {format_machine(run['machine'])}"
     return f"## {run['run']}\n\n{head}\n\n{rows_table(run['rows'])}\n"
 
 
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="thalweg-bench-") as folder:
         for case in args.case:
-            runs.append(envelope("offload", run[case](folder, args.quick), run=case))
+            runs.append(make_result("offload", run[case](folder, args.quick), run=case))
     title = "Parameters and optimiser state outside of memory"
     publish_runs("offload", title, runs, render, write=args.write, as_json=args.json)
 

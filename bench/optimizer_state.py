@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for case, values in found.items()
         if case != CASES[case][0]
     }
-    return envelope("optimizer_state", rows, steps=args.steps, distance_percent=distances)
+    return make_result("optimizer_state", rows, steps=args.steps, distance_percent=distances)
 
 
 def render(data: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def render(data: dict[str, Any]) -> str:
         [
             "# Optimiser state in fewer bits, and delayed updates",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             "",
             f"GPT 2 x 128, vocabulary {VOCABULARY}, sequence {LENGTH}, batch {BATCH}, {data['steps']} steps "
             "on the sources of the Python standard library; one thread.",

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -304,12 +304,12 @@ def main(argv: list[str] | None = None) -> int:
             lines.append({"axis": name, "ranks": world, **found})
     if args.write:
         rows, lines = _with_others(args.axis, rows, lines)
-    data = envelope("parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines)
+    data = make_result("parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines)
     text = "\n".join(
         [
             "# Axes of parallelism",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             f"GPT of {shape.layers} x {shape.width}, {shape.rows} x {shape.length} tokens, {args.threads} "
             "thread(s) a "
             f"rank; medians of {args.steps} steps of the busiest rank.",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -137,12 +137,12 @@ def main(argv: list[str] | None = None) -> int:
                 expected = simulate(build_schedule(name, world, num_micro)).bubble
                 rows.append(compare(case, "(p - 1)/(m + p - 1)", "bubble", bubble, textbook))
                 rows.append(compare(case, "simulator", "bubble", bubble, expected))
-    data = envelope("pipeline_bubble", rows, cost_ms=args.cost_ms, steps=args.steps)
+    data = make_result("pipeline_bubble", rows, cost_ms=args.cost_ms, steps=args.steps)
     text = "\n".join(
         [
             "# The bubble of pipeline schedules",
             "",
-            f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.",
+            f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
             f"Forward, input and weight gradient of {args.cost_ms:g} ms each; medians of {args.steps} steps.",
             "",
             rows_table(data["rows"]),

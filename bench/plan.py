@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _plan_cases import CASES, HELD_OUT, name_of
-from _report import Row, commit, envelope, machine_line, table, write_result
+from _plan_cases import CASES, HELD_OUT, case_name
+from _report import Row, commit, make_result, format_machine, markdown_table, write_result
 
 WORKER = Path(__file__).resolve().parent / "_plan_worker.py"
 
@@ -70,20 +70,20 @@ def measure(case: dict[str, Any], timeout: float = 600.0) -> list[dict[str, Any]
         if any(process.returncode for process in ranks):
             for log in logs:
                 log.seek(0)
-            raise RuntimeError(f"{name_of(case)}: " + "\n".join(log.read()[-1500:] for log in logs))
+            raise RuntimeError(f"{case_name(case)}: " + "\n".join(log.read()[-1500:] for log in logs))
     return [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
 
 
 def predict(case: dict[str, Any], process_bytes: int) -> dict[str, Any]:
     """Return the plan's answer for the case, as JSON."""
-    from _plan_cases import build_model, config_of
+    from _plan_cases import build_model, make_config
 
     from thalweg.plan import plan
     from thalweg.plan.cluster import local_cluster
 
     found = plan(
         build_model(case, "meta"),
-        config_of(case),
+        make_config(case),
         cluster=local_cluster(case["world"]),
         sequence_length=case.get("sequence"),
         process_bytes=process_bytes,
@@ -99,7 +99,7 @@ def compare(case: dict[str, Any], reports: list[dict[str, Any]] | None = None) -
     answer = predict(case, int(worst["import_mib"] * 2**20))
     predicted = answer["per_rank"]["total"] / 2**20
     return {
-        "case": name_of(case),
+        "case": case_name(case),
         "predicted_mib": predicted,
         "measured_mib": worst["peak_mib"],
         "of_ranks_mib": [report["peak_mib"] for report in reports],
@@ -138,7 +138,7 @@ def show(found: list[dict[str, Any]]) -> str:
     worst = max((abs(one["error"]) for one in found), default=0.0)
     return "\n".join(
         [
-            table(["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines),
+            markdown_table(["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines),
             "",
             f"{len(found)} cases: {close[0]} within 5%, {close[1]} within 10%, the worst {100 * worst:.1f}%. "
             "* held out: not looked at while the model of memory was made.",
@@ -159,7 +159,7 @@ def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     path = ROOT / "results" / "plan.json"
     old = json.loads(path.read_text())["cases"] if path.exists() else []
     by_name = {one["case"]: one for one in [*old, *found]}
-    return [by_name[name] for name in map(name_of, CASES) if name in by_name]
+    return [by_name[name] for name in map(case_name, CASES) if name in by_name]
 
 
 def _about_runs(found: list[dict[str, Any]]) -> str:
@@ -183,26 +183,26 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write results/plan.md and .json")
     args = parser.parse_args()
-    cases = [case for case in CASES if not args.only or any(word in name_of(case) for word in args.only)]
+    cases = [case for case in CASES if not args.only or any(word in case_name(case) for word in args.only)]
     if args.quick:
         cases = cases[:: max(1, len(cases) // 5)][:5]
     part, parts = (int(number) for number in args.part.split("/"))
     cases = cases[part - 1 :: parts]
     kept = _read_kept(args.measured)
     if kept:
-        cases = [case for case in cases if name_of(case) in kept]
+        cases = [case for case in cases if case_name(case) in kept]
     found = []
     for case in cases:
         try:
             now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            at, reports = kept.get(name_of(case)) or (f"{now}, commit {commit()}", measure(case))
+            at, reports = kept.get(case_name(case)) or (f"{now}, commit {commit()}", measure(case))
             found.append({**compare(case, reports), "measured_at": at})
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"{name_of(case)} failed: {error}", file=sys.stderr)
+            print(f"{case_name(case)} failed: {error}", file=sys.stderr)
             continue
         if args.keep:
             with Path(args.keep).open("a") as file:
-                kept_line = {"name": name_of(case), "measured_at": at, "case": case, "ranks": reports}
+                kept_line = {"name": case_name(case), "measured_at": at, "case": case, "ranks": reports}
                 file.write(json.dumps(kept_line) + "\n")
         one = found[-1]
         print(
@@ -216,11 +216,11 @@ def main() -> int:
         Row(one["case"], "measured", "peak_mib", one["predicted_mib"], one["measured_mib"], one["error"] + 1)
         for one in found
     ]
-    data = envelope("plan", rows, cases=found)
+    data = make_result("plan", rows, cases=found)
     text = show(found)
     if args.write:
         head = f"# The plan: predicted and measured peaks\n\n{data['date']}, commit {data['commit']}, "
-        head += f"of runs measured {_about_runs(found)}, {machine_line(data['machine'])}."
+        head += f"of runs measured {_about_runs(found)}, {format_machine(data['machine'])}."
         write_result("plan", data, f"{head}\n\n{text}")
     print(json.dumps(data) if args.json else text)
     return 0

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
 import torch
 
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 FORMS: dict[str, tuple[dict[str, Any], float]] = {
     # what, and how much more perplexity the goal allows
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace, data: torch.Tensor) -> Any:
 
 def perplexity(model: Any, pieces: list[list[int]], options: dict[str, Any]) -> float:
     """Score the pieces through the engine."""
-    engine = load_engine(model, EngineOptions(max_batch=8, max_length=LENGTH + 1, **options))
+    engine = load_engine(model, EngineConfig(max_batch=8, max_length=LENGTH + 1, **options))
     scores: list[float] = []
     for number, piece in enumerate(pieces):
         engine.add(Request(str(number), piece[: LENGTH - 1], SamplingParams(max_tokens=1, prompt_logprobs=0)))
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows.append(compare("control, three values", "thalweg fp32", "perplexity",
                         perplexity(coarse(model), held, {"dtype": "fp32"}), exact))  # fmt: skip
     parameters = sum(p.numel() for p in model.parameters())
-    return envelope("quality", rows, parameters=parameters, scored=len(held) * (LENGTH - 2), exact=exact)
+    return make_result("quality", rows, parameters=parameters, scored=len(held) * (LENGTH - 2), exact=exact)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     measured = measure(args)
     lines = "\n".join([
         "# Quantisation", "",
-        f"{measured['date']}, commit {measured['commit']}, {machine_line(measured['machine'])}.", "",
+        f"{measured['date']}, commit {measured['commit']}, {format_machine(measured['machine'])}.", "",
         f"A byte-level Llama of {measured['parameters']:,} parameters, perplexity {measured['exact']:.4f} of"
         f" {measured['scored']:,} held-out bytes in fp32.", "",
         rows_table(measured["rows"]),

@@ -28,16 +28,16 @@ from _peers import ROOT
 from _report import (
     Row,
     compare,
-    envelope,
-    machine_line,
+    make_result,
+    format_machine,
     merge_runs,
     publish_runs,
     rows_for,
     rows_table,
     write_result,
 )
-from _serve_load import drive, median, schedule, summary
-from _serve_peers import NAMES, Server, missing
+from _serve_load import run_load, median_of_runs, poisson_arrivals, summary
+from _serve_peers import SERVERS, PeerServer, missing_reason
 
 Runs = dict[tuple[str, float], list[dict[str, float]]]
 
@@ -45,7 +45,7 @@ Runs = dict[tuple[str, float], list[dict[str, float]]]
 def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, str]]:
     """Return the summaries by (server, rate), and why a server has none."""
     found: Runs = {}
-    absent = {name: reason for name in args.servers if (reason := missing(name))}
+    absent = {name: reason for name in args.servers if (reason := missing_reason(name))}
     for turn in range(args.rounds):
         for rate in args.rates:
             names = [name for name in args.servers if name not in absent]
@@ -64,10 +64,10 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, str
 def _measure_one(
     args: argparse.Namespace, folder: Path, name: str, rate: float, seed: int
 ) -> dict[str, float]:
-    with Server(name, folder, args.dtype, args.threads, args.extra) as server:
-        asyncio.run(drive(server.port, str(folder), schedule(8, 4.0, 99), args.limit))  # warm
-        arrivals = schedule(args.requests, rate, seed)
-        records, seconds = asyncio.run(drive(server.port, str(folder), arrivals, args.limit))
+    with PeerServer(name, folder, args.dtype, args.threads, args.extra) as server:
+        asyncio.run(run_load(server.port, str(folder), poisson_arrivals(8, 4.0, 99), args.limit))  # warm
+        arrivals = poisson_arrivals(args.requests, rate, seed)
+        records, seconds = asyncio.run(run_load(server.port, str(folder), arrivals, args.limit))
     return summary(records, arrivals, seconds, args.ttft, args.tpot)
 
 
@@ -86,9 +86,9 @@ def rows(args: argparse.Namespace, found: Runs, absent: dict[str, str]) -> list[
             for metric, lower in metrics:
                 if theirs is None:
                     note = absent.get(name, "no answer")
-                    result.append(compare(case, name, metric, median(ours, metric), None, note=note))
+                    result.append(compare(case, name, metric, median_of_runs(ours, metric), None, note=note))
                     continue
-                mine, others = (finite(median(runs, metric)) for runs in (ours, theirs))
+                mine, others = (finite(median_of_runs(runs, metric)) for runs in (ours, theirs))
                 note = "" if others is not None else "some requests had no token in time"
                 result.append(compare(case, name, metric, mine, others, lower_is_better=lower, note=note))
     return result
@@ -126,7 +126,7 @@ def compare_servers(args: argparse.Namespace) -> None:
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found, absent = measure(args, folder)
     table = rows(args, found, absent)
-    data = envelope("serve", table)
+    data = make_result("serve", table)
     runs = []
     for rate in args.rates:
         name = run_name(args, rate)
@@ -157,12 +157,12 @@ def page(runs: list[dict[str, Any]], table: list[dict[str, Any]]) -> str:
 
 def long_section(run: dict[str, Any]) -> str:
     """Return one of the long tiers as Markdown."""
-    head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['note']}"
+    head = f"{format_machine(run['machine'])}; commit {run['commit']}, {run['date']}. {run['note']}"
     return f"## {run['run']}\n\n{head}\n\n{rows_table(run['rows'])}\n"
 
 
 def _section(run: dict[str, Any], table: list[dict[str, Any]]) -> list[str]:
-    head = f"{machine_line(run['machine'])}; commit {run['commit']}, {run['date']}. {run['good']}."
+    head = f"{format_machine(run['machine'])}; commit {run['commit']}, {run['date']}. {run['good']}."
     lines = "\n".join(f"- {line}" for line in run["lines"])
     return [f"## {run['run']}", head, rows_table(rows_for(run["run"], table)), lines]
 
@@ -176,7 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model, 24 requests, one round, no vLLM")
     add("--json", action="store_true")
     add("--write", action="store_true")
-    add("--servers", default=",".join(NAMES), type=lambda text: text.split(","), metavar="A,B")
+    add("--servers", default=",".join(SERVERS), type=lambda text: text.split(","), metavar="A,B")
     add("--size", choices=("tiny", "110m"), default="110m")
     add("--dtype", choices=("fp32", "bf16"), default="bf16")
     add("--requests", type=int, default=200)
@@ -214,10 +214,10 @@ def main() -> None:
     """Run what is asked for."""
     args = parse()
     if args.fuzz or args.soak or args.residue:
-        from _serve_long import run_long
+        from _serve_long import run_long_tiers
 
-        parts = run_long(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
-        runs = [envelope("serve_long", **part) for part in parts]
+        parts = run_long_tiers(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
+        runs = [make_result("serve_long", **part) for part in parts]
         title = "The server's long tiers (R23 to R25)"
         publish_runs("serve_long", title, runs, long_section, write=args.write, as_json=args.json)
         return

@@ -18,10 +18,10 @@ import subprocess
 from typing import Any
 
 from _contestants import JOBS
-from _duel import absent, say
-from _groups import Group, GroupError, exit_on_terminate
-from _peers import ROOT, deepspeed_environment, python_for
-from _report import Row, compare, envelope, machine_line, rows_table, write_result
+from _duel import missing_reason, log_stderr
+from _groups import RankGroup, RankGroupError, exit_on_terminate
+from _peers import ROOT, deepspeed_env, python_for
+from _report import Row, compare, make_result, format_machine, rows_table, write_result
 
 # Prints the clock and the CPU seconds of the statement after its ground, as the last line on standard error.
 _PROBE = """
@@ -47,7 +47,7 @@ def time_import(peer: str, ground: str, statement: str) -> dict[str, float]:
     """Return the seconds of `statement` after `ground`, and the bytes printed, of one fresh interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if peer == "deepspeed":
-        environment |= deepspeed_environment()
+        environment |= deepspeed_env()
     done = subprocess.run(
         [python_for(peer), "-c", _PROBE.format(ground=ground, statement=statement)],
         capture_output=True,
@@ -57,7 +57,7 @@ def time_import(peer: str, ground: str, statement: str) -> dict[str, float]:
         timeout=300,
     )
     if done.returncode:
-        raise GroupError(f"{statement}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise RankGroupError(f"{statement}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     printed, _, answer = done.stderr.rpartition("\n")
     clock, cpu = map(float, answer.split())
     return {"import_s": clock, "import_cpu_s": cpu, "printed_bytes": len(printed) + len(done.stdout)}
@@ -65,7 +65,7 @@ def time_import(peer: str, ground: str, statement: str) -> dict[str, float]:
 
 def time_start(name: str, world: int) -> dict[str, float]:
     """Return the seconds of `initialize` and of the first step, the slowest rank's, on the small model."""
-    with Group(name, JOBS["small"], world) as group:
+    with RankGroup(name, JOBS["small"], world) as group:
         group.wait_ready()
         first = group.run(1).clock()[0]
         reports = group.report()
@@ -86,8 +86,8 @@ class Samples:
             return
         try:
             found = measure()
-        except GroupError as error:
-            say(str(error))
+        except RankGroupError as error:
+            log_stderr(str(error))
             self.errors[what] = str(error).splitlines()[0]
             return
         for metric, value in found.items():
@@ -111,7 +111,7 @@ def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
     samples = Samples()
     contestants = ["thalweg_1", "thalweg_3", "deepspeed_1", "deepspeed_3"]
     for what in [*IMPORTS, *contestants]:
-        reason = absent(IMPORTS[what][0] if what in IMPORTS else what)
+        reason = missing_reason(IMPORTS[what][0] if what in IMPORTS else what)
         if reason:
             samples.errors.update({what: reason} | {f"{what}, {world} ranks": reason for world in worlds})
     for _ in range(repeats):
@@ -144,12 +144,12 @@ def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
                 {"what": what, "metric": metric, "at_most": most, "measured": value, "met": value <= most}
             )
     errors = {what: text for what, text in samples.errors.items() if "thalweg" in what}
-    return envelope("start", rows, repeats=repeats, goals=goals, errors=errors)
+    return make_result("start", rows, repeats=repeats, goals=goals, errors=errors)
 
 
 def render(data: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    lines = ["# Start", "", f"{data['date']}, commit {data['commit']}, {machine_line(data['machine'])}.", ""]
+    lines = ["# Start", "", f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.", ""]
     lines += [f"Medians of {data['repeats']} fresh starts, in turns.", "", rows_table(data["rows"]), ""]
     for goal in data["goals"]:
         verdict = "met" if goal["met"] else "NOT MET"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, envelope, machine_line, publish_runs, rows_table
+from _report import Row, compare, make_result, format_machine, publish_runs, rows_table
 
 LLAMA = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
@@ -197,7 +197,7 @@ def limited(args: argparse.Namespace, folder: Path, kind: str) -> list[Row]:
 
 def render(run: dict[str, Any]) -> str:
     """Return a run as Markdown."""
-    about = f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}."
+    about = f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}."
     return f"## {run['run']}\n\n{about}\n\n{rows_table(run['rows'])}\n"
 
 
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
                 note = f"failed: {str(error).strip().splitlines()[-1][:200]}"
                 rows = [compare(f"{_RUNS[name]}, {name}", "-", "-", None, None, note=note)]
             about = {"run": _RUNS[name], "threads": args.threads, "turns": args.turns, "rounds": args.rounds}
-            runs.append(envelope("stream", rows, **about))
+            runs.append(make_result("stream", rows, **about))
     title = "Streamed weights (ZeRO-Inference)"
     publish_runs("stream", title, runs, render, write=args.write, as_json=args.json)
     return 0

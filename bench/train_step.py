@@ -20,10 +20,10 @@ import statistics
 from typing import Any
 
 from _contestants import JOBS
-from _duel import Duel, Plan
-from _goals import check
+from _duel import InterleavedRun, RunSettings
+from _goals import check_goals
 from _groups import exit_on_terminate
-from _report import Row, cell, compare, envelope, machine_line, merge_runs, rows_table, table, write_result
+from _report import Row, format_cell, compare, make_result, format_machine, merge_runs, rows_table, markdown_table, write_result
 
 ANCHOR = "ddp_fused"
 BY_STAGE = [
@@ -51,7 +51,7 @@ def peers_of(name: str) -> list[str]:
     return peers
 
 
-def rows_of(duel: Duel, asked: list[str]) -> list[Row]:
+def rows_of(duel: InterleavedRun, asked: list[str]) -> list[Row]:
     """Return the comparison rows of every stage of Thalweg that was asked for."""
     rows = []
     head = f"{duel.job.name} {duel.job.dtype} {duel.world} ranks"
@@ -61,7 +61,7 @@ def rows_of(duel: Duel, asked: list[str]) -> list[Row]:
         for peer in peers_of(name):
             if peer not in asked:
                 continue
-            lost = next((n for n in (name, peer) if not duel.usable(n)), None)
+            lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
             if lost is not None:
                 rows.append(
                     compare(
@@ -71,7 +71,7 @@ def rows_of(duel: Duel, asked: list[str]) -> list[Row]:
                 continue
             ours, theirs = duel.outcomes[name], duel.outcomes[peer]
             a, b = ours.clock_ms(), theirs.clock_ms()
-            paired = duel.relative(name, peer)
+            paired = duel.time_ratio(name, peer)
             rows += [
                 compare(
                     case, peer, "clock_ms_median", statistics.median(a), statistics.median(b), ratio=paired
@@ -89,7 +89,7 @@ def rows_of(duel: Duel, asked: list[str]) -> list[Row]:
     return rows
 
 
-def contestants_of(duel: Duel, asked: list[str]) -> list[dict[str, Any]]:
+def contestants_of(duel: InterleavedRun, asked: list[str]) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
     lines = []
     for name in asked:
@@ -101,7 +101,7 @@ def contestants_of(duel: Duel, asked: list[str]) -> list[dict[str, Any]]:
                 "clock_ms_min": round(min(clock), 1),
                 "clock_ms_median": round(statistics.median(clock), 1),
                 "cpu_ms_median": round(statistics.median(outcome.cpu_ms()), 1),
-                "of_ddp_fused": round(duel.relative(ANCHOR, name), 3) if name != ANCHOR else 1.0,
+                "of_ddp_fused": round(duel.time_ratio(ANCHOR, name), 3) if name != ANCHOR else 1.0,
                 "peak_mib": round(outcome.peak_mib()),
                 "peak_over_import_mib": round(outcome.peak_mib(over_import=True)),
                 "loss_last": outcome.losses()[-1],
@@ -112,19 +112,19 @@ def contestants_of(duel: Duel, asked: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def measure(model: str, world: int, dtype: str, plan: Plan, asked: list[str]) -> dict[str, Any]:
+def measure(model: str, world: int, dtype: str, plan: RunSettings, asked: list[str]) -> dict[str, Any]:
     """Run one duel and return its JSON object."""
     job = dataclasses.replace(JOBS[model], dtype=dtype)
-    duel = Duel(job, world, plan, ANCHOR)
+    duel = InterleavedRun(job, world, plan, ANCHOR)
     duel.run(asked)
-    return envelope(
+    return make_result(
         "train_step",
-        rows_of(duel, asked) if duel.usable(ANCHOR) else [],
+        rows_of(duel, asked) if duel.succeeded(ANCHOR) else [],
         run=f"{model} {dtype} {world} ranks",
         job=job.to_dict(),
         plan=dataclasses.asdict(plan),
-        contestants=contestants_of(duel, asked) if duel.usable(ANCHOR) else [],
-        goals=check(duel) if duel.usable(ANCHOR) else [],
+        contestants=contestants_of(duel, asked) if duel.succeeded(ANCHOR) else [],
+        goals=check_goals(duel) if duel.succeeded(ANCHOR) else [],
         error=duel.outcomes[ANCHOR].error,
     )
 
@@ -143,7 +143,7 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     text = [
         f"## {run['run']}",
         "",
-        f"{run['date']}, commit {run['commit']}, {machine_line(run['machine'])}.",
+        f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}.",
         f"GPT of {shape}, sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
         f"{turns}, {plan['threads']} thread a rank. Clock and CPU in ms a step; peak resident MiB of a rank.",
         "",
@@ -159,9 +159,9 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     )
     lines = []
     for c in run["contestants"]:
-        values = ["-"] * 7 if c["note"] else [cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
+        values = ["-"] * 7 if c["note"] else [format_cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
         lines.append([c["contestant"], *values, *([] if c["note"] else [f"{c['loss_difference']:.1e}"])])
-    text += [table(headers, lines), ""]
+    text += [markdown_table(headers, lines), ""]
     text += [f"{c['contestant']}: {c['note']}\n" for c in run["contestants"] if c["note"]]
     if run["goals"]:
         goals = [
@@ -173,7 +173,7 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
             ]
             for g in run["goals"]
         ]
-        text += [table(["promise", "at least", "ratio", "met"], goals), ""]
+        text += [markdown_table(["promise", "at least", "ratio", "met"], goals), ""]
     if with_rows:
         text += [rows_table(run["rows"]), ""]
     return "\n".join(text)
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write results/train_step.md and .json")
     args = parser.parse_args(argv)
     exit_on_terminate()
-    plan = Plan(args.rounds, args.steps, warmup=3, threads=args.threads)
+    plan = RunSettings(args.rounds, args.steps, warmup=3, threads=args.threads)
     asked = list(dict.fromkeys([ANCHOR, *args.only])) if args.only else ALL
     if args.quick:
         plan, asked = dataclasses.replace(plan, rounds=5, steps=2, warmup=1), asked if args.only else QUICK

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from _contestants import JOBS
-from _duel import Duel, Plan, say
+from _duel import InterleavedRun, RunSettings, log_stderr
 from _groups import exit_on_terminate
-from _namespaces import Hosts, NamespaceError, why_not
+from _namespaces import NamespaceHosts, NamespaceError, missing_reason
 from _peers import ROOT
-from _report import Row, cell, compare, envelope, known_run, output_options, publish_runs, section, write_runs
+from _report import Row, format_cell, compare, make_result, load_run, add_output_options, publish_runs, render_section, write_runs
 
 RAW = "thalweg_torch_3+16"
 PEERS = [RAW, "fsdp2_16_3"]
@@ -62,13 +62,13 @@ LAST = 20
 TITLE = "ZeRO++ and MiCS on two hosts"
 
 
-def traffic(model: str, rate: str | None, plan: Plan, mixes: dict[str, str]) -> dict[str, Any]:
+def traffic(model: str, rate: str | None, plan: RunSettings, mixes: dict[str, str]) -> dict[str, Any]:
     """Run one duel over a fresh pair of hosts and return its JSON object."""
     job = dataclasses.replace(JOBS[model], dtype="bf16")
     head = f"{model} bf16, 2 hosts x {RANKS_PER_HOST} ranks, cable {rate or 'unlimited'}"
     names, load = [*PEERS, *mixes.values()], os.getloadavg()[0]
-    with Hosts(rate) as hosts:
-        duel = Duel(job, 2 * RANKS_PER_HOST, plan, RAW, meter=hosts.sent_mib)
+    with NamespaceHosts(rate) as hosts:
+        duel = InterleavedRun(job, 2 * RANKS_PER_HOST, plan, RAW, meter=hosts.sent_mib)
         duel.run(names, hosts.placements(RANKS_PER_HOST))
     labels = {RAW: "stage 3 bf16", PEERS[1]: "FSDP2 bf16", **{v: k for k, v in mixes.items()}}
     lines = []
@@ -78,28 +78,28 @@ def traffic(model: str, rate: str | None, plan: Plan, mixes: dict[str, str]) -> 
         if not outcome.error:
             counted = [r["inter_mib"] for r in outcome.reports[:RANKS_PER_HOST] if "inter_mib" in r]
             line |= {
-                **outcome.figures(3),
+                **outcome.summary(3),
                 "ledger_mib": round(sum(counted), 3) if counted else None,
             }
         lines.append(line)
     rows = [row for mix, name in mixes.items() for row in _rows(duel, head, mix, name, labels)]
-    return envelope("zeropp", rows, run=head, load=load, plan=dataclasses.asdict(plan), contestants=lines)
+    return make_result("zeropp", rows, run=head, load=load, plan=dataclasses.asdict(plan), contestants=lines)
 
 
-def _rows(duel: Duel, head: str, mix: str, name: str, labels: dict[str, str]) -> list[Row]:
+def _rows(duel: InterleavedRun, head: str, mix: str, name: str, labels: dict[str, str]) -> list[Row]:
     rows = []
     for peer in PEERS:
         case = f"{head}, {mix}"
-        lost = next((n for n in (name, peer) if not duel.usable(n)), None)
+        lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
         if lost:
             note = f"{lost}: {duel.outcomes[lost].error}"
             rows.append(compare(case, labels[peer], "link_mib", None, None, note=note))
             continue
         a, b = duel.outcomes[name], duel.outcomes[peer]
-        sent = [statistics.median(o.metered) for o in (a, b)]
+        sent = [statistics.median(o.metered_per_step) for o in (a, b)]
         clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
         rows.append(compare(case, labels[peer], "link_mib", *sent))
-        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.relative(name, peer)))
+        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
     return rows
 
 
@@ -111,7 +111,7 @@ def learn(name: str, steps: int, seed: int = 1) -> dict[str, Any]:
         "seed": seed,
         "crude": name == "control",
     }
-    say(f"loss on text: {name}")
+    log_stderr(f"loss on text: {name}")
     with tempfile.TemporaryDirectory(prefix="thalweg-bench-text-") as folder:
         ranks, world = [], 2 * RANKS_PER_HOST
         for rank in range(world):
@@ -153,12 +153,12 @@ def learn(name: str, steps: int, seed: int = 1) -> dict[str, Any]:
 def learn_mixes(names: list[str], steps: int, keep: bool) -> dict[str, Any]:
     """Train each mix, and stage 3 to compare with; `keep`: mix by mix into the results, with earlier ones."""
     head, load = f"loss on the standard library's sources after {steps} steps", os.getloadavg()[0]
-    lines = {line["mix"]: line for line in known_run("zeropp", head).get("learned", ())} if keep else {}
+    lines = {line["mix"]: line for line in load_run("zeropp", head).get("learned", ())} if keep else {}
     run: dict[str, Any] = {}
     for name in dict.fromkeys([*names] if "stage 3" in lines else ["stage 3", *names]):
         lines[name] = learn(name, steps)
         ordered = [lines[mix] for mix in LEARNED if mix in lines]
-        run = envelope("zeropp", learned_rows(ordered, head), run=head, load=load, learned=ordered)
+        run = make_result("zeropp", learned_rows(ordered, head), run=head, load=load, learned=ordered)
         if keep:
             write_runs("zeropp", TITLE, [run], render)
     return run
@@ -182,16 +182,16 @@ def render(run: dict[str, Any]) -> str:
     """Return one run as Markdown."""
     if "learned" in run:
         keys = ("first", "last", "held_out", "inter_mib")
-        lines = [[line["mix"], *(cell(line.get(k), 4) for k in keys)] for line in run["learned"]]
+        lines = [[line["mix"], *(format_cell(line.get(k), 4) for k in keys)] for line in run["learned"]]
         headers = ["mix", "first loss", f"last {LAST}", "held out", "MiB between hosts a step"]
     else:
         names = ("clock_ms_min", "clock_ms_median", "cpu_ms_median", "link_mib", "ledger_mib")
         lines = [
-            [c["contestant"], *(cell(c.get(k), 2 if k.endswith("mib") else 0) for k in names)]
+            [c["contestant"], *(format_cell(c.get(k), 2 if k.endswith("mib") else 0) for k in names)]
             for c in run["contestants"]
         ]
         headers = ["contestant", "min ms", "median ms", "CPU ms", "MiB on the cable", "MiB counted"]
-    return section(run, headers, lines)
+    return render_section(run, headers, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,14 +207,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--memory", type=float, metavar="GIB", help="for all contestants alive at once")
-    output_options(parser, "zeropp", "one rate, all three, no text; under a minute")
+    add_output_options(parser, "zeropp", "one rate, all three, no text; under a minute")
     args = parser.parse_args(argv)
     exit_on_terminate()
-    plan = Plan(args.rounds, args.steps, warmup=2, memory_mib=args.memory and args.memory * 1024)
+    plan = RunSettings(args.rounds, args.steps, warmup=2, memory_mib=args.memory and args.memory * 1024)
     if args.quick:
         args.rate, args.mix, args.learn = ["1gbit"], ["all three"], []
         plan = dataclasses.replace(plan, rounds=2)
-    reason = why_not() if args.rate else None
+    reason = missing_reason() if args.rate else None
     if reason:
         print(f"zeropp: {reason}", file=sys.stderr)
         return 2

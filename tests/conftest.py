@@ -20,9 +20,9 @@ import pytest
 
 
 @contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
+def _file_lock(path: Path, operation: int) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
         yield
 
 
@@ -32,8 +32,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     run: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
-    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    with (run / "room").open("w") as room:
-        with _locked(run / "gate", fcntl.LOCK_EX):
-            fcntl.flock(room, how)
+    operation = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with (run / "room").open("w") as running_lock:
+        with _file_lock(run / "gate", fcntl.LOCK_EX):
+            fcntl.flock(running_lock, operation)
         return (yield)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 2.0
+_TIMEOUT_FACTOR = 2.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tests.preload"])
 
@@ -61,7 +61,7 @@ def run_ranks(
         for process in processes:
             process.start()
         try:
-            return _collect(processes, results, world_size, _PATIENCE * timeout)
+            return _collect_results(processes, results, world_size, _TIMEOUT_FACTOR * timeout)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -69,17 +69,17 @@ def run_ranks(
                 process.join()
 
 
-def _collect(processes: list[Any], results: Any, world_size: int, timeout: float) -> list[Any]:
+def _collect_results(processes: list[Any], results: Any, world_size: int, timeout: float) -> list[Any]:
     deadline = time.monotonic() + timeout
-    outcome: dict[int, Any] = {}
+    results_by_rank: dict[int, Any] = {}
     errors: dict[int, str] = {}
     grace: float | None = None
-    while len(outcome) + len(errors) < world_size:
+    while len(results_by_rank) + len(errors) < world_size:
         try:
             rank, error, value = results.get(timeout=0.2)
         except queue.Empty:
-            known = outcome.keys() | errors.keys()
-            dead = [i for i, p in enumerate(processes) if not p.is_alive() and i not in known]
+            finished = results_by_rank.keys() | errors.keys()
+            dead = [i for i, p in enumerate(processes) if not p.is_alive() and i not in finished]
             for rank in dead:
                 if processes[rank].exitcode not in (0, 1):
                     errors[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
@@ -87,7 +87,7 @@ def _collect(processes: list[Any], results: Any, world_size: int, timeout: float
                 break
         else:
             if error is None:
-                outcome[rank] = value
+                results_by_rank[rank] = value
             else:
                 errors[rank] = error
         if errors and grace is None:
@@ -95,7 +95,7 @@ def _collect(processes: list[Any], results: Any, world_size: int, timeout: float
     if errors:
         text = "\n".join(f"--- rank {rank} ---\n{error}" for rank, error in sorted(errors.items()))
         raise AssertionError(f"{len(errors)} of {world_size} ranks failed\n{text}")
-    if len(outcome) < world_size:
-        missing = sorted(set(range(world_size)) - set(outcome))
+    if len(results_by_rank) < world_size:
+        missing = sorted(set(range(world_size)) - set(results_by_rank))
         raise AssertionError(f"ranks {missing} did not finish within {timeout} s")
-    return [outcome[rank] for rank in range(world_size)]
+    return [results_by_rank[rank] for rank in range(world_size)]

@@ -10,78 +10,78 @@ from typing import Any
 
 
 @dataclass
-class Outcome:
+class RequestResult:
     """What came of a request: ``status`` is 0 where nothing came; ``left`` where the client went first."""
 
     body: dict[str, Any]
     status: int = 0
-    left: bool = False
+    disconnected: bool = False
     texts: list[str] = field(default_factory=list)
 
 
-async def one_request(port: int, body: dict[str, Any], leave_after: float | None) -> Outcome:
+async def send_request(port: int, body: dict[str, Any], disconnect_after: float | None) -> RequestResult:
     """Send a completion request; close the connection after ``leave_after`` seconds, where given."""
-    return await Connection(port, keep=False).ask(body, leave_after)
+    return await Connection(port, keep_alive=False).send(body, disconnect_after)
 
 
 class Connection:
     """A client's connection, opened when it is needed; with ``keep`` one for many requests."""
 
-    def __init__(self, port: int, keep: bool = True) -> None:
-        self._port, self._keep = port, keep
-        self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    def __init__(self, port: int, keep_alive: bool = True) -> None:
+        self._port, self._keep_alive = port, keep_alive
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, body: dict[str, Any], leave_after: float | None = None) -> Outcome:
+    async def send(self, body: dict[str, Any], disconnect_after: float | None = None) -> RequestResult:
         """Send a completion request; hang up after ``leave_after`` seconds, where given."""
-        outcome, whole = Outcome(body), False
-        reader, writer = self._open = self._open or await asyncio.open_connection(
+        result, complete = RequestResult(body), False
+        reader, writer = self._streams = self._streams or await asyncio.open_connection(
             "127.0.0.1", self._port, limit=2**22
         )
         try:
             data = json.dumps(body).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-            head += "Content-Type: application/json\r\n" + ("" if self._keep else "Connection: close\r\n")
+            head += "Content-Type: application/json\r\n" + ("" if self._keep_alive else "Connection: close\r\n")
             writer.write(f"{head}\r\n".encode() + data)
-            outcome.status, text = await asyncio.wait_for(_read(reader), leave_after or 60)
-            whole = True
+            result.status, text = await asyncio.wait_for(_read_response(reader), disconnect_after or 60)
+            complete = True
         except TimeoutError:
-            assert leave_after is not None, "the server stalls"
-            outcome.left = True
-            return outcome
+            assert disconnect_after is not None, "the server stalls"
+            result.disconnected = True
+            return result
         finally:
-            if not whole or not self._keep:
+            if not complete or not self._keep_alive:
                 await self.close()
-        if outcome.status == 200:
-            outcome.texts = _texts(text, body)
-        return outcome
+        if result.status == 200:
+            result.texts = _texts(text, body)
+        return result
 
     async def close(self) -> None:
         """Hang up."""
-        if self._open is not None:
-            writer, self._open = self._open[1], None
+        if self._streams is not None:
+            writer, self._streams = self._streams[1], None
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
 
-async def _read(reader: asyncio.StreamReader) -> tuple[int, str]:
+async def _read_response(reader: asyncio.StreamReader) -> tuple[int, str]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     if "transfer-encoding: chunked" in head:
-        data = _unchunk(await reader.readuntil(b"\r\n0\r\n\r\n"))
+        data = _decode_chunked(await reader.readuntil(b"\r\n0\r\n\r\n"))
     else:
         data = await reader.readexactly(int(head.partition("content-length: ")[2].split("\r", 1)[0]))
     return int(head.split(" ", 2)[1]), data.decode()
 
 
-def _unchunk(data: bytes) -> bytes:
-    parts, at = [], 0
+def _decode_chunked(data: bytes) -> bytes:
+    parts, position = [], 0
     while True:
-        end = data.index(b"\r\n", at)
-        size = int(data[at:end], 16)
+        end = data.index(b"\r\n", position)
+        size = int(data[position:end], 16)
         if size == 0:
             return b"".join(parts)
         parts.append(data[end + 2 : end + 2 + size])
-        at = end + size + 4
+        position = end + size + 4
 
 
 def _texts(text: str, body: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+_CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 BAD_BODIES: dict[str, bytes] = {
     "empty": b"",
@@ -26,8 +26,8 @@ BAD_BODIES: dict[str, bytes] = {
     "infinity": b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], "top_p": -Infinity}',
     "overflow": b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
     "long integer": b'{"prompt": "x", "messages": [], "n": ' + b"9" * 50_000 + b"}",
-    "huge n": json.dumps({"prompt": "x", **_CHAT, "n": 2**62}).encode(),
-    "negative": json.dumps({"prompt": "x", **_CHAT, "max_tokens": -1}).encode(),
+    "huge n": json.dumps({"prompt": "x", **_CHAT_BODY, "n": 2**62}).encode(),
+    "negative": json.dumps({"prompt": "x", **_CHAT_BODY, "max_tokens": -1}).encode(),
     "roles": b'{"messages": [{"role": "king", "content": "x"}], "prompt": {}}',
     "image": b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "prompt": [[]]}',
     "null characters in names": b'{"\\u0000": 1, "prompt": "x"}',
@@ -73,24 +73,24 @@ _FIELDS = [
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/toy", "/nothing")
 
 
-def _text(rng: random.Random) -> str:
+def _random_text(rng: random.Random) -> str:
     codes = (rng.choice((rng.randrange(32, 127), rng.randrange(0x80, 0xD800))) for _ in range(30))
     return "".join(map(chr, codes))[: rng.randrange(31)]
 
 
-def _value(rng: random.Random, depth: int = 0) -> Any:
+def _random_value(rng: random.Random, depth: int = 0) -> Any:
     kind = rng.randrange(12 if depth < 4 else 9)
     plain = (
         None, True, rng.randrange(-(2**80), 2**80), rng.uniform(-1e9, 1e9), float("nan"), float("inf"), "",
-        _text(rng),
+        _random_text(rng),
         rng.randrange(5),
     )  # fmt: skip
     if kind < 9:
         return plain[kind]
     if kind == 9:
-        return [_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+        return [_random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
     return {
-        rng.choice((*_FIELDS, "role", "content", "type")): _value(rng, depth + 1)
+        rng.choice((*_FIELDS, "role", "content", "type")): _random_value(rng, depth + 1)
         for _ in range(rng.randrange(4))
     }
 
@@ -101,11 +101,11 @@ def bad_body(rng: random.Random) -> tuple[str, bytes]:
     if rng.random() < 0.2:
         return path, rng.choice(list(BAD_BODIES.values()))
     fields: dict[str, Any] = (
-        {"prompt": "x", "max_tokens": 2} if rng.random() < 0.5 else dict(_CHAT, max_tokens=2)
+        {"prompt": "x", "max_tokens": 2} if rng.random() < 0.5 else dict(_CHAT_BODY, max_tokens=2)
     )
     for _ in range(rng.randrange(1, 5)):
         name = rng.choice(_FIELDS)
-        fields[name] = _value(rng)
+        fields[name] = _random_value(rng)
     for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
         if isinstance(fields.get(name), int):
             fields[name] = min(fields[name], 4)
@@ -116,7 +116,7 @@ def bad_body(rng: random.Random) -> tuple[str, bytes]:
     return path, body
 
 
-def bad_bytes(rng: random.Random, turn: int) -> bytes:
+def bad_bytes(rng: random.Random, index: int) -> bytes:
     """What is not HTTP, or barely."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     kinds = (
@@ -141,4 +141,4 @@ def bad_bytes(rng: random.Random, turn: int) -> bytes:
         b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Name: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: local\x00host\r\n\r\n",
     )
-    return kinds[turn % len(kinds)]
+    return kinds[index % len(kinds)]

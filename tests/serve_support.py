@@ -13,11 +13,11 @@ from typing import Any
 
 from tests.toy_engine import ToyTokenizer
 from thalweg.serve.server import ServeOptions, serve
-from thalweg.serve.spawn import EngineTask, InProcess, InThread
-from thalweg.serve.text import Text
+from thalweg.serve.spawn import EngineSpec, ProcessLauncher, ThreadLauncher
+from thalweg.serve.text import ChatTokenizer
 
 
-class Served:
+class ServerThread:
     """A running server: ``port``, the engines made so far (in threads only), and how to stop it."""
 
     def __init__(self) -> None:
@@ -40,17 +40,17 @@ class Served:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """One request on a connection of its own; JSON both ways."""
-        status, _, data = self.raw(
+        status, _, data = self.request_raw(
             method, path, None if body is None else json.dumps(body).encode(), **headers
         )
         return status, data
 
-    def raw(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, Any, Any]:
+    def request_raw(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, Any, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
-            given = {"Content-Type": "application/json"} if body is not None else {}
+            content_headers = {"Content-Type": "application/json"} if body is not None else {}
             connection.request(
-                method, path, body, given | {k.replace("_", "-"): v for k, v in headers.items()}
+                method, path, body, content_headers | {k.replace("_", "-"): v for k, v in headers.items()}
             )
             response = connection.getresponse()
             data = response.read()
@@ -66,7 +66,7 @@ class Served:
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         return self.request("POST", path, body)
 
-    def complete(self, prompt: Any, **body: Any) -> Any:
+    def create_completion(self, prompt: Any, **body: Any) -> Any:
         status, answer = self.post("/v1/completions", prompt=prompt, **body)
         assert status == 200, answer
         return answer
@@ -98,35 +98,35 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(
-    model: str = "toy", *, processes: bool = False, text: Callable[[], Text] | None = None, **options: Any
-) -> Iterator[Served]:
+def run_toy_server(
+    model: str = "toy", *, processes: bool = False, make_tokenizer: Callable[[], ChatTokenizer] | None = None, **options: Any
+) -> Iterator[ServerThread]:
     """A server with toy engines in threads, or in processes."""
-    task = EngineTask(model, loader="tests.toy_engine:load_engine")
-    start = InProcess(task) if processes else None
-    with serving_with(task.load, text or (lambda: Text(ToyTokenizer())), start, **options) as server:
+    task = EngineSpec(model, loader="tests.toy_engine:load_engine")
+    start_replica = ProcessLauncher(task) if processes else None
+    with run_server(task.load, make_tokenizer or (lambda: ChatTokenizer(ToyTokenizer())), start_replica, **options) as server:
         yield server
 
 
 @contextlib.contextmanager
-def serving_with(
-    load: Callable[[], Any], make_text: Callable[[], Text], start: Any = None, **options: Any
-) -> Iterator[Served]:
+def run_server(
+    load_engine: Callable[[], Any], make_tokenizer: Callable[[], ChatTokenizer], start_replica: Any = None, **options: Any
+) -> Iterator[ServerThread]:
     """A server whose replicas are threads with an engine that ``load`` makes, or begin with ``start``."""
-    server = Served()
+    server = ServerThread()
 
-    def noted() -> Any:
-        server.engines.append(load())
+    def load_and_record() -> Any:
+        server.engines.append(load_engine())
         return server.engines[-1]
 
-    def ready(url: str) -> None:
+    def on_ready(url: str) -> None:
         server.port = int(url.rpartition(":")[2])
         server.started.set()
 
     async def main() -> None:
         server.loop, server.stop_event = asyncio.get_running_loop(), asyncio.Event()
-        chosen = ServeOptions("toy", port=0, **options)
-        await serve(chosen, start or InThread(noted), make_text, ready, server.stop_event)
+        serve_options = ServeOptions("toy", port=0, **options)
+        await serve(serve_options, start_replica or ThreadLauncher(load_and_record), make_tokenizer, on_ready, server.stop_event)
 
     def run() -> None:
         try:

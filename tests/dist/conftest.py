@@ -12,18 +12,18 @@ import torch
 
 from tests.harness import run_ranks
 
-Values = dict[str, Any]
+Params = dict[str, Any]
 
 
-def _one_by_one(rank: int, world: int, fn: Callable[..., Any], cases: list[Values]) -> list[Any]:
+def _run_cases(rank: int, world: int, fn: Callable[..., Any], cases: list[Params]) -> list[Any]:
     """``fn`` for each of ``cases``; each begins with the environment and the random numbers of the first."""
     results, environment = [], dict(os.environ)
-    for values in cases:
+    for params in cases:
         torch.manual_seed(0)
         try:
-            results.append(fn(rank, world, **values))
+            results.append(fn(rank, world, **params))
         except BaseException as error:
-            raise AssertionError(f"{fn.__name__} with {values}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{fn.__name__} with {params}: {type(error).__name__}: {error}") from error
         os.environ.clear()
         os.environ.update(environment)
         gc.collect()
@@ -47,12 +47,12 @@ def together(
     for good, each test needs ranks of its own: ``run_ranks``.
     """
 
-    def of(fn: Callable[..., Any], world: int, timeout: float = 240.0) -> list[Any]:
-        def values_of(item: Any) -> Values:
+    def run_case(fn: Callable[..., Any], world: int, timeout: float = 240.0) -> list[Any]:
+        def get_params(item: Any) -> Params:
             return {key: value for key, value in item.callspec.params.items() if key != "world"}
 
         function = request.node.originalname
-        same = [
+        items = [
             item
             for item in request.session.items
             if getattr(item, "originalname", None) == function
@@ -61,15 +61,15 @@ def together(
         ]
         key = (f"{function} {fn.__name__}", world)
         if key not in _finished:
-            cases = [values_of(item) for item in same]
+            cases = [get_params(item) for item in items]
             try:
-                _finished[key] = run_ranks(_one_by_one, world, fn, cases, timeout=timeout)
+                _finished[key] = run_ranks(_run_cases, world, fn, cases, timeout=timeout)
             except AssertionError as error:
                 _finished[key] = error
-        found = _finished[key]
-        if isinstance(found, AssertionError):
-            raise found
-        place = same.index(request.node)
-        return [rank[place] for rank in found]
+        results = _finished[key]
+        if isinstance(results, AssertionError):
+            raise results
+        index = items.index(request.node)
+        return [rank[index] for rank in results]
 
-    return of
+    return run_case

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, LENGTH = 53, 24, 10
+VOCAB_SIZE, WIDTH, SEQ_LEN = 53, 24, 10
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
     """Embedding, blocks, norm, head; ``forward(tokens, labels=None)``."""
 
     def __init__(self, block: Callable[[], nn.Module], layers: int = 2, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -32,7 +32,7 @@ class Language(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
+def _grouped_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
     """(B, T, heads * D) and (B, T, groups * D) -> (B, T, heads * D)."""
     B, T, _ = q.shape
     q, k, v = (x.view(B, T, n, -1).transpose(1, 2) for x, n in ((q, heads), (k, groups), (v, groups)))
@@ -56,11 +56,11 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.ln(x)
         q = (self.to_q(y).unflatten(-1, (self.n, -1)) * self.scale_q).flatten(-2)
-        a = self.to_out(_attend(q, self.to_k(y), self.to_v(y), self.n, self.groups))
+        a = self.to_out(_grouped_attention(q, self.to_k(y), self.to_v(y), self.n, self.groups))
         return x + a + self.fc_out(F.gelu(self.fc_in(y)))
 
 
-class Interleaved(nn.Module):
+class InterleavedQkvBlock(nn.Module):
     """q, k, v fused by head, with a norm of each head; a gated MLP whose gate and value are fused."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Interleaved(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class OneMatrix(nn.Module):
+class FusedProjectionBlock(nn.Module):
     """q, k, v and the MLP from one matrix, and one matrix back (as PaLM's)."""
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class OneMatrix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, h = self.into(self.ln(x)).split(self.sizes, -1)
-        return x + self.back(torch.cat([_attend(q, k, v, self.heads, self.heads), F.gelu(h)], -1))
+        return x + self.back(torch.cat([_grouped_attention(q, k, v, self.heads, self.heads), F.gelu(h)], -1))
 
 
-class Transposed(nn.Module):
+class Conv1D(nn.Module):
     """A layer that keeps its matrix as (in, out), as GPT-2's Conv1D does."""
 
     def __init__(self, ins: int, outs: int) -> None:
@@ -109,23 +109,23 @@ class Transposed(nn.Module):
         return x @ self.weight + self.bias
 
 
-class Convolved(nn.Module):
+class Conv1DBlock(nn.Module):
     """Conv1D-like layers, q, k and v in sections, an in-place activation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.n_head = 4
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = Transposed(WIDTH, 3 * WIDTH), Transposed(WIDTH, WIDTH)
-        self.up, self.act, self.down = Transposed(WIDTH, 44), nn.ReLU(inplace=True), Transposed(44, WIDTH)
+        self.c_attn, self.c_proj = Conv1D(WIDTH, 3 * WIDTH), Conv1D(WIDTH, WIDTH)
+        self.up, self.act, self.down = Conv1D(WIDTH, 44), nn.ReLU(inplace=True), Conv1D(44, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(self.ln1(x)).chunk(3, -1)
-        x = x + self.c_proj(_attend(q, k, v, self.n_head, self.n_head))
+        x = x + self.c_proj(_grouped_attention(q, k, v, self.n_head, self.n_head))
         return x + self.down(self.act(self.up(self.ln2(x))))
 
 
-class Gated(nn.Module):
+class GatedRecurrenceBlock(nn.Module):
     """No attention: a decaying sum over time of each feature, gated (a linear recurrence)."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Gated(nn.Module):
         return x + self.out(torch.stack(states, 1) * torch.tanh(self.gate(x)))
 
 
-class Tower(nn.Module):
+class MlpClassifier(nn.Module):
     """No language model at all: features in, four classes out."""
 
     def __init__(self) -> None:
@@ -157,56 +157,56 @@ class Tower(nn.Module):
         return logits if labels is None else F.cross_entropy(logits, labels)
 
 
-class Mixing(nn.Module):
+class FeatureMixingBlock(nn.Module):
     """Every feature meets every other between the two layers: nothing here may be cut."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()
-        self.how = how
+        self.variant = variant
         self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-        self.middle = nn.LayerNorm(48) if how == "norm" else nn.Identity()
+        self.middle = nn.LayerNorm(48) if variant == "norm" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
-        if self.how == "norm":
+        if self.variant == "norm":
             y = self.middle(y)
-        elif self.how == "softmax":
+        elif self.variant == "softmax":
             y = y.softmax(-1)
-        elif self.how == "chosen":  # the largest feature decides, which autograd does not see
+        elif self.variant == "chosen":  # the largest feature decides, which autograd does not see
             y = F.gelu(y) * (1 + y.argmax(-1, keepdim=True) % 2)
-        elif self.how == "weight":  # the second layer's matrix is used once more
+        elif self.variant == "weight":  # the second layer's matrix is used once more
             return x + self.down(F.gelu(y)) + F.linear(F.linear(x, self.up.weight), self.up.weight.t())
-        elif self.how == "bypass":
+        elif self.variant == "bypass":
             return x + self.down(F.gelu(y)) + y.mean(-1, keepdim=True)
         return x + self.down(y)
 
 
-CUT: dict[str, Callable[[], nn.Module]] = {
-    "parallel": lambda: Language(ParallelBlock),
-    "parallel, 4 heads on 2": lambda: Language(lambda: ParallelBlock(4, 2), tied=True),
-    "interleaved": lambda: Language(Interleaved),
-    "one matrix": lambda: Language(OneMatrix),
-    "convolved": lambda: Language(Convolved),
-    "gated": lambda: Language(Gated),
-    "tower": Tower,
+SHARDABLE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "parallel": lambda: LanguageModel(ParallelBlock),
+    "parallel, 4 heads on 2": lambda: LanguageModel(lambda: ParallelBlock(4, 2), tied=True),
+    "interleaved": lambda: LanguageModel(InterleavedQkvBlock),
+    "one matrix": lambda: LanguageModel(FusedProjectionBlock),
+    "convolved": lambda: LanguageModel(Conv1DBlock),
+    "gated": lambda: LanguageModel(GatedRecurrenceBlock),
+    "tower": MlpClassifier,
 }
-WHOLE = ("norm", "softmax", "chosen", "weight", "bypass")
+UNSHARDABLE_VARIANTS = ("norm", "softmax", "chosen", "weight", "bypass")
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
+def build_model(name: str, seed: int = 0) -> nn.Module:
     """A model by name, with weights in which a mistake shows."""
     torch.manual_seed(seed)
-    model = CUT[name]() if name in CUT else Language(lambda: Mixing(name))
+    model = SHARDABLE_MODELS[name]() if name in SHARDABLE_MODELS else LanguageModel(lambda: FeatureMixingBlock(name))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
-def batch(name: str, step: int, rows: int) -> tuple[Any, Any]:
+def make_batch(name: str, step: int, rows: int) -> tuple[Any, Any]:
     """Inputs and targets of a step."""
     g = torch.Generator().manual_seed(300 + step)
     if name == "tower":
         return torch.randn(rows, WIDTH, generator=g), torch.randint(0, 4, (rows,), generator=g)
-    tokens = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=g)
+    tokens = torch.randint(0, VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=g)
     return tokens[:, :-1], tokens[:, 1:]

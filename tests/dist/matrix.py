@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-Block = dict[str, Any]
+ConfigDict = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,21 @@ class Feature:
     """``config`` makes the options of a degree (1 for a switch); ``ranks``: it multiplies the world."""
 
     title: str
-    config: Callable[[int], Block] = lambda degree: {}
-    ranks: bool = False
+    config: Callable[[int], ConfigDict] = lambda degree: {}
+    multiplies_world: bool = False
 
 
-def _zero(**options: Any) -> Callable[[int], Block]:
+def _zero(**options: Any) -> Callable[[int], ConfigDict]:
     return lambda degree: {"zero_optimization": options}
 
 
 FEATURES: Mapping[str, Feature] = {
     **{f"s{stage}": Feature(f"ZeRO {stage}", _zero(stage=stage)) for stage in range(4)},
-    "dp": Feature("data ranks", ranks=True),
-    "tp": Feature("tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, ranks=True),
-    "sp": Feature("sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, ranks=True),
-    "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, ranks=True),
-    "pp": Feature("pipeline", lambda degree: {"pipeline": {"stages": degree}}, ranks=True),
+    "dp": Feature("data ranks", multiplies_world=True),
+    "tp": Feature("tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, multiplies_world=True),
+    "sp": Feature("sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, multiplies_world=True),
+    "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, multiplies_world=True),
+    "pp": Feature("pipeline", lambda degree: {"pipeline": {"stages": degree}}, multiplies_world=True),
     "ep": Feature("expert"),  # inside the data ranks; the model asks for it
     "host": Feature("optimiser on host", _zero(offload_optimizer={"device": "cpu"})),
     "nvme": Feature(
@@ -53,8 +53,8 @@ FEATURES: Mapping[str, Feature] = {
     "lora": Feature("LoRA"),
 }
 STAGES = ("s0", "s1", "s2", "s3")
-PAIRED = tuple(key for key in FEATURES if key != "dp")
-CHOICES = (
+PAIRED_FEATURES = tuple(key for key in FEATURES if key != "dp")
+EXCLUSIVE_GROUPS = (
     frozenset(STAGES),
     frozenset({"bf16", "fp16"}),
     frozenset({"host", "nvme"}),
@@ -185,28 +185,28 @@ TRIPLES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsupportedPair:
     """A pair that does not go together: a combination that has it, and words of the error that says so."""
 
     combination: str
-    says: str
+    message: str
 
 
-REFUSED: Mapping[tuple[str, str], Refusal] = {
-    ("s0", "host"): Refusal("s0 dp2 host", "zero_optimization.stage to be 1, 2 or 3"),
-    ("s0", "nvme"): Refusal("s0 dp2 nvme", "zero_optimization.stage to be 1, 2 or 3"),
-    ("s0", "paged"): Refusal("s0 dp2 paged", "the only stage that shards parameters"),
-    ("s1", "paged"): Refusal("s1 dp2 paged", "the only stage that shards parameters"),
-    ("s2", "paged"): Refusal("s2 dp2 paged", "the only stage that shards parameters"),
-    ("sp", "compile"): Refusal("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
-    ("cp", "compile"): Refusal("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
-    ("ep", "compile"): Refusal("s0 dp2 ep2 compile", "grouped product torch does not trace"),
-    ("tp", "compile"): Refusal("s0 tp2 compile", "split layers are not compiled yet"),
+UNSUPPORTED_PAIRS: Mapping[tuple[str, str], UnsupportedPair] = {
+    ("s0", "host"): UnsupportedPair("s0 dp2 host", "zero_optimization.stage to be 1, 2 or 3"),
+    ("s0", "nvme"): UnsupportedPair("s0 dp2 nvme", "zero_optimization.stage to be 1, 2 or 3"),
+    ("s0", "paged"): UnsupportedPair("s0 dp2 paged", "the only stage that shards parameters"),
+    ("s1", "paged"): UnsupportedPair("s1 dp2 paged", "the only stage that shards parameters"),
+    ("s2", "paged"): UnsupportedPair("s2 dp2 paged", "the only stage that shards parameters"),
+    ("sp", "compile"): UnsupportedPair("s0 sp2 compile", "exchanges of a sequence are not compiled yet"),
+    ("cp", "compile"): UnsupportedPair("s0 cp2 compile", "exchanges of a sequence are not compiled yet"),
+    ("ep", "compile"): UnsupportedPair("s0 dp2 ep2 compile", "grouped product torch does not trace"),
+    ("tp", "compile"): UnsupportedPair("s0 tp2 compile", "split layers are not compiled yet"),
 }
 
 # Pairs that nothing shows and nothing refuses: what is known about them.
-OPEN: Mapping[tuple[str, str], str] = {}
-LATER = {"lora": "arrives with the adapters, a later issue"}
+UNCOVERED_PAIRS: Mapping[tuple[str, str], str] = {}
+PLANNED_FEATURES = {"lora": "arrives with the adapters, a later issue"}
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,11 @@ class Combination:
     degrees: Mapping[str, int]
 
     @classmethod
-    def read(cls, line: str) -> Combination:
+    def parse(cls, line: str) -> Combination:
         """``"s3 dp2 tp2 remat"``; an unknown word is an error."""
         degrees: dict[str, int] = {}
         for word in line.split():
-            if word in FEATURES and not FEATURES[word].ranks:
+            if word in FEATURES and not FEATURES[word].multiplies_world:
                 degrees[word] = 1
                 continue
             match = re.fullmatch(r"([a-z]+)(\d+)", word)
@@ -236,23 +236,23 @@ class Combination:
         return self.name.replace(" ", "-")
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Ranks it needs."""
-        return prod(degree for key, degree in self.degrees.items() if FEATURES[key].ranks)
+        return prod(degree for key, degree in self.degrees.items() if FEATURES[key].multiplies_world)
 
     def degree(self, key: str) -> int:
         """Ranks along an axis, 1 where it is not named."""
         return self.degrees.get(key, 1)
 
-    def config(self, folder: str) -> Block:
+    def config(self, folder: str) -> ConfigDict:
         """The options that switch its features on; ``folder`` is for files of the tiers."""
-        merged: Block = {}
+        merged: ConfigDict = {}
         for key, degree in self.degrees.items():
             _merge(merged, FEATURES[key].config(degree), folder)
         return merged
 
 
-def _merge(into: Block, block: Mapping[str, Any], folder: str) -> None:
+def _merge(into: ConfigDict, block: Mapping[str, Any], folder: str) -> None:
     for key, value in block.items():
         if isinstance(value, dict):
             _merge(into.setdefault(key, {}), value, folder)
@@ -260,17 +260,17 @@ def _merge(into: Block, block: Mapping[str, Any], folder: str) -> None:
             into[key] = value.replace("{folder}", folder) if isinstance(value, str) else value
 
 
-def combinations(world: int | None = None) -> list[Combination]:
+def combinations(world_size: int | None = None) -> list[Combination]:
     """All lines, or those of a world size."""
-    read = [Combination.read(line) for line in COMBINATIONS.strip().splitlines()]
-    return [one for one in read if world in (None, one.world)]
+    parsed = [Combination.parse(line) for line in COMBINATIONS.strip().splitlines()]
+    return [one for one in parsed if world_size in (None, one.world_size)]
 
 
-def exclusive(one: str, other: str) -> bool:
+def mutually_exclusive(first: str, second: str) -> bool:
     """Whether a pair is two answers to one question."""
-    return any({one, other} <= choice for choice in CHOICES)
+    return any({first, second} <= choice for choice in EXCLUSIVE_GROUPS)
 
 
-def shown_by(*keys: str) -> list[Combination]:
+def combinations_with(*keys: str) -> list[Combination]:
     """The combinations that have all of these features."""
     return [one for one in combinations() if all(key in one.degrees for key in keys)]

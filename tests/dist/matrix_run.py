@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dist.matrix import Combination
-from tests.dist.parity import full
-from tests.dist.tensor_models import VOCABULARY
-from tests.dist.tensor_parity import Run
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_models import VOCAB_SIZE
+from tests.dist.tensor_parity import TrainResult
 from thalweg.moe import MoE
 from thalweg.nn import moe
 from thalweg.nn.transformer import GPT, GPTConfig
 
-ROWS, LENGTH, STEPS, RATE = 8, 9, 20, 0.05
-EXACT = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
-HALF = {"loss": 5e-3, "gradient": 6e-2, "parameter": 2e-2}
+ROWS, SEQ_LEN, STEPS, LR = 8, 9, 20, 0.05
+FP32_TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
+HALF_TOLERANCE = {"loss": 5e-3, "gradient": 6e-2, "parameter": 2e-2}
 
 
-class Routed(nn.Module):
+class MoEMlp(nn.Module):
     """An MoE layer that leaves its balance loss out, in an MLP's place."""
 
     def __init__(self, width: int, ep: int) -> None:
@@ -42,7 +42,7 @@ class Routed(nn.Module):
         return self.moe(x_BTD)[0]
 
 
-def kind_of(combination: Combination) -> tuple[bool, int]:
+def get_model_key(combination: Combination) -> tuple[bool, int]:
     """What its model depends on: whether the head is tied, and how many ranks share the experts (0: none).
 
     Tied by the parity of the name's length, so that both kinds occur with everything; a tied head has two
@@ -52,18 +52,18 @@ def kind_of(combination: Combination) -> tuple[bool, int]:
     return len(combination.name) % 2 == 0 and "pp" not in degrees, degrees.get("ep", 0)
 
 
-def build(combination: Combination) -> nn.Module:
+def build_model(combination: Combination) -> nn.Module:
     """The model of a combination: the reference GPT, or one with experts."""
-    return _build(*kind_of(combination))
+    return _build_model(*get_model_key(combination))
 
 
-def _build(tied: bool, ep: int) -> nn.Module:
+def _build_model(tied: bool, ep: int) -> nn.Module:
     torch.manual_seed(0)
     model = GPT(
-        GPTConfig(vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=16, block_size=LENGTH, tied=tied)
+        GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=16, block_size=SEQ_LEN, tied=tied)
     )
     if ep:
-        model.blocks[1].mlp = Routed(16, ep)
+        model.blocks[1].mlp = MoEMlp(16, ep)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -73,15 +73,15 @@ def _build(tied: bool, ep: int) -> nn.Module:
     return model
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens (ROWS, LENGTH) of a step, alike on every rank."""
     generator = torch.Generator().manual_seed(700 + step)
-    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB_SIZE, (ROWS, SEQ_LEN + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 @contextmanager
-def choices_of_fp32(combination: Combination, rank: int) -> Iterator[None]:
+def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
     """In half precision tokens go to the experts that they chose in a plain run.
 
     bf16 sends a token in hundreds to another expert, and what follows from that is as far from fp32 in one
@@ -91,48 +91,48 @@ def choices_of_fp32(combination: Combination, rank: int) -> Iterator[None]:
         yield
         return
     assert not {"sp", "cp", "pp", "remat"} & combination.degrees.keys(), "which tokens are whose?"
-    route, chosen = moe.route, []
+    route, recorded_experts = moe.route, []
 
-    def note(logits: Tensor, *args: Any) -> moe.Routing:
-        found = route(logits, *args)
-        chosen.append(found.experts)
-        return found
+    def record_routing(logits: Tensor, *args: Any) -> moe.Routing:
+        routing = route(logits, *args)
+        recorded_experts.append(routing.experts)
+        return routing
 
-    own = slice(rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp"))
+    local_rows = slice(rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp"))
 
-    def repeat(logits: Tensor, *args: Any) -> moe.Routing:
-        found = route(logits, *args)
-        experts = chosen.pop(0).view(ROWS, -1, found.experts.shape[1])[own].flatten(0, 1)
+    def replay_routing(logits: Tensor, *args: Any) -> moe.Routing:
+        routing = route(logits, *args)
+        experts = recorded_experts.pop(0).view(ROWS, -1, routing.experts.shape[1])[local_rows].flatten(0, 1)
         weights = logits.float().softmax(-1).gather(1, experts)
-        return replace(found, experts=experts, weights=weights / weights.sum(-1, keepdim=True))
+        return replace(routing, experts=experts, weights=weights / weights.sum(-1, keepdim=True))
 
     try:
-        moe.route = note
-        train_plain(build(combination))
-        moe.route = repeat
+        moe.route = record_routing
+        train_plain(build_model(combination))
+        moe.route = replay_routing
         yield
     finally:
         moe.route = route
-    assert not chosen
+    assert not recorded_experts
 
 
-def run_plain(combination: Combination) -> Run:
+def run_plain(combination: Combination) -> TrainResult:
     """One process, fp32, plain PyTorch; combinations with the same model share it."""
-    tied, ep = kind_of(combination)
+    tied, ep = get_model_key(combination)
     return _run_plain(tied, ep > 0)
 
 
 @cache
-def _run_plain(tied: bool, experts: bool) -> Run:
-    return train_plain(_build(tied, int(experts)))
+def _run_plain(tied: bool, experts: bool) -> TrainResult:
+    return train_plain(_build_model(tied, int(experts)))
 
 
-def train_plain(model: nn.Module, steps: int = STEPS) -> Run:
+def train_plain(model: nn.Module, steps: int = STEPS) -> TrainResult:
     """Twenty steps of plain PyTorch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):
-        loss = model(*batch(step))
+        loss = model(*make_batch(step))
         loss.backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -140,24 +140,24 @@ def train_plain(model: nn.Module, steps: int = STEPS) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return TrainResult(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def micro_batches(combination: Combination) -> int:
+def num_micro_batches(combination: Combination) -> int:
     """Of a window: a pipeline needs several."""
     return 2 * combination.degree("pp") if "pp" in combination.degrees else 1
 
 
-def config_of(combination: Combination, folder: str, **changes: Any) -> dict[str, Any]:
+def make_config(combination: Combination, folder: str, **changes: Any) -> dict[str, Any]:
     """The ds_config of the same run."""
-    parts = combination.degree("dp") * micro_batches(combination)
+    num_slices = combination.degree("dp") * num_micro_batches(combination)
     return {
-        "train_micro_batch_size_per_gpu": ROWS // parts,
-        "gradient_accumulation_steps": micro_batches(combination),
+        "train_micro_batch_size_per_gpu": ROWS // num_slices,
+        "gradient_accumulation_steps": num_micro_batches(combination),
         "gradient_clipping": 1.0,
         "cpu_kernels": "torch",
         "log_level": "warning",
-        "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}},
+        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
         **combination.config(folder),
         **changes,
     }
@@ -165,16 +165,16 @@ def config_of(combination: Combination, folder: str, **changes: Any) -> dict[str
 
 def run_engine(
     combination: Combination, rank: int, world: int, folder: str, steps: int = STEPS, **changes: Any
-) -> Run:
+) -> TrainResult:
     """The engine on all ranks; what it ends with, gathered over all but pipeline stages."""
     import thalweg
 
     engine, *_ = thalweg.initialize(
-        model=copy.deepcopy(build(combination)), config=config_of(combination, folder, **changes)
+        model=copy.deepcopy(build_model(combination)), config=make_config(combination, folder, **changes)
     )
     engine.train()
     ranks, inner = combination.degree("dp"), prod(combination.degree(key) for key in ("tp", "sp", "cp"))
-    own = slice(rank // inner % ranks, None, ranks)
+    local_rows = slice(rank // inner % ranks, None, ranks)
     losses, gradients = [], {}
     update = engine.optimizer.step
 
@@ -182,14 +182,14 @@ def run_engine(
         if not losses:
             engine._parts.sharded.finish_window()
             named = engine.module.named_parameters()
-            gradients.update({n: full(p.grad).float() for n, p in named if p.grad is not None})
+            gradients.update({n: full_tensor(p.grad).float() for n, p in named if p.grad is not None})
         return update(*args)
 
     engine.optimizer.step = capture
     for step in range(steps):
-        rows = [part[own] for part in batch(step)]
+        rows = [part[local_rows] for part in make_batch(step)]
         if "pp" in combination.degrees:
-            micros = zip(*(part.chunk(micro_batches(combination)) for part in rows), strict=True)
+            micros = zip(*(part.chunk(num_micro_batches(combination)) for part in rows), strict=True)
             losses.append(float(engine.train_batch(iter(list(micros)))))
             continue
         loss = engine(*rows)
@@ -198,75 +198,75 @@ def run_engine(
         total = loss.detach().float().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    parameters = {n: full(p).float() for n, p in engine.module.named_parameters()}
+    parameters = {n: full_tensor(p).float() for n, p in engine.module.named_parameters()}
     engine.close()
-    return Run(losses, gradients, parameters)
+    return TrainResult(losses, gradients, parameters)
 
 
-def compare(
+def compare_to_plain(
     rank: int, world: int, names: list[str], folder: str, **changes: Any
 ) -> dict[str, dict[str, float]]:
     """Largest relative differences of each combination; all on rank 0."""
     torch.set_num_threads(1)
-    found = {}
+    differences = {}
     for name in names:
-        combination = Combination.read(name)
+        combination = Combination.parse(name)
         try:
-            with choices_of_fp32(combination, rank):
+            with replay_fp32_routing(combination, rank):
                 run = run_engine(combination, rank, world, folder, **changes)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
         torch._dynamo.reset()
-        found[name] = _differences(combination, run, rank, world)
-    return found if rank == 0 else {}
+        differences[name] = _differences(combination, run, rank, world)
+    return differences if rank == 0 else {}
 
 
-def _differences(combination: Combination, run: Run, rank: int, world: int) -> dict[str, float]:
+def _differences(combination: Combination, run: TrainResult, rank: int, world: int) -> dict[str, float]:
     """Against plain PyTorch, on the first rank of each pipeline stage; rank 0 gets the largest of all."""
     stages = combination.degree("pp")
-    own: dict[str, float] = {}
+    local: dict[str, float] = {}
     assert run.gradients, "nothing to compare"
     if rank % (world // stages) == 0:
         plain = run_plain(combination)
-        parts = Run(
+        parts = TrainResult(
             plain.losses,
             {name: plain.gradients[name] for name in run.gradients},
             {name: plain.parameters[name] for name in run.parameters},
         )
-        own = run.differences(parts)
+        local = run.max_differences(parts)
         if stages == 1:
             assert run.parameters.keys() == plain.parameters.keys()
             assert run.gradients.keys() == plain.gradients.keys()
     if stages == 1:
-        return own
+        return local
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (own, list(run.parameters), list(run.gradients)))
-    every = {name for name, _ in build(combination).named_parameters()}
+    dist.all_gather_object(everyone, (local, list(run.parameters), list(run.gradients)))
+    every = {name for name, _ in build_model(combination).named_parameters()}
     for kind in (1, 2):  # each parameter and each gradient is on some stage
         names = {name for item in everyone for name in item[kind]}
         assert names == every, names ^ every
-    return {key: max(item[0].get(key, 0.0) for item in everyone) for key in EXACT}
+    return {key: max(item[0].get(key, 0.0) for item in everyone) for key in FP32_TOLERANCE}
 
 
-def tolerance(combination: Combination) -> dict[str, float]:
+def get_tolerance(combination: Combination) -> dict[str, float]:
     """What it may differ by."""
-    return HALF if {"bf16", "fp16"} & combination.degrees.keys() else EXACT
+    return HALF_TOLERANCE if {"bf16", "fp16"} & combination.degrees.keys() else FP32_TOLERANCE
 
 
-def refuse(rank: int, world: int, names: list[str]) -> list[str]:
+def collect_errors(rank: int, world: int, names: list[str]) -> list[str]:
     """The error of each combination that must not start."""
     import thalweg
 
-    told = []
+    errors = []
     for name in names:
-        combination = Combination.read(name)
+        combination = Combination.parse(name)
         try:
-            thalweg.initialize(model=build(combination), config=config_of(combination, "."))
-            told.append("")
+            thalweg.initialize(model=build_model(combination), config=make_config(combination, "."))
+            errors.append("")
         except ValueError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
-wrong_rate = partial(compare, optimizer={"type": "SGD", "params": {"lr": 1.01 * RATE, "momentum": 0.9}})
-wrong_mean = partial(compare, gradient_allreduce_op="sum", gradient_clipping=1e9)
+compare_with_wrong_lr = partial(compare_to_plain, optimizer={"type": "SGD", "params": {"lr": 1.01 * LR, "momentum": 0.9}})
+compare_with_wrong_mean = partial(compare_to_plain, gradient_allreduce_op="sum", gradient_clipping=1e9)

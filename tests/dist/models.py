@@ -8,32 +8,32 @@ from torch import Tensor, nn
 
 from thalweg.nn.transformer import GPT, GPTConfig
 
-VOCABULARY = 61
-LENGTH = 12
+VOCAB_SIZE = 61
+SEQ_LEN = 12
 
 
 def tiny_gpt(seed: int = 0, tied: bool = True, dropout: float = 0.0) -> GPT:
     """A GPT of 3 layers x 24 with a vocabulary that divides by no world size."""
     torch.manual_seed(seed)
     shape = GPTConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         n_layer=3,
         n_head=2,
         n_embd=24,
-        block_size=LENGTH,
+        block_size=SEQ_LEN,
         tied=tied,
         dropout=dropout,
     )
     return GPT(shape)
 
 
-class Odd(nn.Module):
+class OddShapesModel(nn.Module):
     """Rows fewer than ranks, a 0-dim scale, a frozen layer, a buffer; returns a scalar loss."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed = nn.Embedding(VOCABULARY, 5)
+        self.embed = nn.Embedding(VOCAB_SIZE, 5)
         self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 1)])
         self.frozen = nn.Linear(5, 5)
         self.frozen.requires_grad_(False)
@@ -45,11 +45,11 @@ class Odd(nn.Module):
         x = self.embed(tokens_BT) + self.offset
         x = self.norm(x + self.layers[1](torch.tanh(self.layers[0](x))))
         y = self.layers[2](x + self.frozen(x)).squeeze(-1) * self.scale
-        return F.mse_loss(y.float(), labels_BT.float() / VOCABULARY)
+        return F.mse_loss(y.float(), labels_BT.float() / VOCAB_SIZE)
 
 
-def batch(step: int, size: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+def make_batch(step: int, size: int, length: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens (size, length) of a global step, the same on every rank."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB_SIZE, (size, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

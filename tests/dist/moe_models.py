@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY, LENGTH, EXPERTS = 61, 6, 5
+VOCAB_SIZE, SEQ_LEN, NUM_EXPERTS = 61, 6, 5
 
 
-def _family(kind: str, **changes: Any) -> nn.Module:
+def _hf_model(kind: str, **changes: Any) -> nn.Module:
     import transformers
 
     shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": 16,
         "intermediate_size": 24,
         "moe_intermediate_size": 12,
@@ -25,7 +25,7 @@ def _family(kind: str, **changes: Any) -> nn.Module:
         "num_key_value_heads": 1,
         "head_dim": 8,
         "num_experts_per_tok": 2,
-        "num_experts": EXPERTS,
+        "num_experts": NUM_EXPERTS,
         "max_position_embeddings": 32,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -36,7 +36,7 @@ def _family(kind: str, **changes: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-_DEEP = {
+_DEEPSEEK = {
     "n_routed_experts": 6,
     "num_local_experts": 6,
     "n_shared_experts": 1,
@@ -53,7 +53,7 @@ _DEEP = {
 }
 
 
-class _Gated(nn.Module):
+class _GatedMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w1, self.w3 = nn.Linear(16, 12, bias=False), nn.Linear(16, 12, bias=False)
@@ -63,35 +63,35 @@ class _Gated(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class _ListBlock(nn.Module):
+class _ModuleListMoE(nn.Module):
     """A sparse block in transformers 4's way: hit experts alone are called, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(16, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(_Gated() for _ in range(EXPERTS))
-        self.shared_expert = _Gated()
+        self.gate = nn.Linear(16, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(_GatedMlp() for _ in range(NUM_EXPERTS))
+        self.shared_expert = _GatedMlp()
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         x = hidden.view(-1, hidden.shape[-1])
         logits = self.gate(x)
         weights, chosen = logits.softmax(-1).topk(2, dim=-1)
         y = torch.zeros_like(x)
-        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        mask = F.one_hot(chosen, NUM_EXPERTS).permute(2, 1, 0)
         for index in mask.sum((1, 2)).nonzero().flatten().tolist():
             choice, token = torch.where(mask[index])
             y.index_add_(0, token, self.experts[index](x[token]) * weights[token, choice, None])
         return (y + self.shared_expert(x)).view_as(hidden), logits
 
 
-class ListModel(nn.Module):
+class ModuleListMoEModel(nn.Module):
     """An embedding, two sparse blocks, a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(_ListBlock() for _ in range(2))
-        self.head = nn.Linear(16, VOCABULARY)
+        self.embed = nn.Embedding(VOCAB_SIZE, 16)
+        self.layers = nn.ModuleList(_ModuleListMoE() for _ in range(2))
+        self.head = nn.Linear(16, VOCAB_SIZE)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -104,35 +104,35 @@ def _switch() -> nn.Module:
     import transformers
 
     config = transformers.SwitchTransformersConfig(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_sparse_encoder_layers=1,
-        num_decoder_layers=2, num_sparse_decoder_layers=1, num_heads=2, num_experts=EXPERTS, dropout_rate=0.0,
+        vocab_size=VOCAB_SIZE, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_sparse_encoder_layers=1,
+        num_decoder_layers=2, num_sparse_decoder_layers=1, num_heads=2, num_experts=NUM_EXPERTS, dropout_rate=0.0,
         expert_capacity=64, decoder_start_token_id=0, router_jitter_noise=0.0,
     )  # fmt: skip
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: _family("Mixtral", num_local_experts=EXPERTS),
-    "mixtral, auxiliary loss": lambda: _family(
-        "Mixtral", num_local_experts=EXPERTS, output_router_logits=True, router_aux_loss_coef=0.1
+    "mixtral": lambda: _hf_model("Mixtral", num_local_experts=NUM_EXPERTS),
+    "mixtral, auxiliary loss": lambda: _hf_model(
+        "Mixtral", num_local_experts=NUM_EXPERTS, output_router_logits=True, router_aux_loss_coef=0.1
     ),
-    "qwen2_moe": lambda: _family("Qwen2Moe", shared_expert_intermediate_size=10),
-    "qwen3_moe": lambda: _family("Qwen3Moe"),
-    "deepseek_v2": lambda: _family("DeepseekV2", **_DEEP),
-    "deepseek_v3": lambda: _family("DeepseekV3", **_DEEP),
-    "olmoe": lambda: _family("Olmoe"),
-    "gpt_oss": lambda: _family("GptOss", num_local_experts=EXPERTS),
-    "phimoe": lambda: _family(
-        "Phimoe", num_local_experts=EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0
+    "qwen2_moe": lambda: _hf_model("Qwen2Moe", shared_expert_intermediate_size=10),
+    "qwen3_moe": lambda: _hf_model("Qwen3Moe"),
+    "deepseek_v2": lambda: _hf_model("DeepseekV2", **_DEEPSEEK),
+    "deepseek_v3": lambda: _hf_model("DeepseekV3", **_DEEPSEEK),
+    "olmoe": lambda: _hf_model("Olmoe"),
+    "gpt_oss": lambda: _hf_model("GptOss", num_local_experts=NUM_EXPERTS),
+    "phimoe": lambda: _hf_model(
+        "Phimoe", num_local_experts=NUM_EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0
     ),
-    "granitemoe": lambda: _family("GraniteMoe", num_local_experts=EXPERTS),
-    "glm4_moe": lambda: _family("Glm4Moe", **_DEEP),
-    "list": ListModel,
+    "granitemoe": lambda: _hf_model("GraniteMoe", num_local_experts=NUM_EXPERTS),
+    "glm4_moe": lambda: _hf_model("Glm4Moe", **_DEEPSEEK),
+    "list": ModuleListMoEModel,
     "switch": _switch,
 }
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
+def build_model(name: str, seed: int = 0) -> nn.Module:
     """The named model with reproducible weights, large enough that a mistake shows."""
     torch.manual_seed(seed)
     model = MODELS[name]()
@@ -140,24 +140,24 @@ def build(name: str, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif name == "switch" or isinstance(model, ListModel):
+            elif name == "switch" or isinstance(model, ModuleListMoEModel):
                 parameter.mul_(1.5)
             else:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
     return model
 
 
-def batch(step: int, rows: int) -> Tensor:
+def make_batch(step: int, rows: int) -> Tensor:
     """Token ids (rows, LENGTH) of a step, alike on every rank."""
     generator = torch.Generator().manual_seed(700 + step)
-    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+    return torch.randint(3, VOCAB_SIZE, (rows, SEQ_LEN), generator=generator)
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
+def compute_loss(model: Any, tokens: Tensor) -> Tensor:
     """The model's own loss on a batch, its auxiliary loss included where it has one."""
     tokens = tokens.contiguous()
     inner = getattr(model, "module", model)
-    if isinstance(inner, ListModel):
+    if isinstance(inner, ModuleListMoEModel):
         logits = model(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     return model(input_ids=tokens, labels=tokens).loss

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.dist.models import batch
+from tests.dist.models import make_batch
 
-MICRO = 2
+MICRO_BATCH_SIZE = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """One cell of the parity matrix; ``windows`` are micro-batches per update."""
 
     stage: int = 0
@@ -37,7 +37,7 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The ds_config of this case."""
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": MICRO,
+            "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "cpu_kernels": self.kernels,
@@ -48,24 +48,24 @@ class Case:
             config[self.dtype] = {"enabled": True}
         return {**config, **self.extra}
 
-    def with_(self, **changes: Any) -> Case:
+    def with_(self, **changes: Any) -> ParityCase:
         """A copy with other fields."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainOutcome:
     """Mean loss of each update, and the full parameters after the last."""
 
     losses: list[float]
     parameters: list[torch.Tensor]
 
-    def worst(self, other: Outcome) -> float:
+    def max_loss_difference(self, other: TrainOutcome) -> float:
         """Largest absolute difference of losses."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
-def ragged(accumulation: int, updates: int) -> tuple[int, ...]:
+def ragged_windows(accumulation: int, updates: int) -> tuple[int, ...]:
     """Windows of an epoch that does not divide: every third one is short."""
     short = max(1, accumulation - 1)
     return tuple(short if update % 3 == 2 else accumulation for update in range(updates))
@@ -73,16 +73,16 @@ def ragged(accumulation: int, updates: int) -> tuple[int, ...]:
 
 def run_plain(
     model: nn.Module,
-    case: Case,
+    case: ParityCase,
     world: int,
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-) -> Outcome:
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> TrainOutcome:
     """One process, the whole global batch at once, plain PyTorch."""
     model = copy.deepcopy(model)
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses, position = [], 0
     for window in case.windows:
-        parts = [batch(position + i, world * MICRO) for i in range(window)]
+        parts = [make_batch(position + i, world * MICRO_BATCH_SIZE) for i in range(window)]
         position += window
         tokens = torch.cat([part[0] for part in parts])
         labels = torch.cat([part[1] for part in parts])
@@ -93,10 +93,10 @@ def run_plain(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Outcome(losses, [p.detach().clone() for p in model.parameters()])
+    return TrainOutcome(losses, [p.detach().clone() for p in model.parameters()])
 
 
-def run_engine(model: nn.Module, case: Case, rank: int, world: int) -> Outcome:
+def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> TrainOutcome:
     """The engine on this rank, its micro-batches of each window."""
     import thalweg
 
@@ -105,7 +105,7 @@ def run_engine(model: nn.Module, case: Case, rank: int, world: int) -> Outcome:
     for window in case.windows:
         total = torch.zeros(())
         for i in range(window):
-            tokens, labels = batch(position + i, world * MICRO)
+            tokens, labels = make_batch(position + i, world * MICRO_BATCH_SIZE)
             if window != case.accumulation:
                 engine.set_gradient_accumulation_boundary(i == window - 1)
             loss = engine(tokens[rank::world], labels[rank::world])
@@ -115,17 +115,17 @@ def run_engine(model: nn.Module, case: Case, rank: int, world: int) -> Outcome:
         position += window
         dist.all_reduce(total)
         losses.append(float(total) / (world * window))
-    parameters = [full(p) for p in engine.module.parameters()]
+    parameters = [full_tensor(p) for p in engine.module.parameters()]
     engine.close()
-    return Outcome(losses, parameters)
+    return TrainOutcome(losses, parameters)
 
 
-def full(parameter: torch.Tensor) -> torch.Tensor:
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The logical value of a parameter, gathered."""
     value = parameter.detach()
     return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
 
 
-def equal_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+def bitwise_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Whether two lists of tensors agree in every bit."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 67  # divides by no number of ranks
-LENGTH = 10
+VOCAB_SIZE = 67  # divides by no number of ranks
+SEQ_LEN = 10
 
 
 def _llama(kind: str, **changes: Any) -> nn.Module:
     import transformers
 
     shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 46,
         "num_hidden_layers": 2,
@@ -36,7 +36,7 @@ def _gpt2(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4,
+        vocab_size=VOCAB_SIZE, n_positions=32, n_embd=32, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **changes,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -46,7 +46,7 @@ def _gemma3() -> nn.Module:
     import transformers
 
     config = transformers.Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=46, num_hidden_layers=2,
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=46, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, head_dim=8,
         sliding_window=4, layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def _opt(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=50, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB_SIZE, hidden_size=32, ffn_dim=50, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=32, word_embed_proj_dim=32, dropout=0.0, **changes,
     )  # fmt: skip
     return transformers.OPTForCausalLM(config)
@@ -67,7 +67,7 @@ def _bloom(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.BloomConfig(
-        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, **changes
+        vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, **changes
     )
     return transformers.BloomForCausalLM(config)
 
@@ -76,7 +76,7 @@ def _neox(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=50, num_hidden_layers=2,
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=50, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=32, **changes,
     )  # fmt: skip
     return transformers.GPTNeoXForCausalLM(config)
@@ -87,7 +87,7 @@ def _falcon(**changes: Any) -> nn.Module:
 
     shape: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 32, **changes}
     config = transformers.FalconConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=2, max_position_embeddings=32, **shape
+        vocab_size=VOCAB_SIZE, num_hidden_layers=2, max_position_embeddings=32, **shape
     )
     return transformers.FalconForCausalLM(config)
 
@@ -96,7 +96,7 @@ def _t5(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=46, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=46, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, **changes,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -106,7 +106,7 @@ def _bert(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=50, max_position_embeddings=32, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, **changes,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _reference(**changes: Any) -> nn.Module:
     from thalweg.nn.transformer import GPT, GPTConfig
 
     shape: dict[str, Any] = {"n_head": 4, "n_embd": 32, "tied": True, **changes}
-    return GPT(GPTConfig(vocab_size=VOCABULARY, n_layer=2, block_size=32, **shape))
+    return GPT(GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, block_size=32, **shape))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -157,27 +157,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
+def build_model(name: str, seed: int = 0) -> nn.Module:
     """The named model with reproducible weights, large enough that a mistake shows."""
     torch.manual_seed(seed)
     model = MODELS[name]()
-    grow = 1.0 if "t5" in name else 3.0  # T5 does not scale its attention by width
+    scale = 1.0 if "t5" in name else 3.0  # T5 does not scale its attention by width
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(grow)
+                parameter.mul_(scale)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
-def batch(step: int, rows: int, length: int = LENGTH) -> Tensor:
+def make_batch(step: int, rows: int, length: int = SEQ_LEN) -> Tensor:
     """Token ids (rows, length) of a step, alike on every rank."""
     generator = torch.Generator().manual_seed(500 + step)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    return torch.randint(3, VOCAB_SIZE, (rows, length), generator=generator)
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
+def compute_loss(model: Any, tokens: Tensor) -> Tensor:
     """The model's own loss on a batch."""
     inner = getattr(model, "module", model)
     if not hasattr(inner, "main_input_name"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import equal_bits, full
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import bitwise_equal, full_tensor
 
 
 class _Fuse(torch.autograd.Function):
@@ -55,7 +55,7 @@ def _train(rank, world, stage, burns, when, accumulation=1):
     engine, *_ = thalweg.initialize(model=model, config=config)
     raised, position = 0, 0
     while position < 4 * accumulation:
-        tokens, labels = batch(position, 2 * world)
+        tokens, labels = make_batch(position, 2 * world)
         fuse.burns = burns if position == when and not raised else ""
         try:
             engine.backward(engine(tokens[rank::world], labels[rank::world]))
@@ -66,7 +66,7 @@ def _train(rank, world, stage, burns, when, accumulation=1):
             continue
         engine.step()
         position += 1
-    parameters = [full(p) for p in engine.module.parameters()]
+    parameters = [full_tensor(p) for p in engine.module.parameters()]
     engine.close()
     return raised, parameters
 
@@ -77,7 +77,7 @@ def _resumes(rank, world, stage, burns):
     for accumulation, when in ((1, 2), (2, 3)):
         raised, with_failure = _train(rank, world, stage, burns, when, accumulation)
         _, without = _train(rank, world, stage, "", when, accumulation)
-        equal.append(raised == 1 and equal_bits(with_failure, without))
+        equal.append(raised == 1 and bitwise_equal(with_failure, without))
     return equal
 
 

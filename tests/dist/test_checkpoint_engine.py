@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import thalweg
-from tests.dist.models import Odd, batch, tiny_gpt
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.harness import run_ranks
 from thalweg.checkpoint import Checkpoint, CheckpointNotFoundError
 
@@ -25,7 +25,7 @@ CASES = {
 
 
 def engine_of(model_name: str, seed: int, stage: int, world: int, case: str, extra: dict):
-    model = tiny_gpt(seed) if model_name == "gpt" else Odd(seed)
+    model = tiny_gpt(seed) if model_name == "gpt" else OddShapesModel(seed)
     config = {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 12 // world,
@@ -41,7 +41,7 @@ def engine_of(model_name: str, seed: int, stage: int, world: int, case: str, ext
 def steps(engine, rank: int, world: int, first: int, count: int) -> list[float]:
     losses = []
     for step in range(first, first + count):
-        tokens, labels = batch(step, 12)
+        tokens, labels = make_batch(step, 12)
         loss = engine(tokens[rank::world], labels[rank::world])
         engine.backward(loss)
         engine.step()

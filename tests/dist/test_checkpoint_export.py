@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
-from tests.unit.checkpoint_support import Fast, entries, fail_at
+from tests.unit.checkpoint_support import NoFsyncFileSystem, list_names, fail_at
 from thalweg.checkpoint import Checkpoint, CheckpointError, build_snapshot, save_snapshot
 from thalweg.checkpoint.hf import export_hf, save_16bit
 
@@ -35,14 +35,14 @@ def sharded(seed: int = 0):
 
 def write(rank: int, world: int, folder: str) -> list[str]:
     model = sharded()
-    save_16bit(model, f"{folder}/16", torch.bfloat16, io=Fast(), max_shard_bytes=4000)
-    save_snapshot(f"{folder}/c", "t", build_snapshot(model), step=0, io=Fast())
+    save_16bit(model, f"{folder}/16", torch.bfloat16, io=NoFsyncFileSystem(), max_shard_bytes=4000)
+    save_snapshot(f"{folder}/c", "t", build_snapshot(model), step=0, io=NoFsyncFileSystem())
     texts = []
     for k in (2, 3, 5, 6):
         with pytest.raises(CheckpointError) as caught:
-            save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else Fast())
+            save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else NoFsyncFileSystem())
         texts.append(str(caught.value))
-        assert not Path(f"{folder}/bad").exists() or entries(Path(f"{folder}/bad")) <= {"model.safetensors"}
+        assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {"model.safetensors"}
     return texts
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from tests.unit.checkpoint_support import Fast, digest, entries, fail_at, kill_at
+from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, list_names, fail_at, kill_at
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -39,7 +39,7 @@ def snapshot(rank: int, world: int, seed: int) -> Snapshot:
 
 
 def save_one(rank: int, world: int, folder: str, tag: str, seed: int, io: FileSystem | None = None) -> None:
-    save_snapshot(folder, tag, snapshot(rank, world, seed), step=seed, io=io or Fast())
+    save_snapshot(folder, tag, snapshot(rank, world, seed), step=seed, io=io or NoFsyncFileSystem())
 
 
 def load_damaged(rank: int, world: int, folder: str) -> tuple[str, str, float, bool]:
@@ -120,7 +120,7 @@ def test_ranks_that_contradict_each_other_get_one_error(tmp_path):
     assert "model/w" in first[1]
     assert "all hosts share" in first[2]
     assert "state['f']" in first[3] and "rank 1" in first[3]
-    assert entries(tmp_path) == {"t", "latest"}
+    assert list_names(tmp_path) == {"t", "latest"}
 
 
 def save_failing(rank: int, world: int, folder: str, victim: int, code: int) -> list:
@@ -138,7 +138,7 @@ def save_failing(rank: int, world: int, folder: str, victim: int, code: int) -> 
         assert checkpoint.state["seed"] in ((1, 2) if outcomes[-1] else (2,)), (k, outcomes)
         save_one(rank, world, folder, "t", 1)
         if rank == 0:
-            assert entries(Path(folder)) == {"t", "latest"}
+            assert list_names(Path(folder)) == {"t", "latest"}
         done = [len(probe.calls) <= k if rank == victim else None]
         dist.broadcast_object_list(done, src=victim)
         if done[0]:
@@ -172,8 +172,8 @@ def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -
         assert checkpoint is not None
         found.append(checkpoint.state["seed"])
         digest(checkpoint)
-        save_snapshot(base, "t", Snapshot(state={"seed": 3}), step=3, io=Fast())
-        assert entries(base) == {"t", "latest"}, (k, entries(base))
+        save_snapshot(base, "t", Snapshot(state={"seed": 3}), step=3, io=NoFsyncFileSystem())
+        assert list_names(base) == {"t", "latest"}, (k, list_names(base))
         checkpoint = open_verified(base, resume="must")
         assert checkpoint is not None and checkpoint.state["seed"] == 3
         if statuses[victim] != 9:
@@ -192,7 +192,7 @@ def run_pair(base: Path, seed: int, victim: int | None, k: int) -> list[int]:
             code = 1
             try:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-                save_one(rank, 2, str(base), "t", seed, kill_at(k) if rank == victim else Fast())
+                save_one(rank, 2, str(base), "t", seed, kill_at(k) if rank == victim else NoFsyncFileSystem())
                 code = 0
             except Exception:
                 code = 3  # the peer of a killed rank
@@ -230,4 +230,4 @@ def test_ranks_that_name_different_tags_get_one_error(tmp_path):
     first, second = run_ranks(tags_that_differ, 2, str(tmp_path))
     assert first == second
     assert "different tags, t0, t1" in first[0] and "cannot name" in first[1] and "keep is 0" in first[2]
-    assert entries(tmp_path) == {"t0", "latest"}
+    assert list_names(tmp_path) == {"t0", "latest"}

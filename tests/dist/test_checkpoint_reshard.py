@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness import run_ranks
-from tests.unit.checkpoint_support import Small, small_model, train
+from tests.unit.checkpoint_support import SmallModel, small_model, train_steps
 from thalweg.checkpoint import Checkpoint, Snapshot, UnserializableStateError, build_snapshot, open_verified, restore_module, save_snapshot
 
 
-def build(seed: int, stage: int) -> Small:
+def build(seed: int, stage: int) -> SmallModel:
     """The small model: 7 x 5, 3 x 5 (fewer rows than ranks), bf16, tied, frozen, 0-dim, buffers."""
     model = small_model(seed)
     if stage:
@@ -60,7 +60,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def save_trained(rank: int, world: int, folder: str, stage: int) -> dict[str, str]:
     model = build(0, stage)
     optimizer = optimizer_of(model)
-    train(model, optimizer, 3)
+    train_steps(model, optimizer, 3)
     save_snapshot(folder, "a", build_snapshot(model, optimizer, state={"client": (1, {2})}, per_rank={"rank": rank}), step=3)
     return fingerprint(model, optimizer)
 
@@ -78,7 +78,7 @@ def load_and_save(rank: int, world: int, folder: str, out: str, stage: int) -> d
         assert state["step"].device.type == "cpu" and state["step"].dim() == 0
     save_snapshot(out, "a", build_snapshot(model, optimizer, state={"client": (1, {2})}), step=3)
     result = fingerprint(model, optimizer)
-    train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     assert fingerprint(model, optimizer) != result
     return result
 
@@ -300,10 +300,10 @@ def local_state(rank: int, world: int, folder: str, out: str, load_first: bool) 
         restore_module(open_verified(folder, resume="must"), model, optimizer)
         assert all(not isinstance(s["momentum"], DTensor) for s in optimizer.state.values())
         assert all(s["momentum"].shape == p.to_local().shape for p, s in optimizer.state.items() if p.dim())
-    losses = train(model, optimizer, 2, seed=1 if load_first else 0)
+    losses = train_steps(model, optimizer, 2, seed=1 if load_first else 0)
     if not load_first:
         save_snapshot(folder, "a", build_snapshot(model, optimizer), step=2)
-        losses = train(model, optimizer, 2, seed=1)
+        losses = train_steps(model, optimizer, 2, seed=1)
     return losses
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.sequence_parity import Case, batch_of, engine, failures, plain
-from tests.dist.tensor_models import build
-from tests.dist.tensor_parity import config_of
+from tests.dist.sequence_parity import SequenceCase, make_hf_batch, run_engine, find_mismatches, run_plain
+from tests.dist.tensor_models import build_model
+from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 
 
 def test_row39_a_ring_of_two():
     pytest.importorskip("transformers")
     cases = [
-        Case("llama", "plain", 10, 0, context=2),
-        Case("llama", "plain", 11, 3, context=2),
-        Case("llama, 6 heads on 3, tied", "masked", 9, 1, context=2),
-        Case("llama, 4 heads on 1", "padded", 13, 2, context=2),
-        Case("qwen3", "packed", 13, 3, context=2),
-        Case("gpt2", "plain", 3, 2, context=2),
-        Case("reference, 5 heads", "masked", 9, 3, context=2),
-        Case("bert", "padded", 9, 1, context=2),
-        Case("bert", "plain", 7, 1, context=2),
-        Case("mistral, window", "plain", 14, 2, context=2),
-        Case("mistral, window", "packed", 13, 0, context=2),
+        SequenceCase("llama", "plain", 10, 0, context_parallel=2),
+        SequenceCase("llama", "plain", 11, 3, context_parallel=2),
+        SequenceCase("llama, 6 heads on 3, tied", "masked", 9, 1, context_parallel=2),
+        SequenceCase("llama, 4 heads on 1", "padded", 13, 2, context_parallel=2),
+        SequenceCase("qwen3", "packed", 13, 3, context_parallel=2),
+        SequenceCase("gpt2", "plain", 3, 2, context_parallel=2),
+        SequenceCase("reference, 5 heads", "masked", 9, 3, context_parallel=2),
+        SequenceCase("bert", "padded", 9, 1, context_parallel=2),
+        SequenceCase("bert", "plain", 7, 1, context_parallel=2),
+        SequenceCase("mistral, window", "plain", 14, 2, context_parallel=2),
+        SequenceCase("mistral, window", "packed", 13, 0, context_parallel=2),
     ]
-    for found in run_ranks(failures, 2, cases, 3, timeout=200):
+    for found in run_ranks(find_mismatches, 2, cases, 3, timeout=200):
         assert found == []
 
 
@@ -34,13 +34,13 @@ def test_a_ring_of_four_and_with_every_other_axis():
     pytest.importorskip("transformers")
     recomputed = (("activation_checkpointing", {"policy": "full"}),)
     cases = [
-        Case("llama", "plain", 15, 0, context=4),
-        Case("llama, 4 heads on 1", "padded", 14, 3, context=4),
-        Case("reference", "plain", 9, 1, context=2),
-        Case("qwen3", "packed", 13, 2, context=2, sequence=2, extra=recomputed),
-        Case("reference, 5 heads", "masked", 11, 3, context=2, tensor=2),
+        SequenceCase("llama", "plain", 15, 0, context_parallel=4),
+        SequenceCase("llama, 4 heads on 1", "padded", 14, 3, context_parallel=4),
+        SequenceCase("reference", "plain", 9, 1, context_parallel=2),
+        SequenceCase("qwen3", "packed", 13, 2, context_parallel=2, sequence_parallel=2, extra=recomputed),
+        SequenceCase("reference, 5 heads", "masked", 11, 3, context_parallel=2, tensor_parallel=2),
     ]
-    for found in run_ranks(failures, 4, cases, 20, timeout=250):
+    for found in run_ranks(find_mismatches, 4, cases, 20, timeout=250):
         assert found == []
 
 
@@ -57,12 +57,12 @@ def _controls(rank: int, world: int) -> dict[str, float]:
         out.add_(new_out * 0.5)
 
     for name, kind in (("merge", "plain"), ("documents", "packed"), ("gradients", "plain")):
-        case = Case("llama", kind, 9, 0, context=2)
-        wanted = plain(case, 2, world)
+        case = SequenceCase("llama", kind, 9, 0, context_parallel=2)
+        wanted = run_plain(case, 2, world)
         ring._merge_by_lse = unweighted if name == "merge" else merge
         parts.document_ids_from_positions = (lambda positions: None) if name == "documents" else documents_of
         ring._sum_kv_groups = (lambda x, repeat: 0.99 * summed(x, repeat)) if name == "gradients" else summed
-        found[name] = engine(case, 2, rank, world).differences(wanted)["gradient"]
+        found[name] = run_engine(case, 2, rank, world).max_differences(wanted)["gradient"]
     return found
 
 
@@ -77,10 +77,10 @@ def _refusals(rank: int, world: int) -> list[str]:
 
     texts = []
     for changes in ({}, {"dropout": 0.5}):
-        model = build("reference")
+        model = build_model("reference")
         for block in model.blocks:
             block.attention.dropout = changes.get("dropout", 0.0)
-        own, *_ = thalweg.initialize(model=model, config=config_of(0, 1, 1, 1, context_parallel_size=2))
+        own, *_ = thalweg.initialize(model=model, config=make_config(0, 1, 1, 1, context_parallel_size=2))
         length = 8 if changes else 1
         tokens = torch.ones(1, length, dtype=torch.long)
         with pytest.raises(ValueError) as caught:
@@ -112,7 +112,7 @@ def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[in
     from thalweg.plan.tape import AllocationRecorder
 
     torch.set_num_threads(1)
-    config = config_of(0, 1, 1, 1, **({axis: world} if world > 1 else {}))
+    config = make_config(0, 1, 1, 1, **({axis: world} if world > 1 else {}))
     own, *_ = thalweg.initialize(model=_model(), config=config)
     tokens = torch.arange(factor * BASE)[None] % 64
     tape = AllocationRecorder()
@@ -151,9 +151,9 @@ def _fed(rank: int, world: int, sequence: int, context: int) -> tuple[list[float
     import thalweg
 
     torch.set_num_threads(1)
-    samples = [{"input_ids": row, "labels": row.clone()} for row in batch_of("plain", 0, 8, 13)["input_ids"]]
-    config = config_of(2, 1, 2, 1, sequence_parallel_size=sequence, context_parallel_size=context, seed=5)
-    own, _, loader, _ = thalweg.initialize(model=build("llama"), training_data=samples, config=config)
+    samples = [{"input_ids": row, "labels": row.clone()} for row in make_hf_batch("plain", 0, 8, 13)["input_ids"]]
+    config = make_config(2, 1, 2, 1, sequence_parallel_size=sequence, context_parallel_size=context, seed=5)
+    own, _, loader, _ = thalweg.initialize(model=build_model("llama"), training_data=samples, config=config)
     lengths = [batch["input_ids"].shape[1] for batch in loader]
     losses = [float(own.train_batch()) for _ in range(4)]
     own.close()
@@ -175,7 +175,7 @@ def _other_rows(rank: int, world: int) -> str:
     import thalweg
 
     own, *_ = thalweg.initialize(
-        model=build("reference"), config=config_of(0, 1, 1, 1, context_parallel_size=2)
+        model=build_model("reference"), config=make_config(0, 1, 1, 1, context_parallel_size=2)
     )
     tokens = torch.full((1, 8), rank)
     with pytest.raises(ValueError) as caught:

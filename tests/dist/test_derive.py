@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dist.derived_models import CUT, batch, build
-from tests.dist.tensor_parity import config_of, train_engine, train_plain
+from tests.dist.derived_models import SHARDABLE_MODELS, make_batch, build_model
+from tests.dist.tensor_parity import make_config, train_engine, train_plain
 from tests.harness import run_ranks
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
@@ -18,7 +18,7 @@ def _at(name, rows, own=slice(None)):
     """The loss of a model, or an engine, at a step."""
 
     def loss_at(model, step):
-        inputs, targets = batch(name, step, rows)
+        inputs, targets = make_batch(name, step, rows)
         return model(inputs[own], targets[own])
 
     return loss_at
@@ -30,16 +30,16 @@ def _parity(rank: int, world: int, cases: list[tuple[str, int, int]], steps: int
     for name, tensor, stage in cases:
         ranks = world // tensor
         rows, own = 2 * ranks, slice(rank // tensor, None, ranks)
-        plain = train_plain(build(name), _at(name, rows), steps)
-        found = train_engine(build(name), config_of(stage, tensor, rows, ranks), _at(name, rows, own), steps)
-        differences = found.differences(plain)
+        plain = train_plain(build_model(name), _at(name, rows), steps)
+        found = train_engine(build_model(name), make_config(stage, tensor, rows, ranks), _at(name, rows, own), steps)
+        differences = found.max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
             failures.append(f"{name}, tp {tensor}, stage {stage}: {differences}")
     return failures
 
 
 def test_made_up_architectures_equal_one_process_at_two_ranks():
-    for failures in run_ranks(_parity, 2, [(name, 2, 0) for name in CUT], 5, timeout=200):
+    for failures in run_ranks(_parity, 2, [(name, 2, 0) for name in SHARDABLE_MODELS], 5, timeout=200):
         assert failures == []
 
 
@@ -68,11 +68,11 @@ def _control(rank: int, world: int) -> tuple[float, str]:
 
     derive._drop_failing = exchanged
     with pytest.raises(ValueError, match="differs from the unsharded model") as caught:
-        thalweg.initialize(model=build("interleaved"), config=config_of(0, 2, 2, 1))
+        thalweg.initialize(model=build_model("interleaved"), config=make_config(0, 2, 2, 1))
     derive._drop_failing = harmless
-    plain = train_plain(build("gated"), _at("gated", 2), 2)
-    other = train_engine(build("gated", seed=1), config_of(0, 2, 2, 1), _at("gated", 2), 2)
-    return other.differences(plain)["parameter"], str(caught.value)
+    plain = train_plain(build_model("gated"), _at("gated", 2), 2)
+    other = train_engine(build_model("gated", seed=1), make_config(0, 2, 2, 1), _at("gated", 2), 2)
+    return other.max_differences(plain)["parameter"], str(caught.value)
 
 
 def test_a_wrong_plan_is_refused_and_other_weights_are_noticed():
@@ -84,11 +84,11 @@ def test_a_wrong_plan_is_refused_and_other_weights_are_noticed():
 def _refused(rank: int, world: int) -> str:
     import thalweg
 
-    model = build("softmax")
+    model = build_model("softmax")
     del model.head
     model.head = torch.nn.Identity()
     with pytest.raises(ValueError, match="running it shows none") as caught:
-        thalweg.initialize(model=model, config=config_of(0, 2, 2, 1))
+        thalweg.initialize(model=model, config=make_config(0, 2, 2, 1))
     return str(caught.value)
 
 

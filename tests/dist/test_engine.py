@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.dist.models import Odd, batch, tiny_gpt
-from tests.dist.parity import Case, full, run_engine, run_plain
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
+from tests.dist.parity import ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "cpu_kernels": "torch"}
@@ -40,14 +40,14 @@ def start(model, stage, **more):
 
 def mine(step, rank, world):
     """This rank's part of a global batch."""
-    tokens, labels = batch(step, 2 * world)
+    tokens, labels = make_batch(step, 2 * world)
     return tokens[rank::world], labels[rank::world]
 
 
 def distance(engine, reference) -> float:
     """Largest difference between the engine's parameters and a plain model's."""
     pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
-    return max(float((full(a) - b.detach()).abs().max()) for a, b in pairs)
+    return max(float((full_tensor(a) - b.detach()).abs().max()) for a, b in pairs)
 
 
 # Row 8: a random branch in every step
@@ -97,7 +97,7 @@ def _three_engines(rank, world):
     models = {stage: tiny_gpt(seed=stage) for stage in (0, 2, 3)}
     alone = {}
     for stage, model in models.items():
-        alone[stage] = run_engine(model, Case(stage, windows=(1,) * 4), rank, world)
+        alone[stage] = run_engine(model, ParityCase(stage, windows=(1,) * 4), rank, world)
     engines = {stage: start(copy.deepcopy(model), stage) for stage, model in models.items()}
     losses = {stage: [] for stage in models}
     for step in range(4):
@@ -189,12 +189,12 @@ def _plain_loop(rank, world, stage, dtype):
         loss = engine(tokens, labels)
         loss.backward()
         for a, b in zip(driven.module.parameters(), engine.module.parameters(), strict=True):
-            worst = max(worst, float((full(a.grad) - full(b.grad)).abs().max()))
+            worst = max(worst, float((full_tensor(a.grad) - full_tensor(b.grad)).abs().max()))
         driven.step()
         optimizer.step()
         optimizer.zero_grad()
     pairs = zip(engine.module.parameters(), driven.module.parameters(), strict=True)
-    return worst, max(float((full(a) - full(b)).abs().max()) for a, b in pairs)
+    return worst, max(float((full_tensor(a) - full_tensor(b)).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -260,7 +260,7 @@ def _rates(rank, world, accumulation):
             "warmup_type": "linear",
         },
     }
-    engine = start(Odd(), 2, gradient_accumulation_steps=accumulation, scheduler=schedule)
+    engine = start(OddShapesModel(), 2, gradient_accumulation_steps=accumulation, scheduler=schedule)
     rates = []
     for step in range(6 * accumulation):
         engine.backward(engine(*mine(step, rank, world)))
@@ -309,16 +309,16 @@ def test_row32_memory_returns_after_an_engine(stage):
 def _overflow(rank, world, stage, dtype):
     more = {dtype: {"enabled": True}} if dtype != "fp32" else {}
     engine = start(tiny_gpt(), stage, **more)
-    before = [full(p) for p in engine.module.parameters()]
+    before = [full_tensor(p) for p in engine.module.parameters()]
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("inf") if rank == world - 1 else loss)
     engine.step()
-    unchanged = all(torch.equal(full(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    unchanged = all(torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
     for step in range(1, 3):
         engine.backward(engine(*mine(step, rank, world)))
         engine.step()
-    moved = any(not torch.equal(full(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
-    finite = all(bool(full(p).isfinite().all()) for p in engine.module.parameters())
+    moved = any(not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    finite = all(bool(full_tensor(p).isfinite().all()) for p in engine.module.parameters())
     return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
 
 
@@ -333,7 +333,7 @@ def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(together, stage,
 
 
 def _modes(rank, world, stage):
-    model = Odd()
+    model = OddShapesModel()
     reference = copy.deepcopy(model)
     engine = start(model, stage)
     optimizer = torch.optim.AdamW(
@@ -349,13 +349,13 @@ def _modes(rank, world, stage):
         engine.backward(engine(*mine(2 * step + 1, rank, world)))
         engine.step()
         for part in (0, 1):
-            reference(*batch(2 * step + part, 2 * world)).backward()
+            reference(*make_batch(2 * step + part, 2 * world)).backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         loss, expected = engine(*mine(99, rank, world)), reference(*mine(99, rank, world))
     sharded = all(isinstance(p, DTensor) for p in engine.module.parameters() if p.ndim)
-    frozen = torch.equal(full(engine.module.frozen.weight), reference.frozen.weight)
+    frozen = torch.equal(full_tensor(engine.module.frozen.weight), reference.frozen.weight)
     return distance(engine, reference), float((loss - expected).abs()), sharded, frozen
 
 
@@ -379,7 +379,7 @@ def _submodule(rank, world, stage):
     with torch.no_grad():
         out = engine.module.blocks[1](x)
         for name, parameter in engine.module.blocks[1].named_parameters():
-            reference.blocks[1].get_parameter(name).copy_(full(parameter))
+            reference.blocks[1].get_parameter(name).copy_(full_tensor(parameter))
         expected = reference.blocks[1].bfloat16()(x.bfloat16())
     return float((out.float() - expected.float()).abs().max())
 
@@ -396,12 +396,12 @@ def _wire(rank, world, stage):
     import os
 
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
-    case = Case(stage, windows=(2,) * 6, accumulation=2, clip=0.05)
+    case = ParityCase(stage, windows=(2,) * 6, accumulation=2, clip=0.05)
     plain = run_plain(tiny_gpt(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
     wire = run_engine(tiny_gpt(), case, rank, world)
     os.environ["THALWEG_SHARED_MEMORY"] = "1"
     shared = run_engine(tiny_gpt(), case, rank, world)
-    return wire.worst(plain), wire.losses == shared.losses
+    return wire.max_loss_difference(plain), wire.losses == shared.losses
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -416,14 +416,14 @@ def _hosts(rank, world, stage):
     import os
 
     os.environ["THALWEG_HOST"] = f"host {rank // 2}"
-    case = Case(stage, windows=(2,) * 5, accumulation=2, clip=0.05)
-    plain = run_plain(Odd(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
-    outcome = run_engine(Odd(), case, rank, world)
-    engine = start(Odd(), stage)
+    case = ParityCase(stage, windows=(2,) * 5, accumulation=2, clip=0.05)
+    plain = run_plain(OddShapesModel(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
+    outcome = run_engine(OddShapesModel(), case, rank, world)
+    engine = start(OddShapesModel(), stage)
     carriers = {
         entry.carrier for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]
     }
-    return outcome.worst(plain), carriers
+    return outcome.max_loss_difference(plain), carriers
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -462,7 +462,7 @@ def _cross_entropy_outside(rank, world):
         tokens, labels = mine(step, rank, world)
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), labels.flatten()))
         engine.step()
-        tokens, labels = batch(step, 2 * world)
+        tokens, labels = make_batch(step, 2 * world)
         F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -495,7 +495,7 @@ def _init_and_gather(rank, world, stage):
         if rank == 0:
             nn.init.constant_(weight, 2.0)
     changed = engine(*mine(9, rank, world)).item() != plain(*mine(9, rank, world)).item()
-    return losses[0] == losses[1], shape, changed, float(full(weight).min())
+    return losses[0] == losses[1], shape, changed, float(full_tensor(weight).min())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.parity import full
-from tests.dist.tensor_parity import Run, config_of, train_engine, train_plain
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_parity import TrainResult, make_config, train_engine, train_plain
 from tests.harness import run_ranks
 from thalweg.moe import MoE
 
@@ -60,20 +60,20 @@ def _batch(step: int, rows: int, disjoint: bool) -> tuple[Tensor, Tensor]:
     return tokens, torch.randint(0, VOCABULARY, (rows, 5), generator=generator)
 
 
-def _plain(model: nn.Module, rows: int, steps: int, disjoint: bool) -> Run:
+def _plain(model: nn.Module, rows: int, steps: int, disjoint: bool) -> TrainResult:
     return train_plain(model, lambda own, step: own(*_batch(step, rows, disjoint)), steps)
 
 
 def _engine(
     model: nn.Module, rank: int, world: int, stage: int, steps: int, disjoint: bool, **extra: Any
-) -> Run:
+) -> TrainResult:
     rows = 2 * world
 
     def loss_at(engine: Any, step: int) -> Tensor:
         tokens, labels = _batch(step, rows, disjoint)
         return engine(tokens[rank::world], labels[rank::world])
 
-    return train_engine(model, config_of(stage, 1, rows, world, **extra), loss_at, steps)
+    return train_engine(model, make_config(stage, 1, rows, world, **extra), loss_at, steps)
 
 
 def _parity(rank: int, world: int, cases: list[tuple[int, int, int, bool]], steps: int) -> list[str]:
@@ -82,7 +82,7 @@ def _parity(rank: int, world: int, cases: list[tuple[int, int, int, bool]], step
     for ep, k, stage, disjoint in cases:
         model = Tiny(ep, k, disjoint)
         plain = _plain(model, 2 * world, steps, disjoint)
-        differences = _engine(model, rank, world, stage, steps, disjoint).differences(plain)
+        differences = _engine(model, rank, world, stage, steps, disjoint).max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
             failures.append(f"ep {ep}, top {k}, stage {stage}, disjoint {disjoint}: {differences}")
     return failures
@@ -109,7 +109,7 @@ def _held(rank: int, world: int, stage: int) -> dict[str, int]:
     import thalweg
 
     torch.set_num_threads(1)
-    config = config_of(stage, 1, 2 * world, world)
+    config = make_config(stage, 1, 2 * world, world)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     engine, *_ = thalweg.initialize(model=Tiny(2, 2, False), config=config)
     for step in range(2):
@@ -160,7 +160,7 @@ def _control(rank: int, world: int) -> float:
     plain = _plain(model, 2 * world, 2, False)
     reduce = ZeroExpertParams.reduce_grads
     ZeroExpertParams.reduce_grads = lambda self, divisor: reduce(self, 1.01 * divisor)  # type: ignore[method-assign]
-    return _engine(model, rank, world, 1, 2, False).differences(plain)["gradient"]
+    return _engine(model, rank, world, 1, 2, False).max_differences(plain)["gradient"]
 
 
 def test_a_wrong_average_is_noticed():
@@ -170,7 +170,7 @@ def test_a_wrong_average_is_noticed():
 def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: str) -> list[np.ndarray]:
     import thalweg
 
-    config = config_of(stage, 1, 2 * world, world)
+    config = make_config(stage, 1, 2 * world, world)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     engine, *_ = thalweg.initialize(model=Tiny(ep, 2, False), config=config)
     if load is None:
@@ -183,7 +183,7 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
     engine.save_checkpoint(save)
     own = list(engine.module.parameters())
     moments = [engine.optimizer.state[p][key] for p in own for key in ("exp_avg", "exp_avg_sq")]
-    values = [full(t).numpy() for t in (*own, *moments)]
+    values = [full_tensor(t).numpy() for t in (*own, *moments)]
     engine.close()
     return values
 

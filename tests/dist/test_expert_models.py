@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.dist.moe_models import LENGTH, batch, build, loss_of
-from tests.dist.parity import full
-from tests.dist.tensor_parity import Run, config_of
+from tests.dist.moe_models import SEQ_LEN, make_batch, build_model, compute_loss
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_parity import TrainResult, make_config
 from tests.harness import run_ranks
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
 
-def _plain(model: nn.Module, rows: int, parts: int, steps: int, length: int = LENGTH) -> Run:
+def _plain(model: nn.Module, rows: int, parts: int, steps: int, length: int = SEQ_LEN) -> TrainResult:
     """One process; each batch in ``parts``, as an auxiliary loss is that of the tokens seen together."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):
-        tokens = batch(step, rows)[:, :length]
-        total = sum(loss_of(model, tokens[part::parts]) / parts for part in range(parts))
+        tokens = make_batch(step, rows)[:, :length]
+        total = sum(compute_loss(model, tokens[part::parts]) / parts for part in range(parts))
         assert isinstance(total, torch.Tensor)
         total.backward()
         if step == 0:
@@ -37,38 +37,38 @@ def _plain(model: nn.Module, rows: int, parts: int, steps: int, length: int = LE
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return Run(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return TrainResult(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
 def _engine(
     model: nn.Module, rank: int, world: int, ep: int, stage: int, steps: int, tensor: int = 1,
-    sequence: int = 1, length: int = LENGTH, **extra: Any,
-) -> Run:  # fmt: skip
+    sequence: int = 1, length: int = SEQ_LEN, **extra: Any,
+) -> TrainResult:  # fmt: skip
     import thalweg
 
     team = tensor * sequence
     ranks = world // team
     rows = 2 * ranks
     extra |= {"expert_parallel": {"enabled": True, "autoep_size": ep}, "sequence_parallel_size": sequence}
-    config = config_of(stage, tensor, rows, ranks, **extra)
+    config = make_config(stage, tensor, rows, ranks, **extra)
     engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=config)
     losses, gradients = [], {}
     for step in range(steps):
-        loss = loss_of(engine, batch(step, rows)[rank // team :: ranks, :length])
+        loss = compute_loss(engine, make_batch(step, rows)[rank // team :: ranks, :length])
         engine.backward(loss)
         if step == 0:
             engine._parts.sharded.finish_window()
             gradients = {
-                n: torch.zeros(p.shape) if p.grad is None else full(p.grad)
+                n: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
                 for n, p in engine.module.named_parameters()
             }
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    parameters = {n: full(p) for n, p in engine.module.named_parameters()}
+    parameters = {n: full_tensor(p) for n, p in engine.module.named_parameters()}
     engine.close()
-    return Run(losses, gradients, parameters)
+    return TrainResult(losses, gradients, parameters)
 
 
 Case = tuple[str, int, int, int, int, int]  # model, ep, stage, steps, tensor, sequence
@@ -78,10 +78,10 @@ def _parity(rank: int, world: int, cases: list[Case]) -> list[str]:
     torch.set_num_threads(1)
     failures = []
     for name, ep, stage, steps, tensor, sequence in cases:
-        model = build(name)
+        model = build_model(name)
         ranks = world // (tensor * sequence)
         plain = _plain(model, 2 * ranks, ranks, steps)
-        differences = _engine(model, rank, world, ep, stage, steps, tensor, sequence).differences(plain)
+        differences = _engine(model, rank, world, ep, stage, steps, tensor, sequence).max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
             failures.append(
                 f"{name}, ep {ep}, stage {stage}, tensor {tensor}, sequence {sequence}: {differences}"
@@ -113,9 +113,9 @@ def _few_tokens(rank: int, world: int, cases: list[tuple[str, int, int]]) -> lis
     torch.set_num_threads(1)
     failures = []
     for name, ep, stage in cases:
-        model = build(name)
+        model = build_model(name)
         plain = _plain(model, 2 * world, world, 4, length=2)
-        differences = _engine(model, rank, world, ep, stage, 4, length=2).differences(plain)
+        differences = _engine(model, rank, world, ep, stage, 4, length=2).max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
             failures.append(f"{name}, ep {ep}, stage {stage}: {differences}")
     return failures
@@ -131,10 +131,10 @@ def _traffic(rank: int, world: int) -> tuple[int, int, int]:
     import thalweg
 
     torch.set_num_threads(1)
-    model = build("mixtral")
-    config = config_of(1, 1, 2 * world, world, expert_parallel={"autoep_size": world})
+    model = build_model("mixtral")
+    config = make_config(1, 1, 2 * world, world, expert_parallel={"autoep_size": world})
     engine, *_ = thalweg.initialize(model=model, config=config)
-    loss = loss_of(engine, batch(0, 2 * world)[rank::world])
+    loss = compute_loss(engine, make_batch(0, 2 * world)[rank::world])
     engine.backward(loss)
     entries = {e.module: e for e in engine._parts.sharded.ledger.entries() if e.kind == "all_to_all"}
     engine.close()
@@ -143,7 +143,7 @@ def _traffic(rank: int, world: int) -> tuple[int, int, int]:
 
 
 def test_traffic_is_four_times_the_chosen_rows():
-    world, layers, tokens, k, width = 4, 2, 8 * LENGTH, 2, 16
+    world, layers, tokens, k, width = 4, 2, 8 * SEQ_LEN, 2, 16
     found = run_ranks(_traffic, world)
     full = sum(each[0] for each in found)
     assert full == 4 * layers * tokens * k * width * 4  # there and back, forward and backward
@@ -155,7 +155,7 @@ def _control(rank: int, world: int) -> dict[str, float]:
     from thalweg.parallel.expert import AllToAllDispatcher
 
     torch.set_num_threads(1)
-    model = build("mixtral")
+    model = build_model("mixtral")
     plain = _plain(model, 2 * world, world, 2)
     to_experts = AllToAllDispatcher.dispatch
 
@@ -164,7 +164,7 @@ def _control(rank: int, world: int) -> dict[str, float]:
         return received, own, lambda results: back(results.flip(0))  # results of other rows
 
     AllToAllDispatcher.dispatch = wrong  # type: ignore[method-assign]
-    return _engine(model, rank, world, 2, 1, 2).differences(plain)
+    return _engine(model, rank, world, 2, 1, 2).max_differences(plain)
 
 
 def test_rows_that_come_back_in_another_order_are_noticed():
@@ -178,12 +178,12 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
     torch.set_num_threads(1)
     found = {}
     for name in ("mixtral", "list"):
-        config = config_of(stage, 1, 2 * world, world, expert_parallel={"autoep_size": ep})
+        config = make_config(stage, 1, 2 * world, world, expert_parallel={"autoep_size": ep})
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-        engine, *_ = thalweg.initialize(model=build(name, seed=0 if load is None else 9), config=config)
+        engine, *_ = thalweg.initialize(model=build_model(name, seed=0 if load is None else 9), config=config)
         if load is None:
             for step in range(2):
-                engine.backward(loss_of(engine, batch(step, 2 * world)[rank::world]))
+                engine.backward(compute_loss(engine, make_batch(step, 2 * world)[rank::world]))
                 engine.step()
         else:
             engine.load_checkpoint(f"{load}/{name}")
@@ -191,9 +191,9 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
         if ep > 1 and hasattr(engine.module, "config"):
             engine.save_16bit_model(f"{save}/export")
         for key, parameter in engine.module.named_parameters():
-            found[f"{name}/{key}"] = full(parameter).numpy()
+            found[f"{name}/{key}"] = full_tensor(parameter).numpy()
             for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}/{key}/{moment}"] = full(engine.optimizer.state[parameter][moment]).numpy()
+                found[f"{name}/{key}/{moment}"] = full_tensor(engine.optimizer.state[parameter][moment]).numpy()
         engine.close()
     return found
 
@@ -219,11 +219,11 @@ def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path
         for i in range(len(stack))
         for j in range(i)
     )
-    ours = build("mixtral")
+    ours = build_model("mixtral")
     state = {key.removeprefix("mixtral/"): torch.from_numpy(value) for key, value in first.items()}
     ours.load_state_dict({key: state[key] for key in ours.state_dict()})
     read = transformers.MixtralForCausalLM.from_pretrained(f"{at['back']}/export", dtype=torch.float32)
-    tokens = batch(0, 2)
+    tokens = make_batch(0, 2)
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.parity import full
-from tests.dist.tensor_parity import config_of
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from thalweg.moe import MoE
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 def _run(rank: int, world: int, ep: int, options: dict[str, Any], seed: int) -> tuple[list[float], Tensor]:
     import thalweg
 
-    engine, *_ = thalweg.initialize(model=Model(ep, options), config=config_of(ep % 4, 1, 2 * world, world))
+    engine, *_ = thalweg.initialize(model=Model(ep, options), config=make_config(ep % 4, 1, 2 * world, world))
     torch.manual_seed(seed + rank)
     losses = []
     for step in range(4):
@@ -68,7 +68,7 @@ def _run(rank: int, world: int, ep: int, options: dict[str, Any], seed: int) -> 
     engine.eval()
     with torch.no_grad():
         losses.append(float(engine(tokens, labels)))
-    stack = full(engine.module.layer.experts.stack[0].weight)
+    stack = full_tensor(engine.module.layer.experts.stack[0].weight)
     engine.close()
     return losses, stack
 
@@ -99,15 +99,15 @@ def test_degrees_change_nothing() -> None:
 def _generate(rank: int, world: int) -> tuple[list[int], list[int]]:
     """Prompts and lengths of its own on each rank: one stops long before the other."""
     import thalweg
-    from tests.dist.moe_models import build
+    from tests.dist.moe_models import build_model
 
     torch.set_num_threads(1)
-    model = build("mixtral")
+    model = build_model("mixtral")
     prompt = torch.tensor([[3 + rank, 7, 9][: 2 + rank]])
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "use_cache": rank == 0}
     options |= {"max_new_tokens": 3 if rank else 9}
     wanted = model.eval().generate(prompt, **options)
-    config = config_of(2, 1, 2 * world, world, expert_parallel={"autoep_size": world})
+    config = make_config(2, 1, 2 * world, world, expert_parallel={"autoep_size": world})
     engine, *_ = thalweg.initialize(model=model, config=config)
     engine.eval()
     found = engine.module.generate(prompt, **options)

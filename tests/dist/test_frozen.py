@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.parity import equal_bits, full
+from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 
 WIDTH, GROUP, RANKS, STEPS, THAW = 24, 8, 2, 5, 3
@@ -171,7 +171,7 @@ def train(rank: int, kind: str, config: dict[str, Any]) -> tuple[list[float], li
 
     model, wrong = Model(kind), []
     engine, *_ = thalweg.initialize(model=model, config=config)
-    before = {name: full(p) for name, p in engine.module.named_parameters()}
+    before = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
     expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
     for name, value in before.items():
         if name.endswith("base") and value.dtype != expected[kind]:
@@ -185,7 +185,7 @@ def train(rank: int, kind: str, config: dict[str, Any]) -> tuple[list[float], li
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    after = {name: full(p) for name, p in engine.module.named_parameters()}
+    after = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
     for name, value in after.items():
         moves = name.endswith(("up", "down")) or (thaws and name.endswith("base"))
         if moves == torch.equal(value, before[name]):
@@ -204,7 +204,7 @@ def _everywhere(rank: int, world: int, kind: str, low: bool) -> tuple[Any, list[
             losses, values, wrong = train(rank, kind, settings(folder, *place, **more))
             failures += [f"{place}: {one}" for one in wrong]
             first = first or (losses, values)
-            if losses != first[0] or not equal_bits(values, first[1]):
+            if losses != first[0] or not bitwise_equal(values, first[1]):
                 failures.append(f"{place} gives other numbers than stage 0: {losses} for {first[0]}")
     return (first[0], [value.float().tolist() for value in first[1]]), failures
 
@@ -284,7 +284,7 @@ def test_writes_to_frozen_weights_are_seen():
 def _wrong(rank: int, world: int) -> bool:
     good, other = (settings(".", 3, "none", "none", seed=seed) for seed in (1, 2))
     other["optimizer"] = {"type": "SGD", "params": {"lr": 0.30001, "momentum": 0.5}}
-    return equal_bits(train(rank, "int4", good)[1], train(rank, "int4", other)[1])
+    return bitwise_equal(train(rank, "int4", good)[1], train(rank, "int4", other)[1])
 
 
 def test_negative_control_another_rate_is_noticed():

@@ -9,8 +9,8 @@ import torch
 
 import thalweg
 from tests.harness import run_ranks
-from tests.unit.infer_models import tiny
-from thalweg.infer.ranks import RankLost
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer.ranks import WorkerDiedError
 
 DEGREES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor_parallel": {"tp_size": 2}}),
@@ -23,7 +23,7 @@ PROMPT = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]]
 def _generate(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
     for kind, degrees in DEGREES:
-        engine = thalweg.init_inference(tiny(kind), degrees, dtype="fp32")
+        engine = thalweg.init_inference(tiny_decoder(kind), degrees, dtype="fp32")
         tokens = torch.tensor(PROMPT)
         got = engine.generate(tokens, max_new_tokens=8, do_sample=False)
         want = engine.module.generate(tokens, max_new_tokens=8, do_sample=False)
@@ -43,7 +43,7 @@ def test_two_teams_of_two_give_the_model_s_tokens_on_every_rank() -> None:
 
 
 def _die(rank: int, world: int) -> str:
-    engine = thalweg.init_inference(tiny("llama"), mp_size=2, dtype="fp32")
+    engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32")
     tokens = torch.tensor(PROMPT)
     engine.generate(tokens, max_new_tokens=2, do_sample=False)
     if rank == 1:
@@ -53,7 +53,7 @@ def _die(rank: int, world: int) -> str:
     try:
         for _ in range(1000):
             engine.generate(tokens, max_new_tokens=20, do_sample=False)
-    except RankLost as error:
+    except WorkerDiedError as error:
         assert time.monotonic() - begun < 20
         return str(error)
     return "nothing happened"

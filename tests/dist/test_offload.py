@@ -8,12 +8,12 @@ import tempfile
 import pytest
 import torch
 
-from tests.dist.models import Odd, tiny_gpt
-from tests.dist.parity import Case, equal_bits, ragged, run_engine
+from tests.dist.models import OddShapesModel, tiny_gpt
+from tests.dist.parity import ParityCase, bitwise_equal, ragged_windows, run_engine
 from tests.harness import run_ranks
 
 
-def tiers(case: Case, folder: str, param: str = "none", optimizer: str = "none", **more) -> Case:
+def tiers(case: ParityCase, folder: str, param: str = "none", optimizer: str = "none", **more) -> ParityCase:
     """The case with these tiers; ``more`` are options of ``offload_param``."""
     zero = {"stage": case.stage}
     if param != "none":
@@ -37,43 +37,43 @@ def combinations(stage: int, every: bool) -> list[tuple[str, str]]:
     return [(p, o) for p in params for o in ("none", "cpu", "nvme") if (p, o) != ("none", "none")]
 
 
-def _cells(world: int) -> list[tuple[str, Case]]:
+def _cells(world: int) -> list[tuple[str, ParityCase]]:
     """What is run for all pairs of tiers (the first), and for some."""
     if world == 4:
         return [
-            ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),
-            ("odd", Case(windows=(1,) * 3)),
-            ("gpt", Case(dtype="fp16", windows=(1,) * 2)),
-            ("gpt", Case(windows=(1,) * 2, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
-            ("gpt", Case(windows=(1,) * 2, optimizer="Lamb", params={"lr": 1e-2})),
+            ("gpt", ParityCase(windows=ragged_windows(2, 3), accumulation=2, clip=0.05)),
+            ("odd", ParityCase(windows=(1,) * 3)),
+            ("gpt", ParityCase(dtype="fp16", windows=(1,) * 2)),
+            ("gpt", ParityCase(windows=(1,) * 2, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
+            ("gpt", ParityCase(windows=(1,) * 2, optimizer="Lamb", params={"lr": 1e-2})),
         ]
     cells = [
-        ("gpt", Case(windows=(1,) * 4)),
-        ("gpt", Case(windows=ragged(2, 3), accumulation=2, clip=0.05)),
-        ("gpt", Case(dtype="bf16", windows=(1,) * 3)),
-        ("gpt", Case(windows=(1,) * 3, extra={"tiling": {"loss": True}})),
-        ("gpt", Case(windows=(1,) * 3, optimizer="Lion", params={"lr": 1e-3})),
+        ("gpt", ParityCase(windows=(1,) * 4)),
+        ("gpt", ParityCase(windows=ragged_windows(2, 3), accumulation=2, clip=0.05)),
+        ("gpt", ParityCase(dtype="bf16", windows=(1,) * 3)),
+        ("gpt", ParityCase(windows=(1,) * 3, extra={"tiling": {"loss": True}})),
+        ("gpt", ParityCase(windows=(1,) * 3, optimizer="Lion", params={"lr": 1e-3})),
     ]
     if world == 1:
         cells += [
-            ("gpt", Case(dtype="fp16", windows=(1,) * 3)),
-            ("gpt", Case(windows=(1,) * 3, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
-            ("gpt", Case(windows=(1,) * 3, optimizer="Lamb", params={"lr": 1e-2})),
+            ("gpt", ParityCase(dtype="fp16", windows=(1,) * 3)),
+            ("gpt", ParityCase(windows=(1,) * 3, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
+            ("gpt", ParityCase(windows=(1,) * 3, optimizer="Lamb", params={"lr": 1e-2})),
         ]
     if world == 2:
         cells += [
-            ("odd", Case(windows=(2,) * 3, accumulation=2)),
-            ("odd", Case(windows=(1,) * 3, clip=0.05)),
-            ("gpt", Case(dtype="fp16", windows=(1,) * 3, clip=0.05)),
-            ("gpt", Case(windows=(1,) * 3, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
-            ("gpt", Case(windows=(1,) * 3, optimizer="Lamb", params={"lr": 1e-2})),
+            ("odd", ParityCase(windows=(2,) * 3, accumulation=2)),
+            ("odd", ParityCase(windows=(1,) * 3, clip=0.05)),
+            ("gpt", ParityCase(dtype="fp16", windows=(1,) * 3, clip=0.05)),
+            ("gpt", ParityCase(windows=(1,) * 3, optimizer="SGD", params={"lr": 0.1, "momentum": 0.9})),
+            ("gpt", ParityCase(windows=(1,) * 3, optimizer="Lamb", params={"lr": 1e-2})),
         ]
     return cells
 
 
 def _matrix(rank: int, world: int) -> list[str]:
     torch.set_num_threads(1)
-    models = {"gpt": tiny_gpt(), "odd": Odd()}
+    models = {"gpt": tiny_gpt(), "odd": OddShapesModel()}
     failures = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for index, (name, plain) in enumerate(_cells(world)):
@@ -82,8 +82,8 @@ def _matrix(rank: int, world: int) -> list[str]:
                 none = run_engine(models[name], case, rank, world)
                 for param, optimizer in combinations(stage, every=index == 0 and world != 4):
                     tiered = run_engine(models[name], tiers(case, folder, param, optimizer), rank, world)
-                    if tiered.losses != none.losses or not equal_bits(tiered.parameters, none.parameters):
-                        worst = tiered.worst(none)
+                    if tiered.losses != none.losses or not bitwise_equal(tiered.parameters, none.parameters):
+                        worst = tiered.max_loss_difference(none)
                         failures.append(f"{name} {param}/{optimizer} {case} differs, losses by {worst:.1e}")
     return failures
 
@@ -96,10 +96,10 @@ def test_every_tier_gives_the_bits_of_none(world):
 
 def _wrong(rank: int, world: int) -> bool:
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        case = Case(3, windows=(1,) * 3)
+        case = ParityCase(3, windows=(1,) * 3)
         none = run_engine(tiny_gpt(), case, rank, world)
         wrong = tiers(case.with_(params={"lr": 1.0001e-2}), folder, "nvme", "nvme")
-        return equal_bits(run_engine(tiny_gpt(), wrong, rank, world).parameters, none.parameters)
+        return bitwise_equal(run_engine(tiny_gpt(), wrong, rank, world).parameters, none.parameters)
 
 
 def test_negative_control_a_wrong_rate_is_noticed():
@@ -112,11 +112,11 @@ def _hosts(rank: int, world: int) -> list[str]:
     torch.set_num_threads(1)
     failures = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        for case in (Case(3, windows=(1,) * 3), Case(3, "bf16", windows=(2,) * 2, accumulation=2, clip=0.05)):
+        for case in (ParityCase(3, windows=(1,) * 3), ParityCase(3, "bf16", windows=(2,) * 2, accumulation=2, clip=0.05)):
             none = run_engine(tiny_gpt(), case, rank, world)
             tiered = run_engine(tiny_gpt(), tiers(case, folder, "nvme", "nvme"), rank, world)
-            if tiered.losses != none.losses or not equal_bits(tiered.parameters, none.parameters):
-                failures.append(f"{case} differs, losses by {tiered.worst(none):.1e}")
+            if tiered.losses != none.losses or not bitwise_equal(tiered.parameters, none.parameters):
+                failures.append(f"{case} differs, losses by {tiered.max_loss_difference(none):.1e}")
     return failures
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dist.models import tiny_gpt
-from tests.dist.parity import equal_bits
+from tests.dist.parity import bitwise_equal
 from tests.dist.test_offload_use import mine, start, values
 from tests.harness import run_ranks
 from thalweg.store import SwapError
@@ -75,7 +75,7 @@ def _goes_on(rank: int, world: int) -> list[str]:
                     failed += bool(told)
                     if told and not (os.strerror(code) in told and os.path.basename(folder) in told):
                         wrong.append(f"{tiers} {more} {verb} {nth}: {told}")
-                    if (whole or not told) and not equal_bits(found, known):
+                    if (whole or not told) and not bitwise_equal(found, known):
                         wrong.append(f"{tiers} {more} {verb} {nth}: other parameters")
     return wrong if failed >= 12 else [f"only {failed} of {len(PLACES) * 4} runs met the fault"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.dist.models import tiny_gpt
-from tests.dist.parity import equal_bits, full
+from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_offload_use import mine, start
 from tests.harness import run_ranks
 
@@ -49,14 +49,14 @@ def _train(rank, world, folder, tiers, where, broken, **more):
         found.append((engine.skipped_steps, engine.optimizer.overflow, engine.loss_scale))
         found.append(loss.item() if step not in broken else 0.0)
     states = [engine.optimizer.state[p] for p in engine.optimizer.param_groups[0]["params"]]
-    moments = [float(full(state["exp_avg"]).double().sum()) for state in states]
-    parameters = [full(p) for p in engine.module.parameters()]
+    moments = [float(full_tensor(state["exp_avg"]).double().sum()) for state in states]
+    parameters = [full_tensor(p) for p in engine.module.parameters()]
     engine.close()
     return found, moments, parameters
 
 
 def _same(a, b):
-    return a[0] == b[0] and a[1] == b[1] and equal_bits(a[2], b[2])
+    return a[0] == b[0] and a[1] == b[1] and bitwise_equal(a[2], b[2])
 
 
 def _skips(rank, world, dtype):
@@ -124,9 +124,9 @@ def _dropped(rank, world):
                     engine.zero_grad()
                 engine.backward(engine(*mine(step, rank, world)))
                 engine.step()
-            results.append([full(p) for p in engine.module.parameters()])
+            results.append([full_tensor(p) for p in engine.module.parameters()])
             engine.close()
-    return equal_bits(*results)
+    return bitwise_equal(*results)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -146,14 +146,14 @@ def _on_the_host(rank, world):
         engine = start(tiny_gpt(), folder, "none", "cpu", log_level="warning")
         logger = logging.getLogger("thalweg")
         logger.addHandler(handler := Keep(level=logging.WARNING))
-        before = [full(p) for p in engine.module.parameters()]
+        before = [full_tensor(p) for p in engine.module.parameters()]
         handle = _break(engine.module, "block", rank, world - 1)
         engine.backward(engine(*mine(0, rank, world)))
         engine.step()
         handle.remove()
         logger.removeHandler(handler)
         names = [name for name, _ in engine.module.named_parameters()]
-        after = [full(p) for p in engine.module.parameters()]
+        after = [full_tensor(p) for p in engine.module.parameters()]
         changed = {name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)}
         skipped = engine.skipped_steps
         engine.close()
@@ -162,7 +162,7 @@ def _on_the_host(rank, world):
         handle = _break(waits.module, "block", rank, world - 1)
         waits.backward(waits(*mine(0, rank, world)))
         waits.step()
-        same = equal_bits([full(p) for p in waits.module.parameters()], before)
+        same = bitwise_equal([full_tensor(p) for p in waits.module.parameters()], before)
         waits.close()
     return skipped, changed, lines, same
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import thalweg
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import equal_bits, full
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_abandon import Fused
 from tests.dist.test_engine import Branching
 from tests.harness import run_ranks
@@ -43,13 +43,13 @@ def start(model, folder, *tiers, **more):
 
 def mine(step, rank, world):
     """This rank's part of a global batch."""
-    tokens, labels = batch(step, 2 * world)
+    tokens, labels = make_batch(step, 2 * world)
     return tokens[rank::world], labels[rank::world]
 
 
 def values(engine):
     """The full parameters, the engine closed."""
-    found = [full(p) for p in engine.module.parameters()]
+    found = [full_tensor(p) for p in engine.module.parameters()]
     engine.close()
     return found
 
@@ -65,7 +65,7 @@ def _branches(rank, world, folder):
             engine.backward(engine(x[rank::world], which))
             engine.step()
         results.append(values(engine))
-    return equal_bits(*results)
+    return bitwise_equal(*results)
 
 
 def _a_mixture(rank, world, folder):
@@ -83,17 +83,17 @@ def _a_mixture(rank, world, folder):
             engine.backward(engine(*mine(2 * step + 1, rank, world)))
             engine.step()
             named = dict(engine.module.named_parameters())
-            notes.append(float(sum(full(p).double().sum() for p in named.values())))
+            notes.append(float(sum(full_tensor(p).double().sum() for p in named.values())))
             assert list(named) == list(dict(tiny_gpt().named_parameters()))
         loss = engine(*mine(9, rank, world))  # nobody's engine.backward: gradients stay to be looked at
         loss.backward()
-        notes.append(float(sum(full(p.grad).double().sum() for p in engine.module.parameters())))
+        notes.append(float(sum(full_tensor(p.grad).double().sum() for p in engine.module.parameters())))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         results.append(values(engine))
     third = len(notes) // 3
     same = notes[:third] == notes[third : 2 * third] == notes[2 * third :]
-    return same, equal_bits(results[0], results[1]), equal_bits(results[0], results[2])
+    return same, bitwise_equal(results[0], results[1]), bitwise_equal(results[0], results[2])
 
 
 def _three_engines(rank, world, folder):
@@ -112,7 +112,7 @@ def _three_engines(rank, world, folder):
             engines[seed].backward(losses[seed])
         for engine in engines.values():
             engine.step()
-    return [equal_bits(values(engine), alone[seed]) for seed, engine in engines.items()]
+    return [bitwise_equal(values(engine), alone[seed]) for seed, engine in engines.items()]
 
 
 def _failure(rank, world, folder, burns):
@@ -134,7 +134,7 @@ def _failure(rank, world, folder, burns):
             step += 1
         assert failed == fails
         results.append(values(engine))
-    return equal_bits(*results)
+    return bitwise_equal(*results)
 
 
 def _checkpoints(rank, world, folder):
@@ -153,7 +153,7 @@ def _checkpoints(rank, world, folder):
                 engine.backward(engine(*mine(step, rank, world)))
                 engine.step()
             results.append(values(engine))
-        equal.append(equal_bits(*results))
+        equal.append(bitwise_equal(*results))
     return equal
 
 
@@ -178,7 +178,7 @@ def _masters(rank, world, folder):
             engine.backward(engine(*mine(step, rank, world)))
             engine.step()
         results.append(values(engine))
-    return held, equal_bits(*results)
+    return held, bitwise_equal(*results)
 
 
 def _partly(rank, world, folder):
@@ -208,7 +208,7 @@ def _partly(rank, world, folder):
             sizes[swap is not None and swap.locate(piece) is not None] += piece.numel()
         parts.append(sizes[1] / sum(sizes))
         results.append(values(engine))
-    return parts, [equal_bits(results[0], one) for one in results[1:4]], equal_bits(*results[4:])
+    return parts, [bitwise_equal(results[0], one) for one in results[1:4]], bitwise_equal(*results[4:])
 
 
 def _delays(rank, world, folder):
@@ -232,7 +232,7 @@ def _delays(rank, world, folder):
                     return plain(self, *args)
 
                 patch.setattr(Disk, name, slow)
-    return equal_bits(*results[:2]) and equal_bits(results[0], results[2])
+    return bitwise_equal(*results[:2]) and bitwise_equal(results[0], results[2])
 
 
 def _two_backwards(rank, world, folder):
@@ -250,17 +250,17 @@ def _two_backwards(rank, world, folder):
             engine.backward(loss)
             engine.step()
         retained.append(values(engine))
-    return equal_bits(*retained)
+    return bitwise_equal(*retained)
 
 
 def _not_finite(rank, world, folder):
     engine = start(tiny_gpt(), folder)
-    before = [full(p) for p in engine.module.parameters()]
+    before = [full_tensor(p) for p in engine.module.parameters()]
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("nan"))
     engine.step()
     skipped = (engine.skipped_steps, engine.optimizer.overflow)
-    return skipped, equal_bits(values(engine), before)
+    return skipped, bitwise_equal(values(engine), before)
 
 
 def _in_folder(rank, world, name, *args):

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import full
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
 from thalweg.optim import build_optimizer
 from thalweg.optim.delayed import ZenFlowPolicy
@@ -64,10 +64,10 @@ def _engine(stage: int, zenflow: dict[str, Any] | None, **zero: Any) -> Any:
 
 def _train(engine: Any, rank: int, world: int, first: int, last: int) -> list[Any]:
     for step in range(first, last):
-        tokens, labels = batch(step, 2 * world)
+        tokens, labels = make_batch(step, 2 * world)
         engine.backward(engine(tokens[rank::world], labels[rank::world]))
         engine.step()
-    return [full(p).numpy() for p in engine.module.parameters()]
+    return [full_tensor(p).numpy() for p in engine.module.parameters()]
 
 
 def _stop_and_go_on(rank: int, world: int, stage: int, folder: str) -> tuple[bool, bool, bool]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.dist.models import batch
+from tests.dist.models import make_batch
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
@@ -71,7 +71,7 @@ def _engine(stage: int, kind: str, **extra: Any) -> Any:
 def _train(engine: Any, rank: int, world: int, first: int, steps: int) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        tokens, labels = batch(step, 2 * world)
+        tokens, labels = make_batch(step, 2 * world)
         loss = engine(tokens[rank::world], labels[rank::world])
         engine.backward(loss)
         engine.step()

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import full
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import full_tensor
 
 STEPS = 3
 
@@ -53,14 +53,14 @@ def _train(rank, world, stage, accumulation, shared, delay):
     engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
     grads = None
     for step in range(STEPS * accumulation):
-        tokens, labels = batch(step, 2 * world)
+        tokens, labels = make_batch(step, 2 * world)
         loss = engine(tokens[rank::world], labels[rank::world])
         engine.backward(loss)
         if step == 0 and accumulation == 1:
             # Complete as soon as backward() has returned.
-            grads = [full(p.grad).flatten().tolist() for p in engine.module.parameters()]
+            grads = [full_tensor(p.grad).flatten().tolist() for p in engine.module.parameters()]
         engine.step()
-    weights = [full(p).flatten().tolist() for p in engine.module.parameters()]
+    weights = [full_tensor(p).flatten().tolist() for p in engine.module.parameters()]
     engine.close()
     patch.undo()
     return count, grads, weights

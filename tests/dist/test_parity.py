@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.models import Odd, tiny_gpt
-from tests.dist.parity import Case, Outcome, equal_bits, ragged, run_engine, run_plain
+from tests.dist.models import OddShapesModel, tiny_gpt
+from tests.dist.parity import ParityCase, TrainOutcome, bitwise_equal, ragged_windows, run_engine, run_plain
 from tests.harness import run_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -17,32 +17,32 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
 
 
-def _cells(stage: int, world: int) -> list[tuple[str, Case]]:
+def _cells(stage: int, world: int) -> list[tuple[str, ParityCase]]:
     """Every cell at two ranks; at other world sizes those that a world size can break."""
     cells = [
-        ("gpt", Case(stage)),
-        ("gpt", Case(stage, windows=(2,) * 5, accumulation=2, clip=0.05)),
-        ("gpt", Case(stage, windows=ragged(4, 6), accumulation=4)),
-        ("odd", Case(stage, windows=ragged(2, 6), accumulation=2, clip=0.05)),
-        ("gpt", Case(stage, "bf16", windows=(1,) * 4, clip=0.05)),
+        ("gpt", ParityCase(stage)),
+        ("gpt", ParityCase(stage, windows=(2,) * 5, accumulation=2, clip=0.05)),
+        ("gpt", ParityCase(stage, windows=ragged_windows(4, 6), accumulation=4)),
+        ("odd", ParityCase(stage, windows=ragged_windows(2, 6), accumulation=2, clip=0.05)),
+        ("gpt", ParityCase(stage, "bf16", windows=(1,) * 4, clip=0.05)),
     ]
     if world != 2:
         return cells
     cells += [
-        ("gpt", Case(stage, windows=(n,) * 5, accumulation=n, clip=c)) for n in (1, 4) for c in (0, 0.05)
+        ("gpt", ParityCase(stage, windows=(n,) * 5, accumulation=n, clip=c)) for n in (1, 4) for c in (0, 0.05)
     ]
-    cells += [("odd", Case(stage, windows=(1,) * 20))]
+    cells += [("odd", ParityCase(stage, windows=(1,) * 20))]
     for dtype in ("bf16", "fp16"):
-        cells += [("gpt", Case(stage, dtype, windows=(n,) * 4, accumulation=n)) for n in (1, 2, 4)]
-        cells += [("gpt", Case(stage, dtype, windows=ragged(4, 6), accumulation=4, clip=0.05))]
+        cells += [("gpt", ParityCase(stage, dtype, windows=(n,) * 4, accumulation=n)) for n in (1, 2, 4)]
+        cells += [("gpt", ParityCase(stage, dtype, windows=ragged_windows(4, 6), accumulation=4, clip=0.05))]
     return cells
 
 
 def _matrix(rank: int, world: int) -> list[str]:
     torch.set_num_threads(1)
-    models = {"gpt": tiny_gpt(), "odd": Odd()}
-    plain: dict[tuple, Outcome] = {}
-    engines: dict[tuple, Outcome] = {}
+    models = {"gpt": tiny_gpt(), "odd": OddShapesModel()}
+    plain: dict[tuple, TrainOutcome] = {}
+    engines: dict[tuple, TrainOutcome] = {}
     failures = []
     for stage in STAGES:
         for name, case in _cells(stage, world):
@@ -50,18 +50,18 @@ def _matrix(rank: int, world: int) -> list[str]:
             if key not in plain:
                 plain[key] = run_plain(models[name], case, world, adamw)
             outcome = engines[(*key, case.dtype, stage)] = run_engine(models[name], case, rank, world)
-            worst = outcome.worst(plain[key])
+            worst = outcome.max_loss_difference(plain[key])
             if not worst <= TOLERANCE[case.dtype]:
                 failures.append(f"{name} {case} differs by {worst:.2e}")
     for (*key, stage), outcome in engines.items():
         whole = max(key[1]) == 1  # one micro-batch an update: nothing is accumulated
         twin = engines[(*key, 2)]
         if (stage == 3 or (stage == 1 and whole)) and not (
-            equal_bits(outcome.parameters, twin.parameters) and outcome.losses == twin.losses
+            bitwise_equal(outcome.parameters, twin.parameters) and outcome.losses == twin.losses
         ):
             failures.append(f"stages {stage} and 2 differ in bits: {key}")
-        if stage == 1 and not whole and outcome.worst(twin) > 1e-6 and key[3] == "fp32":
-            failures.append(f"stages 1 and 2 differ by {outcome.worst(twin):.2e}: {key}")
+        if stage == 1 and not whole and outcome.max_loss_difference(twin) > 1e-6 and key[3] == "fp32":
+            failures.append(f"stages 1 and 2 differ by {outcome.max_loss_difference(twin):.2e}: {key}")
     return failures
 
 
@@ -73,7 +73,7 @@ def test_row04_stages_equal_one_process(world):
 
 def _wrong(rank: int, world: int) -> dict[str, float]:
     model = tiny_gpt()
-    case = Case(stage=2, windows=(2,) * 6, accumulation=2)
+    case = ParityCase(stage=2, windows=(2,) * 6, accumulation=2)
     plain = run_plain(model, case, world, adamw)
     wrong = {
         "learning rate": case.with_(params={"lr": 1.01e-2}),
@@ -81,7 +81,7 @@ def _wrong(rank: int, world: int) -> dict[str, float]:
         "weight decay": case.with_(params={"lr": 1e-2, "weight_decay": 0.01}),
         "averaging": case.with_(extra={"gradient_allreduce_op": "sum"}, optimizer="SGD"),
     }
-    return {name: run_engine(model, other, rank, world).worst(plain) for name, other in wrong.items()}
+    return {name: run_engine(model, other, rank, world).max_loss_difference(plain) for name, other in wrong.items()}
 
 
 def test_negative_controls_fail():

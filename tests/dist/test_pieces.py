@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache
 
-from tests.dist.derived_models import build
-from tests.dist.tensor_parity import config_of
+from tests.dist.derived_models import build_model
+from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from thalweg.parallel.cuts import ShardSpec, RaggedShard, contiguous_spec, split_evenly, fused_spec
 
@@ -73,8 +73,8 @@ def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
     from thalweg.optim.lion import Lion
 
     torch.set_num_threads(1)
-    config = config_of(0, world, 2, 1)
-    engine, *_ = thalweg.initialize(model=build("convolved"), config=config)
+    config = make_config(0, world, 2, 1)
+    engine, *_ = thalweg.initialize(model=build_model("convolved"), config=config)
     held = list(engine.module.parameters())
     kinds = {type(p.placements[0]).__name__ for p in held}
     fused = next(p for p in held if isinstance(p.placements[0], RaggedShard) and not p.placements[0].chunked)

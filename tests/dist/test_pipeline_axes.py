@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.pipe_parity import Case
+from tests.dist.pipe_parity import PipelineCase
 from tests.dist.test_pipeline_engine import check
 
 pytest.importorskip("transformers")
 AT_4 = [
-    *(Case("layers of experts", 2, stage=stage, micros=2) for stage in (1, 3)),
-    *(Case("llama", 2, tp=2, stage=stage, micros=2) for stage in (0, 1, 3)),
-    Case("gpt2", 2, tp=2, stage=2, micros=2),
+    *(PipelineCase("layers of experts", 2, stage=stage, num_micro_batches=2) for stage in (1, 3)),
+    *(PipelineCase("llama", 2, tp=2, stage=stage, num_micro_batches=2) for stage in (0, 1, 3)),
+    PipelineCase("gpt2", 2, tp=2, stage=2, num_micro_batches=2),
 ]
-AT_8 = [Case("llama", 2, tp=2, stage=stage, micros=2) for stage in (1, 3)]
+AT_8 = [PipelineCase("llama", 2, tp=2, stage=stage, num_micro_batches=2) for stage in (1, 3)]
 
 
 def test_pipelines_with_tensor_and_expert_ranks():

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import thalweg
-from tests.dist.tensor_models import batch, build
+from tests.dist.tensor_models import make_batch, build_model
 from tests.harness import run_ranks
 from thalweg.checkpoint import Checkpoint
 
@@ -111,7 +111,7 @@ def _model(kind: str) -> torch.nn.Module:
     import transformers
 
     if kind == "mixtral":
-        return build(kind)
+        return build_model(kind)
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
         vocab_size=67, hidden_size=32, intermediate_size=46, num_hidden_layers=4, num_attention_heads=4,
@@ -133,7 +133,7 @@ def _engine(case: Case, off: float = 0.0) -> Any:
 def _data(engine: Any, first: int) -> Iterator[dict[str, torch.Tensor]]:
     mesh = engine._parts.axes.batch
     for step in range(first, first + 1000):
-        tokens = batch(step, ROWS)[mesh.get_local_rank() :: mesh.size()]
+        tokens = make_batch(step, ROWS)[mesh.get_local_rank() :: mesh.size()]
         yield {"input_ids": tokens, "labels": tokens}
 
 

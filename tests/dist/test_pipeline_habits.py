@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import thalweg
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.pipe_parity import Case, run_engine, tied_layers, token_loss, whole
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.pipe_parity import PipelineCase, run_engine, tied_layers, token_loss, merge_stages
 from tests.harness import run_ranks
 from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule
 
@@ -33,19 +33,19 @@ def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = tied_layers(num_stages=2)
     engine, *_ = thalweg.initialize(model=model, model_parameters=list(model.parameters()), config=_config())
-    for call in (lambda: engine(batch(0, 4)[0]), lambda: engine.backward(torch.ones(())), engine.step):
+    for call in (lambda: engine(make_batch(0, 4)[0]), lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(ValueError, match="train_batch"):
             call()
-    found["short"] = float(engine.train_batch(iter([batch(step, 4) for step in range(3)])))
+    found["short"] = float(engine.train_batch(iter([make_batch(step, 4) for step in range(3)])))
     assert engine.global_steps == 1 and engine.micro_steps == 3
     with pytest.raises(StopIteration):
         engine.train_batch(iter([]))
     with pytest.raises(ValueError, match=r"\(inputs, labels\)|another stage"):
-        engine.eval_batch(iter([batch(0, 4)[0]] * 4))
+        engine.eval_batch(iter([make_batch(0, 4)[0]] * 4))
     engine.close()
 
     engine, *_ = thalweg.initialize(model=tied_layers(num_stages=2), config=_config())
-    found["seen"] = float(engine.eval_batch(iter([batch(step, 4) for step in range(4)])))
+    found["seen"] = float(engine.eval_batch(iter([make_batch(step, 4) for step in range(4)])))
     found["state"] = {name: value.tolist() for name, value in engine.state_dict().items()}
     engine.save_16bit_model(folder)
     changed = {name: torch.tensor(value) + 1 for name, value in found["state"].items()}
@@ -58,8 +58,8 @@ def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def test_habits_of_deepspeeds_users(tmp_path):
     results = run_ranks(_habits, 2, str(tmp_path))
-    plain = whole(tied_layers())
-    losses = [token_loss(plain(tokens), labels).item() for tokens, labels in (batch(i, 4) for i in range(4))]
+    plain = merge_stages(tied_layers())
+    losses = [token_loss(plain(tokens), labels).item() for tokens, labels in (make_batch(i, 4) for i in range(4))]
     named = dict(plain.named_parameters(remove_duplicate=False))
     for found in results:
         assert found["short"] == pytest.approx(sum(losses[:3]) / 3, rel=1e-6)
@@ -92,9 +92,9 @@ class Spike(nn.Module):
 def _numbers(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("1f1b", "zb_h1"):
-        case = Case("layers", 2, stage=1, schedule=name, extra={"bf16": {"enabled": True}})
+        case = PipelineCase("layers", 2, stage=1, schedule=name, extra={"bf16": {"enabled": True}})
         run = run_engine(case, world, 8)
-        found[name] = (run.losses, run.norms)
+        found[name] = (run.losses, run.grad_norms)
 
     torch.manual_seed(5)
     layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 8, 8), LayerSpec(Spike)]
@@ -118,8 +118,8 @@ def _numbers(rank: int, world: int) -> dict[str, Any]:
         if key != "optimizer"
     }
     engine, *_ = thalweg.initialize(model=gpt, optimizer=given, config=config)
-    found["own"] = float(engine.train_batch(iter([batch(step, 4) for step in range(4)])))
-    found["after"] = float(engine.eval_batch(iter([batch(step, 4) for step in range(4)])))
+    found["own"] = float(engine.train_batch(iter([make_batch(step, 4) for step in range(4)])))
+    found["after"] = float(engine.eval_batch(iter([make_batch(step, 4) for step in range(4)])))
     engine.close()
     return found
 
@@ -137,11 +137,11 @@ def test_dtypes_scales_and_optimizers_are_one_over_all_stages():
     torch.manual_seed(0)
     plain = tiny_gpt()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    losses = [plain(*batch(step, 4)) for step in range(4)]
+    losses = [plain(*make_batch(step, 4)) for step in range(4)]
     (sum(losses) / 4).backward()
     optimizer.step()
     assert first["own"] == pytest.approx(sum(loss.item() for loss in losses) / 4, rel=1e-6)
-    after = sum(plain(*batch(step, 4)).item() for step in range(4)) / 4
+    after = sum(plain(*make_batch(step, 4)).item() for step in range(4)) / 4
     assert first["after"] == pytest.approx(after, rel=1e-6)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.pipe_parity import Case, Run, run_engine, run_plain
+from tests.dist.pipe_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
 
@@ -16,23 +16,23 @@ STEPS = 3
 REMAT = {"activation_checkpointing": {"policy": "full"}}
 MIXED = {"lengths": (9, 12, 7, 11), "textures": ("padded", "plain", "packed", "masked"), "sizes": (2, 4, 3)}
 AT_4 = [
-    Case("llama", 2, sp=2, stage=3, **MIXED),
-    Case("llama", 2, cp=2, stage=1, schedule="gpipe", extra=REMAT, **MIXED),
-    Case("qwen3", 2, sp=2, stage=2, schedule="gpipe", **MIXED),
-    Case("gpt2", 2, cp=2, stage=3, schedule="zb_h1", **MIXED),
-    Case("gpt", 2, sp=2, stage=1, extra=REMAT, lengths=(9, 12, 7), textures=("plain", "masked")),
-    Case("gpt", 2, cp=2, stage=2, schedule="zb_h1", lengths=(9, 12, 7), textures=("plain", "masked")),
-    Case("layers with attention", 2, sp=2, stage=1, schedule="interleaved", micros=2, **MIXED),
-    Case("layers with attention", 2, cp=2, stage=3, schedule="zbv", **MIXED),
-    Case("layers with attention", 2, cp=2, extra=REMAT, **MIXED),
+    PipelineCase("llama", 2, sp=2, stage=3, **MIXED),
+    PipelineCase("llama", 2, cp=2, stage=1, schedule="gpipe", extra=REMAT, **MIXED),
+    PipelineCase("qwen3", 2, sp=2, stage=2, schedule="gpipe", **MIXED),
+    PipelineCase("gpt2", 2, cp=2, stage=3, schedule="zb_h1", **MIXED),
+    PipelineCase("gpt", 2, sp=2, stage=1, extra=REMAT, lengths=(9, 12, 7), batch_kinds=("plain", "masked")),
+    PipelineCase("gpt", 2, cp=2, stage=2, schedule="zb_h1", lengths=(9, 12, 7), batch_kinds=("plain", "masked")),
+    PipelineCase("layers with attention", 2, sp=2, stage=1, schedule="interleaved", num_micro_batches=2, **MIXED),
+    PipelineCase("layers with attention", 2, cp=2, stage=3, schedule="zbv", **MIXED),
+    PipelineCase("layers with attention", 2, cp=2, extra=REMAT, **MIXED),
 ]
 
 
-def _run(rank: int, world: int, cases: list[Case]) -> list[Run]:
+def _run(rank: int, world: int, cases: list[PipelineCase]) -> list[PipelineResult]:
     return [run_engine(case, world, STEPS) for case in cases]
 
 
-def _differences(world: int, cases: list[Case]) -> list[dict[str, float]]:
+def _differences(world: int, cases: list[PipelineCase]) -> list[dict[str, float]]:
     """Of each case the largest of all ranks, which together have every parameter."""
     results, worst = run_ranks(_run, world, cases, timeout=240.0), []
     for number, case in enumerate(cases):
@@ -43,7 +43,7 @@ def _differences(world: int, cases: list[Case]) -> list[dict[str, float]]:
     return worst
 
 
-def check(world: int, cases: list[Case]) -> None:
+def check(world: int, cases: list[PipelineCase]) -> None:
     for case, found in zip(cases, _differences(world, cases), strict=True):
         assert all(found[key] <= limit for key, limit in TOLERANCE.items()), (case, found)
 

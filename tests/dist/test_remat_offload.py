@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.models import tiny_gpt
-from tests.dist.parity import Case, equal_bits, run_engine
-from tests.dist.tensor_models import batch as llama_batch
-from tests.dist.tensor_models import build, loss_of
+from tests.dist.parity import ParityCase, bitwise_equal, run_engine
+from tests.dist.tensor_models import make_batch as llama_batch
+from tests.dist.tensor_models import build_model, compute_loss
 from tests.harness import run_ranks
 from thalweg.remat import PartitionedActivationOffloader, ActivationCheckpointPolicy, apply_activation_checkpointing, putaway
 
 
-def _stages(rank: int, world: int, folder: str, cases: list[Case]) -> list[bool]:
+def _stages(rank: int, world: int, folder: str, cases: list[ParityCase]) -> list[bool]:
     putaway.MIN_OFFLOAD_BYTES = 1
     found = []
     for case in cases:
@@ -28,12 +28,12 @@ def _stages(rank: int, world: int, folder: str, cases: list[Case]) -> list[bool]
             torch.manual_seed(5)
             extra = {"activation_checkpointing": section, "memory": {"nvme_path": folder}, "seed": 3}
             runs.append(run_engine(model, case.with_(extra=extra), rank, world))
-        found.append(equal_bits(runs[0].parameters, runs[1].parameters) and runs[0].losses == runs[1].losses)
+        found.append(bitwise_equal(runs[0].parameters, runs[1].parameters) and runs[0].losses == runs[1].losses)
     return found
 
 
 def test_on_disk_at_every_stage() -> None:
-    short = Case(windows=(2,) * 3, accumulation=2)
+    short = ParityCase(windows=(2,) * 3, accumulation=2)
     cases = [short.with_(stage=stage) for stage in range(4)] + [short.with_(stage=3, dtype="bf16")]
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(_stages, 2, folder, cases) == [[True] * len(cases)] * 2
@@ -58,7 +58,7 @@ def _parts(rank: int, world: int) -> tuple[bool, int, int]:
         torch.manual_seed(1)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
-    return equal_bits(*grads), sum(whole for whole, _ in held), sum(part for _, part in held)
+    return bitwise_equal(*grads), sum(whole for whole, _ in held), sum(part for _, part in held)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -98,10 +98,10 @@ def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
                 "policy": "full", "partition_activations": parts, "offload": offload
             },
         }  # fmt: skip
-        engine = thalweg.initialize(model=build("llama"), config=config)[0]
+        engine = thalweg.initialize(model=build_model("llama"), config=config)[0]
         losses = []
         for step in range(2):
-            loss = loss_of(engine, llama_batch(step, 2))
+            loss = compute_loss(engine, llama_batch(step, 2))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.parity import full
-from tests.dist.tensor_models import MODELS, batch, build, loss_of
-from tests.dist.tensor_parity import Run, config_of, run_engine, run_plain
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_models import MODELS, make_batch, build_model, compute_loss
+from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_plain
 from tests.harness import run_ranks
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
 
-def _wrong(name: str, found: Run, plain: Run) -> list[str]:
-    differences = found.differences(plain)
+def _wrong(name: str, found: TrainResult, plain: TrainResult) -> list[str]:
+    differences = found.max_differences(plain)
     return [f"{name}: {key} {value:.1e}" for key, value in differences.items() if not value <= TOLERANCE[key]]
 
 
@@ -27,7 +27,7 @@ def _families(rank: int, world: int, names: tuple[str, ...], steps: int) -> list
     torch.set_num_threads(1)
     failures = []
     for name in names:
-        model = build(name)
+        model = build_model(name)
         plain = run_plain(model, rows=2, steps=steps)
         found = run_engine(model, rank, world, stage=0, tensor=world, rows=2, steps=steps)
         failures += _wrong(name, found, plain)
@@ -45,7 +45,7 @@ def _stages(rank: int, world: int, cases: list[tuple[str, int, int, dict[str, An
     torch.set_num_threads(1)
     failures, plain = [], {}
     for name, tensor, stage, extra in cases:
-        model = build(name)
+        model = build_model(name)
         if name not in plain:
             plain[name] = run_plain(model, rows=8, steps=20)
         found = run_engine(model, rank, world, stage=stage, tensor=tensor, rows=8, steps=20, **extra)
@@ -72,15 +72,15 @@ def test_eight_ranks():
 
 def _negative_controls(rank: int, world: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    model = build("reference")
+    model = build_model("reference")
     plain = run_plain(model, rows=4, steps=5)
 
     def parameter(**changes: Any) -> float:
         found = run_engine(model, rank, world, stage=1, tensor=2, rows=4, steps=5, **changes)
-        return found.differences(plain)["parameter"]
+        return found.max_differences(plain)["parameter"]
 
-    other = build("reference", seed=1)
-    alien = run_engine(other, rank, world, stage=1, tensor=2, rows=4, steps=5).differences(plain)
+    other = build_model("reference", seed=1)
+    alien = run_engine(other, rank, world, stage=1, tensor=2, rows=4, steps=5).max_differences(plain)
     return {
         "right": parameter(),
         "learning rate": parameter(lr=0.0501),
@@ -105,12 +105,12 @@ def _checkpoint(
     values = []
     at = start
     for index, (tensor, stage) in enumerate(hops):
-        config = config_of(stage, tensor, 8, world // tensor)
+        config = make_config(stage, tensor, 8, world // tensor)
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-        engine, *_ = thalweg.initialize(model=build(name, seed=index), config=config)
+        engine, *_ = thalweg.initialize(model=build_model(name, seed=index), config=config)
         if at is None:
             for step in range(2):
-                engine.backward(loss_of(engine, batch(step, 8)[rank // tensor :: world // tensor]))
+                engine.backward(compute_loss(engine, make_batch(step, 8)[rank // tensor :: world // tensor]))
                 engine.step()
         else:
             engine.load_checkpoint(at)
@@ -119,7 +119,7 @@ def _checkpoint(
         state = engine.optimizer.state
         own = list(engine.module.parameters())
         moments = [state[p][key] for p in own for key in ("exp_avg", "exp_avg_sq")]
-        values.append([full(t).numpy() for t in (*own, *moments)])
+        values.append([full_tensor(t).numpy() for t in (*own, *moments)])
         engine.close()
     return values
 
@@ -142,12 +142,12 @@ def _facts(rank: int, world: int) -> dict[str, Any]:
     from thalweg.zero import GatheredParameters
 
     torch.set_num_threads(1)
-    model = build("llama")
-    tokens = batch(0, 2)
+    model = build_model("llama")
+    tokens = make_batch(0, 2)
     with torch.no_grad():
         expected = model.eval()(input_ids=tokens).logits
     whole = {key: value.clone() for key, value in model.state_dict().items()}
-    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=config_of(1, world, 2, 1))
+    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=make_config(1, world, 2, 1))
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=tokens).logits

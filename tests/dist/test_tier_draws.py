@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist import tensor_models
-from tests.dist.models import Odd, batch, tiny_gpt
-from tests.dist.parity import full
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
+from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
 
 STEPS = 3
@@ -54,7 +54,7 @@ class Weird(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": tiny_gpt, "odd": Odd, "weird": Weird}
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": tiny_gpt, "odd": OddShapesModel, "weird": Weird}
 FAMILIES = ("llama, 6 heads on 3, tied", "bert", "t5", "opt", "mixtral")
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "AdamW": ({"lr": 1e-2}, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0)),
@@ -90,13 +90,13 @@ def draw(seed: int) -> Draw:
 
 
 def _model(one: Draw) -> nn.Module:
-    return MODELS[one["model"]]() if one["model"] in MODELS else tensor_models.build(one["model"])
+    return MODELS[one["model"]]() if one["model"] in MODELS else tensor_models.build_model(one["model"])
 
 
 def _loss(model: Any, one: Draw, step: int, own: slice, rows: int) -> Tensor:
     if one["model"] in MODELS:
-        return model(*(part[own] for part in batch(step, rows)))
-    tokens = tensor_models.batch(step, rows)[own].contiguous()
+        return model(*(part[own] for part in make_batch(step, rows)))
+    tokens = tensor_models.make_batch(step, rows)[own].contiguous()
     return model(input_ids=tokens, labels=tokens).loss
 
 
@@ -142,7 +142,7 @@ def _train(
             micro += 1
         dist.all_reduce(total)
         losses.append(float(total) / world / one["accumulation"])
-    found = {name: full(p) for name, p in engine.module.named_parameters()}
+    found = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
     engine.close()
     return losses, found
 

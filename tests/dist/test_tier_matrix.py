@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.dist.models import batch
-from tests.dist.parity import equal_bits, full
+from tests.dist.models import make_batch
+from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 
 TIERS = ("none", "cpu", "nvme")
@@ -137,7 +137,7 @@ def _train(cell, dtype, rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NvmeActivationOffloader, "save", counting)
         for step in range(STEPS):
-            tokens, labels = batch(step, 2 * world)
+            tokens, labels = make_batch(step, 2 * world)
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
             getattr(engine.optimizer._update, "settle", lambda: None)()  # updates that another thread makes
@@ -157,7 +157,7 @@ def _train(cell, dtype, rank, world, folder):
         wrong.append(f"parameters are in {masters}")
     if (saved > 0) != (cell.activations == "nvme"):
         wrong.append(f"{saved} activations went to disk")
-    values = [full(tensor) for tensor in (*engine.module.parameters(), *moments)]
+    values = [full_tensor(tensor) for tensor in (*engine.module.parameters(), *moments)]
     engine.close()
     return losses, values, wrong
 
@@ -174,7 +174,7 @@ def _run(rank, world, dtype, cells):
             losses, values, wrong = _train(cell, dtype, rank, world, folder)
             failures += [f"{cell}: {one}" for one in wrong]
             reference = known.setdefault(cell.stage, (losses, values))
-            if losses != reference[0] or not equal_bits(values, reference[1]):
+            if losses != reference[0] or not bitwise_equal(values, reference[1]):
                 failures.append(f"{cell} gives other numbers")
     return failures
 
@@ -213,7 +213,7 @@ def _wrong(rank, world):
         patch.setattr(Cell, "config", lambda self, *args: {**config(self, *args), **rate})
         bad = _train(cell, "fp32", rank, world, folder)
         patch.setattr(Cell, "config", lambda self, *args: config(other, *args))
-        return equal_bits(good[1], bad[1]), _train(cell, "fp32", rank, world, folder)[2]
+        return bitwise_equal(good[1], bad[1]), _train(cell, "fp32", rank, world, folder)[2]
 
 
 def test_negative_controls():

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import Case, equal_bits, full, run_engine
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine
 from tests.harness import run_ranks
 
 TILED = {"tiling": {"loss": True, "loss_tokens": 5, "mlp": 3}}
 
 
-def _pair(rank: int, world: int, cases: list[tuple[Case, bool]]) -> list[tuple[float, float, bool]]:
+def _pair(rank: int, world: int, cases: list[tuple[ParityCase, bool]]) -> list[tuple[float, float, bool]]:
     """For each case: the largest difference of losses and parameters to the untiled run; changed at all?"""
     found = []
     for case, tied in cases:
@@ -26,13 +26,13 @@ def _pair(rank: int, world: int, cases: list[tuple[Case, bool]]) -> list[tuple[f
             float((a.float() - b.float()).abs().max())
             for a, b in zip(plain.parameters, tiled.parameters, strict=True)
         )
-        found.append((plain.worst(tiled), worst, equal_bits(plain.parameters, tiled.parameters)))
+        found.append((plain.max_loss_difference(tiled), worst, bitwise_equal(plain.parameters, tiled.parameters)))
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_equal_the_untiled_run(world: int) -> None:
-    short = Case(windows=(2,) * 4, accumulation=2, clip=1.0)
+    short = ParityCase(windows=(2,) * 4, accumulation=2, clip=1.0)
     cases = [(short.with_(stage=stage), tied) for stage in range(4) for tied in (True, False)]
     for results in run_ranks(_pair, world, cases):
         for (loss, parameter, same), case in zip(results, cases, strict=True):
@@ -41,7 +41,7 @@ def test_stages_equal_the_untiled_run(world: int) -> None:
 
 
 def test_half_precision_and_recomputation() -> None:
-    short = Case(windows=(1,) * 4)
+    short = ParityCase(windows=(1,) * 4)
     remat = {**TILED, "activation_checkpointing": {"policy": "full"}}
     cases = [
         (short.with_(stage=3, dtype="bf16"), True),
@@ -66,9 +66,9 @@ def _logits(rank: int, world: int, stage: int) -> dict[str, Any]:
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     plain = transformers.GPT2LMHeadModel(config)
-    settings = Case(stage=stage, extra=TILED).config()
+    settings = ParityCase(stage=stage, extra=TILED).config()
     engine = thalweg.initialize(model=copy.deepcopy(plain), config=settings)[0]
-    tokens, labels = batch(rank, 2)
+    tokens, labels = make_batch(rank, 2)
     found: dict[str, Any] = {}
     for mode in ("train", "eval"):
         getattr(engine, mode)()
@@ -88,7 +88,7 @@ def _logits(rank: int, world: int, stage: int) -> dict[str, Any]:
         out.logits.sum()
     except RuntimeError as error:
         found["late"] = str(error)
-    same = [full(p) for p in engine.module.parameters()]
+    same = [full_tensor(p) for p in engine.module.parameters()]
     found["moved"] = any(not torch.equal(a, b) for a, b in zip(same, plain.parameters(), strict=True))
     engine.close()
     return found

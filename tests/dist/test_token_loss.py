@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.parity import full
-from tests.dist.pipe_parity import Case, Run, run_engine, run_plain
+from tests.dist.parity import full_tensor
+from tests.dist.pipe_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
 
@@ -23,30 +23,30 @@ RAGGED: dict[str, Any] = {
 }
 DISK = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 AT_4 = [
-    Case("llama", 1, stage=0, micros=1, **RAGGED),
-    Case("llama", 1, stage=3, micros=3, **RAGGED),
-    Case("gpt", 1, tp=2, stage=2, micros=2, **RAGGED),
-    Case("llama", 1, sp=2, stage=1, micros=3, **RAGGED),
-    Case("gpt", 1, cp=2, stage=3, micros=2, **RAGGED),
-    Case("llama", 2, stage=1, micros=3, **RAGGED),
-    Case("gpt", 2, stage=3, schedule="zb_h1", micros=4, **RAGGED),
-    Case("layers with attention", 2, stage=2, schedule="interleaved", micros=2, **RAGGED),
-    Case("llama", 2, sp=2, stage=2, micros=3, **RAGGED),
-    Case("layers with attention", 2, cp=2, stage=3, schedule="gpipe", **RAGGED),
+    PipelineCase("llama", 1, stage=0, num_micro_batches=1, **RAGGED),
+    PipelineCase("llama", 1, stage=3, num_micro_batches=3, **RAGGED),
+    PipelineCase("gpt", 1, tp=2, stage=2, num_micro_batches=2, **RAGGED),
+    PipelineCase("llama", 1, sp=2, stage=1, num_micro_batches=3, **RAGGED),
+    PipelineCase("gpt", 1, cp=2, stage=3, num_micro_batches=2, **RAGGED),
+    PipelineCase("llama", 2, stage=1, num_micro_batches=3, **RAGGED),
+    PipelineCase("gpt", 2, stage=3, schedule="zb_h1", num_micro_batches=4, **RAGGED),
+    PipelineCase("layers with attention", 2, stage=2, schedule="interleaved", num_micro_batches=2, **RAGGED),
+    PipelineCase("llama", 2, sp=2, stage=2, num_micro_batches=3, **RAGGED),
+    PipelineCase("layers with attention", 2, cp=2, stage=3, schedule="gpipe", **RAGGED),
 ]
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "token_weighted_loss": True}
 
 
-def _loop(case: Case, world: int, how: str) -> Run:
+def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
     """A user's own loop over the engine, in one of three ways."""
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
     mesh = engine._parts.axes.batch
-    data = case.data(mesh.get_local_rank(), mesh.size())
+    data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     norms = []
     for _ in range(STEPS):
-        for item in (next(data) for _ in range(case.micros)):
+        for item in (next(data) for _ in range(case.num_micro_batches)):
             if how == "own loss":
                 logits, labels = engine(item[0]).float().flatten(0, 1), item[1].flatten()
                 loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -56,7 +56,7 @@ def _loop(case: Case, world: int, how: str) -> Run:
                 continue
             loss = engine(*item)
             if how == "plain":
-                (loss / case.micros).backward()
+                (loss / case.num_micro_batches).backward()
             else:
                 engine.backward(loss)
                 engine.step()
@@ -64,18 +64,18 @@ def _loop(case: Case, world: int, how: str) -> Run:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         norms.append(engine.get_global_grad_norm())
-    found = {name: full(p).tolist() for name, p in engine.module.named_parameters()}
+    found = {name: full_tensor(p).tolist() for name, p in engine.module.named_parameters()}
     engine.close()
-    return Run([], norms, found)
+    return PipelineResult([], norms, found)
 
 
-def _run(rank: int, world: int, cases: list[Case], loops: list[Case]) -> tuple[list[Run], list[list[Run]]]:
+def _run(rank: int, world: int, cases: list[PipelineCase], loops: list[PipelineCase]) -> tuple[list[PipelineResult], list[list[PipelineResult]]]:
     whole = [run_engine(case, world, STEPS) for case in cases]
     return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss")] for case in loops]
 
 
-def _worst(results: list[Run], plain: Run, keys: tuple[str, ...] = tuple(TOLERANCE)) -> dict[str, float]:
-    found = [run.differences(plain) for run in results]
+def _worst(results: list[PipelineResult], plain: PipelineResult, keys: tuple[str, ...] = tuple(TOLERANCE)) -> dict[str, float]:
+    found = [run.max_differences(plain) for run in results]
     return {key: max(one[key] for one in found) for key in keys}
 
 
@@ -87,11 +87,11 @@ def test_all_ranks_and_micro_batches_together_equal_one_process():
     results = run_ranks(_run, 4, [*AT_4, mean_of_means, half], loops, timeout=240.0)
     plains = {}
     for number, case in enumerate(AT_4):
-        key = (case.kind, case.micros)
+        key = (case.kind, case.num_micro_batches)
         plain = plains.setdefault(key, run_plain(case, STEPS))
         found = _worst([whole[number] for whole, _ in results], plain)
         assert all(found[key] <= limit for key, limit in TOLERANCE.items()), (case, found)
-    plain = plains[AT_4[1].kind, AT_4[1].micros]
+    plain = plains[AT_4[1].kind, AT_4[1].num_micro_batches]
     control = _worst([whole[len(AT_4)] for whole, _ in results], plain)
     assert not any(value <= 1e-3 for value in control.values()), control  # NaN where a rank has no target
     found = _worst([whole[len(AT_4) + 1] for whole, _ in results], plains["gpt", 2])
@@ -106,9 +106,9 @@ def test_all_ranks_and_micro_batches_together_equal_one_process():
 def _refusals(rank: int, world: int) -> list[str]:
     import thalweg
 
-    case = Case("gpt", 1, micros=1, extra={"token_weighted_loss": True})
+    case = PipelineCase("gpt", 1, num_micro_batches=1, extra={"token_weighted_loss": True})
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
-    item = next(case.data())
+    item = next(case.micro_batches())
     said = []
     with pytest.raises(ValueError, match="num_items") as caught:
         engine.backward(engine(item[0]).float().mean())

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.models import Odd, tiny_gpt
-from tests.dist.parity import Case, equal_bits, run_engine, run_plain
-from tests.dist.zeropp import ALL, HPZ, LAYOUTS, LOCO, MICS, MIXES, QG, QN, place, start, steps, wider
+from tests.dist.models import OddShapesModel, tiny_gpt
+from tests.dist.parity import ParityCase, bitwise_equal, run_engine, run_plain
+from tests.dist.zeropp import ALL, HPZ, LAYOUTS, LOCO, MICS, FEATURE_SETS, QG, QN, set_fake_host, init_engine, train_steps, wide_gpt
 from tests.harness import run_ranks
 
 # Largest difference of a loss in 6 updates from one plain process in fp32.
@@ -23,7 +23,7 @@ def adamw(parameters):
 
 def _case(mix, stage=3, **changes):
     zero = {"zero_optimization": {"stage": stage, **mix}, "log_level": "error"}
-    return Case(stage, windows=(1,) * 6, extra=zero).with_(**changes)
+    return ParityCase(stage, windows=(1,) * 6, extra=zero).with_(**changes)
 
 
 def _fits(mix, layout):
@@ -48,11 +48,11 @@ def _tolerance(mix, layout):
 
 def _mixes(rank, world, name):
     layout = LAYOUTS[name]
-    place(layout, rank)
+    set_fake_host(layout, rank)
     failures = []
     plains, stage3 = {}, {}
-    for model_name, model in (("gpt", tiny_gpt()), ("odd", Odd())):
-        for mix_name, mix in MIXES.items():
+    for model_name, model in (("gpt", tiny_gpt()), ("odd", OddShapesModel())):
+        for mix_name, mix in FEATURE_SETS.items():
             if not _fits(mix, layout) or (model_name == "odd" and mix_name not in ("all", "frozen", "MiCS")):
                 continue
             longer = {"windows": (2,) * 4, "accumulation": 2, "clip": 0.05}
@@ -64,10 +64,10 @@ def _mixes(rank, world, name):
                     plains[key] = run_plain(model, case, world, adamw)
                     stage3[key] = run_engine(model, _case({}, **changes), rank, world)
                 outcome = run_engine(model, case, rank, world)
-                worst = outcome.worst(plains[key])
+                worst = outcome.max_loss_difference(plains[key])
                 if not worst <= _tolerance(mix, layout):
                     failures.append(f"{model_name} {mix_name} {changes} on {name}: off by {worst:.1e}")
-                if mix_name == "hpZ" and not equal_bits(outcome.parameters, stage3[key].parameters):
+                if mix_name == "hpZ" and not bitwise_equal(outcome.parameters, stage3[key].parameters):
                     failures.append(f"{model_name} hpZ and stage 3 differ in bits on {name}")
     return failures
 
@@ -80,11 +80,11 @@ def test_every_mix_on_every_layout_trains_as_one_process_does(name):
 
 def _controls(rank, world):
     """What each tolerance must notice."""
-    place(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
     plain = run_plain(tiny_gpt(), _case({}), world, adamw)
-    rate = run_engine(tiny_gpt(), _case({}, params={"lr": 1.01e-2}), rank, world).worst(plain)
-    rate2 = run_engine(tiny_gpt(), _case({}, params={"lr": 2e-2}), rank, world).worst(plain)
-    quantised = run_engine(tiny_gpt(), _case(ALL), rank, world).worst(plain)
+    rate = run_engine(tiny_gpt(), _case({}, params={"lr": 1.01e-2}), rank, world).max_loss_difference(plain)
+    rate2 = run_engine(tiny_gpt(), _case({}, params={"lr": 2e-2}), rank, world).max_loss_difference(plain)
+    quantised = run_engine(tiny_gpt(), _case(ALL), rank, world).max_loss_difference(plain)
     return rate, rate2, quantised
 
 
@@ -96,12 +96,12 @@ def test_negative_controls_fail():
 
 
 def _half(rank, world, dtype, stage):
-    place(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
     failures = []
     for name in ("hpZ", "MiCS", "all", "LoCo all", "all MiCS"):
         changes = {"dtype": dtype, "windows": (2, 2, 1, 2), "accumulation": 2, "clip": 0.05}
         plain = run_plain(tiny_gpt(), _case({}, **changes), world, adamw)
-        worst = run_engine(tiny_gpt(), _case(MIXES[name], stage, **changes), rank, world).worst(plain)
+        worst = run_engine(tiny_gpt(), _case(FEATURE_SETS[name], stage, **changes), rank, world).max_loss_difference(plain)
         if not worst <= TOLERANCE["gradients"]:
             failures.append(f"{name} {dtype} stage {stage}: off by {worst:.1e}")
     return failures
@@ -116,16 +116,16 @@ def test_mixes_in_half_precision_with_ragged_windows_and_clipping(together, dtyp
 
 def _links(rank, world, stage):
     """Without shared memory: two levels of links, as on GPUs, quantised at both."""
-    place(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
     plain = run_plain(tiny_gpt(), _case({}), world, adamw)
     mixes = {"hpZ": HPZ, "MiCS": MICS, "wide MiCS": {"mics_shard_size": 4, **QG}, "all": {**ALL, **LOCO}}
     worst = {
-        name: run_engine(tiny_gpt(), _case(mix, stage), rank, world).worst(plain)
+        name: run_engine(tiny_gpt(), _case(mix, stage), rank, world).max_loss_difference(plain)
         for name, mix in mixes.items()
     }
-    engine = start(wider(), ALL, stage)
-    steps(engine, rank, world, 2)
+    engine = init_engine(wide_gpt(), ALL, stage)
+    train_steps(engine, rank, world, 2)
     kinds = [(entry.kind, entry.intra_bytes, entry.inter_bytes) for entry in engine.ledger.entries()]
     return worst, kinds
 
@@ -143,7 +143,7 @@ def test_links_at_both_levels(together, stage):
 
 def _hierarchical(rank, world):
     """A MiCS group over two hosts whose gathers cross each link once."""
-    place((0, 0, 1, 1, 2, 2, 3, 3)[:world], rank)
+    set_fake_host((0, 0, 1, 1, 2, 2, 3, 3)[:world], rank)
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
     from thalweg.comm import HostGroups, HostTopology, TwoLevelAllGather
 

@@ -8,24 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.models import batch, tiny_gpt
-from tests.dist.parity import equal_bits, full
-from tests.dist.zeropp import HPZ, LAYOUTS, LOCO, MICS, MIXES, QW, place, start, steps, wider
+from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.zeropp import HPZ, LAYOUTS, LOCO, MICS, FEATURE_SETS, QW, set_fake_host, init_engine, train_steps, wide_gpt
 from tests.harness import run_ranks
 
-ALL = MIXES["all"]
+ALL = FEATURE_SETS["all"]
 
 
 def _bytes(rank, world):
-    place(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
     shape = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
     sent = {}
     for name in ("stage 3", "qwZ", "hpZ", "qwZ qgZ", "all"):
-        mix = MIXES.get(name, {})
-        engine = start(wider(), mix, **shape)
-        steps(engine, rank, world, 1)
+        mix = FEATURE_SETS.get(name, {})
+        engine = init_engine(wide_gpt(), mix, **shape)
+        train_steps(engine, rank, world, 1)
         engine.ledger.reset()
-        steps(engine, rank, world, 2, first=1)
+        train_steps(engine, rank, world, 2, first=1)
         sent[name] = engine.ledger.total().inter_bytes / 2
         sent[f"{name}, gathers"] = engine.ledger.total("all_gather").inter_bytes / 2
         engine.close()
@@ -36,7 +36,7 @@ def test_all_three_send_less_than_a_quarter_between_hosts():
     """Counted by the ledger, against stage 3 that sends parameters and gradients in bf16, once a host."""
     ranks = run_ranks(_bytes, 4)
     sent = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-    blocks, root = _sizes(wider())
+    blocks, root = _sizes(wide_gpt())
     both = blocks + root
     # Forward and backward gather the blocks, the root is kept; gradients once: 2 bytes, half to each side.
     assert sent["stage 3"] == pytest.approx(2 * (3 * blocks + 2 * root), rel=0.02)
@@ -53,17 +53,17 @@ def _sizes(model):
 
 def _replicas(rank, world):
     """Homes on both hosts are the same and near the master, after steps, after a jump and after a load."""
-    place(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
     slow = {"type": "AdamW", "params": {"lr": 1e-4}}
-    engine = start(wider(), {**QW, **HPZ}, optimizer=slow)
+    engine = init_engine(wide_gpt(), {**QW, **HPZ}, optimizer=slow)
     sharded = engine._parts.sharded
     found = []
 
     def look(when):
-        steps(engine, rank, world, 1)
+        train_steps(engine, rank, world, 1)
         engine.eval()
         with torch.no_grad():
-            tokens, labels = batch(0, 2)
+            tokens, labels = make_batch(0, 2)
             engine(tokens, labels)
         engine.train()
         for name, store in sharded._stores.items():
@@ -79,7 +79,7 @@ def _replicas(rank, world):
         dist.barrier()  # rows of a host are read by all its ranks
 
     look("first")
-    steps(engine, rank, world, 3)
+    train_steps(engine, rank, world, 3)
     look("later")
     with torch.no_grad():
         for store in sharded._stores.values():
@@ -102,18 +102,18 @@ def test_homes_on_two_hosts_agree_and_stay_near_the_master():
 
 def _unchanged(rank, world):
     """Frozen parameters cross once; evaluation again and again crosses nothing."""
-    place(LAYOUTS["2 + 2"], rank)
-    model = wider()
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    model = wide_gpt()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.2."))
-    engine = start(model, HPZ)
+    engine = init_engine(model, HPZ)
     sent = []
     for _ in range(3):
         engine.ledger.reset()
-        steps(engine, rank, world, 1)
+        train_steps(engine, rank, world, 1)
         sent.append(engine.ledger.total("all_gather").inter_bytes)
     engine.eval()
-    tokens, labels = batch(0, 2)
+    tokens, labels = make_batch(0, 2)
     with torch.no_grad():
         engine(tokens, labels)
         engine.ledger.reset()
@@ -130,23 +130,23 @@ def test_what_has_not_changed_is_not_sent_again():
 
 
 def _checkpoint(rank, world, folder, mix):
-    place(LAYOUTS["2 + 2"], rank)
-    engine = start(tiny_gpt(), mix)
-    steps(engine, rank, world, 3)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    engine = init_engine(tiny_gpt(), mix)
+    train_steps(engine, rank, world, 3)
     engine.save_checkpoint(folder, "here")
-    before = [full(p) for p in engine.module.parameters()]
-    other = start(tiny_gpt(seed=5), mix)
+    before = [full_tensor(p) for p in engine.module.parameters()]
+    other = init_engine(tiny_gpt(seed=5), mix)
     other.load_checkpoint(folder, "here")
-    after = [full(p) for p in other.module.parameters()]
-    a, b = steps(engine, rank, world, 3, first=3), steps(other, rank, world, 3, first=3)
-    ends = [[full(p) for p in one.module.parameters()] for one in (engine, other)]
-    return equal_bits(before, after), a == b and equal_bits(*ends), _bits(before)
+    after = [full_tensor(p) for p in other.module.parameters()]
+    a, b = train_steps(engine, rank, world, 3, first=3), train_steps(other, rank, world, 3, first=3)
+    ends = [[full_tensor(p) for p in one.module.parameters()] for one in (engine, other)]
+    return bitwise_equal(before, after), a == b and bitwise_equal(*ends), _bits(before)
 
 
 def _load_alone(rank, world, folder):
-    engine = start(tiny_gpt(seed=7), {}, stage=0)
+    engine = init_engine(tiny_gpt(seed=7), {}, stage=0)
     engine.load_checkpoint(folder, "here")
-    return _bits([full(p) for p in engine.module.parameters()])
+    return _bits([full_tensor(p) for p in engine.module.parameters()])
 
 
 def _bits(tensors):
@@ -156,7 +156,7 @@ def _bits(tensors):
 
 @pytest.mark.parametrize("name", ["hpZ", "qwZ hpZ", "all MiCS", "LoCo all"])
 def test_checkpoints_hold_logical_tensors_and_a_resumed_run_has_the_same_bits(name, tmp_path):
-    for same, goes_on, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), MIXES[name])):
+    for same, goes_on, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), FEATURE_SETS[name])):
         assert same
         assert goes_on
     alone = run_ranks(_load_alone, 1, str(tmp_path))[0]
@@ -169,7 +169,7 @@ def _forgets_nothing(rank, world, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedModel, "begin_anew", lambda self: None)
-        return _checkpoint(rank, world, folder, MIXES["LoCo all"])[1]
+        return _checkpoint(rank, world, folder, FEATURE_SETS["LoCo all"])[1]
 
 
 def test_negative_control_errors_that_are_kept_would_be_noticed(tmp_path):
@@ -178,7 +178,7 @@ def test_negative_control_errors_that_are_kept_would_be_noticed(tmp_path):
 
 def _with_offload(rank, world, layout):
     """Mixes and tiers do not touch: whatever is on the host or on NVMe, the bits are those of none."""
-    place(LAYOUTS[layout], rank)
+    set_fake_host(LAYOUTS[layout], rank)
     failures = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for name in ("hpZ", "MiCS", "all", "LoCo all", "all MiCS", "qwZ qgZ"):
@@ -186,16 +186,16 @@ def _with_offload(rank, world, layout):
                 continue
             known = None
             for params, state in (("none", "none"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")):
-                mix = {**MIXES[name], "offload_optimizer": {"device": state, "nvme_path": folder}}
+                mix = {**FEATURE_SETS[name], "offload_optimizer": {"device": state, "nvme_path": folder}}
                 if params == "nvme":
                     if "zero_hpz_partition_size" in mix:
                         continue  # keeps a copy of the parameters in each host's memory
                     mix["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0}
-                engine = start(tiny_gpt(), mix)
-                found = steps(engine, rank, world, 3), [full(p) for p in engine.module.parameters()]
+                engine = init_engine(tiny_gpt(), mix)
+                found = train_steps(engine, rank, world, 3), [full_tensor(p) for p in engine.module.parameters()]
                 engine.close()
                 known = known or found
-                if found[0] != known[0] or not equal_bits(found[1], known[1]):
+                if found[0] != known[0] or not bitwise_equal(found[1], known[1]):
                     failures.append(f"{name} with parameters on {params}, state on {state}")
     return failures
 
@@ -209,9 +209,9 @@ def test_every_mix_together_with_offload(layout):
 def _mics_layout(rank, world):
     from torch.distributed.tensor import DTensor
 
-    place(LAYOUTS["2 + 2"], rank)
-    engine = start(tiny_gpt(), MICS)
-    steps(engine, rank, world, 2)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    engine = init_engine(tiny_gpt(), MICS)
+    train_steps(engine, rank, world, 2)
     shapes = []
     for parameter in engine.module.parameters():
         assert isinstance(parameter, DTensor)
@@ -233,9 +233,9 @@ def test_mics_shards_within_groups_and_copies_stay_equal():
 
 
 def _refused(rank, world, layout, mix):
-    place(layout, rank)
+    set_fake_host(layout, rank)
     with pytest.raises(ValueError) as caught:
-        start(tiny_gpt(), mix)
+        init_engine(tiny_gpt(), mix)
     return str(caught.value)
 
 
@@ -255,17 +255,17 @@ def test_groups_that_do_not_fit_are_refused_with_the_cure(layout, mix, words):
 
 def _overflow(rank, world):
     """An inf on one rank must not hide in codes: the step is skipped everywhere."""
-    place(LAYOUTS["2 + 2"], rank)
-    engine = start(tiny_gpt(), {**ALL, **LOCO})
-    steps(engine, rank, world, 1)
-    before = [full(p) for p in engine.module.parameters()]
-    tokens, labels = batch(9, 2)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    engine = init_engine(tiny_gpt(), {**ALL, **LOCO})
+    train_steps(engine, rank, world, 1)
+    before = [full_tensor(p) for p in engine.module.parameters()]
+    tokens, labels = make_batch(9, 2)
     loss = engine(tokens, labels)
     engine.backward(loss * (float("inf") if rank == 3 else 1.0))
     engine.step()
-    after = [full(p) for p in engine.module.parameters()]
-    losses = steps(engine, rank, world, 2)
-    return engine.skipped_steps, equal_bits(before, after), all(x == x for x in losses)
+    after = [full_tensor(p) for p in engine.module.parameters()]
+    losses = train_steps(engine, rank, world, 2)
+    return engine.skipped_steps, bitwise_equal(before, after), all(x == x for x in losses)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
@@ -276,12 +276,12 @@ def _pending(rank, world):
     """zero.Init and an ordinary build give the same run."""
     import thalweg
 
-    place(LAYOUTS["2 + 2"], rank)
-    plain = steps(start(wider(), ALL), rank, world, 2)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    plain = train_steps(init_engine(wide_gpt(), ALL), rank, world, 2)
     with thalweg.zero.Init():
         torch.manual_seed(0)
-        model = wider()
-    return plain == steps(start(model, ALL), rank, world, 2)
+        model = wide_gpt()
+    return plain == train_steps(init_engine(model, ALL), rank, world, 2)
 
 
 def test_models_built_on_meta_cross_too():
@@ -292,9 +292,9 @@ def _edited(rank, world, mix):
     """What GatheredParameters leaves is seen on both hosts, and counted."""
     import thalweg
 
-    place(LAYOUTS["2 + 2"], rank)
-    engine = start(wider(), mix)
-    steps(engine, rank, world, 1)
+    set_fake_host(LAYOUTS["2 + 2"], rank)
+    engine = init_engine(wide_gpt(), mix)
+    train_steps(engine, rank, world, 1)
     engine.ledger.reset()
     weight = next(p for p in engine.module.parameters() if p.ndim == 2)
     with thalweg.zero.GatheredParameters([weight], modifier_rank=3):
@@ -305,7 +305,7 @@ def _edited(rank, world, mix):
     moved = {e.kind: e.inter_bytes for e in counted}
     engine.eval()
     with torch.no_grad():
-        tokens, labels = batch(0, 2)
+        tokens, labels = make_batch(0, 2)
         loss = engine(tokens, labels).item()
     return moved, loss, weight.numel() * weight.element_size()
 

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from tests.dist.models import batch
+from tests.dist.models import make_batch
 from thalweg.nn.transformer import GPT, GPTConfig
 
 QW = {"zero_quantized_weights": True}
@@ -30,17 +30,17 @@ LAYOUTS = {
     "3 + 1": (0, 0, 0, 1),
     "4 on one host": (0, 0, 0, 0),
 }
-MIXES = {"qwZ": QW, "qgZ": QG, "LoCo": LOCO, "hpZ": HPZ, "MiCS": MICS, "qwZ hpZ": {**QW, **HPZ}}
-MIXES |= {"qwZ qgZ": {**QW, **QG}, "qgZ hpZ": {**QG, **HPZ}, "all": ALL, "frozen": QN}
-MIXES |= {"all MiCS": {**QW, **QG, **MICS}, "LoCo all": {**ALL, **LOCO}}
+FEATURE_SETS = {"qwZ": QW, "qgZ": QG, "LoCo": LOCO, "hpZ": HPZ, "MiCS": MICS, "qwZ hpZ": {**QW, **HPZ}}
+FEATURE_SETS |= {"qwZ qgZ": {**QW, **QG}, "qgZ hpZ": {**QG, **HPZ}, "all": ALL, "frozen": QN}
+FEATURE_SETS |= {"all MiCS": {**QW, **QG, **MICS}, "LoCo all": {**ALL, **LOCO}}
 
 
-def place(layout, rank):
+def set_fake_host(layout, rank):
     """Put this rank on its host."""
     os.environ["THALWEG_HOST"] = f"host {layout[rank]}"
 
 
-def settings(mix, stage=3, **more):
+def make_config(mix, stage=3, **more):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, **mix},
@@ -51,16 +51,16 @@ def settings(mix, stage=3, **more):
     }
 
 
-def start(model, mix, stage=3, **more):
+def init_engine(model, mix, stage=3, **more):
     import thalweg
 
-    return thalweg.initialize(model=model, config=settings(mix, stage, **more))[0]
+    return thalweg.initialize(model=model, config=make_config(mix, stage, **more))[0]
 
 
-def steps(engine, rank, world, count, first=0):
+def train_steps(engine, rank, world, count, first=0):
     losses = []
     for step in range(first, first + count):
-        tokens, labels = batch(step, 2 * world)
+        tokens, labels = make_batch(step, 2 * world)
         loss = engine(tokens[rank::world], labels[rank::world])
         engine.backward(loss)
         engine.step()
@@ -68,7 +68,7 @@ def steps(engine, rank, world, count, first=0):
     return losses
 
 
-def wider():
+def wide_gpt():
     """A GPT whose parameters outweigh the scales of their codes."""
     torch.manual_seed(0)
     return GPT(GPTConfig(vocab_size=512, n_layer=3, n_head=4, n_embd=128, block_size=12, tied=True))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Page:
@@ -20,7 +20,7 @@ class Page:
 
     def __init__(self, read: int, write: int) -> None:
         self._reader, self._writer = os.fdopen(read, "rb"), os.fdopen(write, "wb", buffering=0)
-        self._held, self._count, self._session = b"", 0, None
+        self._buffer, self._num_calls, self._session = b"", 0, None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -29,38 +29,38 @@ class Page:
 
     def call(self, method: str, **params: Any) -> Any:
         """Send a command and return its result."""
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": params}
+        self._num_calls += 1
+        message = {"id": self._num_calls, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
         self._writer.write(json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
-            if answer.get("id") == self._count:
+            if answer.get("id") == self._num_calls:
                 assert "error" not in answer, answer
                 return answer["result"]
             self.events.append(answer)
 
     def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._held:
+        while b"\0" not in self._buffer:
             data = os.read(self._reader.fileno(), 65536)
             assert data, "the browser ended"
-            self._held += data
-        message, _, self._held = self._held.partition(b"\0")
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
-    def run(self, script: str) -> Any:
+    def evaluate(self, script: str) -> Any:
         """Evaluate JavaScript and return its value."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20.0) -> Any:
+    def wait_until(self, script: str, seconds: float = 20.0) -> Any:
         """Evaluate until the value is true."""
         deadline = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        while not (value := self.evaluate(script)):
             assert time.monotonic() < deadline, (
-                f"{script} did not come about: {self.run('document.body.innerText')}"
+                f"{script} did not come about: {self.evaluate('document.body.innerText')}"
             )
             time.sleep(0.02)
         return value
@@ -72,9 +72,9 @@ class Page:
 
 
 @contextlib.contextmanager
-def browser(folder: Path) -> Iterator[Page]:
+def open_browser(folder: Path) -> Iterator[Page]:
     """A browser with a new profile in ``folder``."""
-    assert PROGRAM is not None
+    assert CHROMIUM is not None
     their_read, our_write = os.pipe()
     our_read, their_write = os.pipe()
     # The browser wants descriptors 3 and 4; a shell puts them there.
@@ -82,7 +82,7 @@ def browser(folder: Path) -> Iterator[Page]:
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     options += [f"--user-data-dir={folder / 'profile'}", "--remote-debugging-pipe", "about:blank"]
     process = subprocess.Popen(
-        ["bash", "-c", command, PROGRAM, *options],
+        ["bash", "-c", command, CHROMIUM, *options],
         pass_fds=(their_read, their_write),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

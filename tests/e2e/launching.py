@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-RUN = [sys.executable, "-m", "thalweg", "run"]
-GONE = 10.0  # seconds in which a broken job must have disappeared
+RUN_COMMAND = [sys.executable, "-m", "thalweg", "run"]
+EXIT_DEADLINE = 10.0  # seconds in which a broken job must have disappeared
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 
@@ -34,7 +34,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         process = subprocess.Popen(
-            [*RUN, *options, str(path), *arguments],
+            [*RUN_COMMAND, *options, str(path), *arguments],
             env=clean_environ(OUT=str(tmp_path), TMPDIR=str(tmp_path), **environ),
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
@@ -57,13 +57,13 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         assert not left, "a job leaves nothing on disk"
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str, str]:
+def wait_output(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
-def wait_for(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[int]:
+def wait_for_pids(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[int]:
     """Wait until ``count`` files match and hold a pid each."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ def wait_for(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> l
     raise AssertionError(f"{pattern}: {count} ranks did not start in {timeout} s")
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -82,9 +82,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], since: float) -> float:
+def wait_exited(pids: list[int], since: float) -> float:
     """Seconds from ``since`` until none of the processes is left."""
-    while any(map(alive, pids)):
-        assert time.monotonic() - since < GONE, f"still there: {[pid for pid in pids if alive(pid)]}"
+    while any(map(is_alive, pids)):
+        assert time.monotonic() - since < EXIT_DEADLINE, f"still there: {[pid for pid in pids if is_alive(pid)]}"
         time.sleep(0.02)
     return time.monotonic() - since

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import RUN, Launch, clean_environ, finish
+from tests.e2e.launching import RUN_COMMAND, Launch, clean_environ, wait_output
 
 DESCRIBE = """
     import json, os, sys
@@ -26,7 +26,7 @@ DESCRIBE = """
 
 
 def test_ranks_see_their_variables_and_disjoint_cores(launch: Launch, tmp_path: Path) -> None:
-    code, out, err = finish(launch(DESCRIBE, "x"))
+    code, out, err = wait_output(launch(DESCRIBE, "x"))
     assert (code, out, err) == (0, "", ""), "a quiet script leaves a quiet terminal"
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(seen):
@@ -45,11 +45,11 @@ def test_ranks_see_their_variables_and_disjoint_cores(launch: Launch, tmp_path: 
 
 
 def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> None:
-    code, _, err = finish(launch(DESCRIBE, options=("--nproc", "2", "--threads", "3", "--no-bind")))
+    code, _, err = wait_output(launch(DESCRIBE, options=("--nproc", "2", "--threads", "3", "--no-bind")))
     assert (code, err) == (0, "")
     seen = json.loads((tmp_path / "rank1.json").read_text())
     assert seen["OMP_NUM_THREADS"] == "3" and seen["cpus"] == sorted(os.sched_getaffinity(0))
-    assert finish(launch(DESCRIBE, OMP_NUM_THREADS="5"))[0] == 0
+    assert wait_output(launch(DESCRIBE, OMP_NUM_THREADS="5"))[0] == 0
     assert json.loads((tmp_path / "rank1.json").read_text())["OMP_NUM_THREADS"] == "5", (
         "the user's own value wins"
     )
@@ -68,7 +68,7 @@ def test_arguments_are_delivered_exactly(launch: Launch, tmp_path: Path) -> None
         with open(os.path.join(os.environ["OUT"], f"args{os.environ['RANK']}"), "wb") as file:
             file.write(b"\\0".join(map(os.fsencode, sys.argv[1:])))
     """
-    assert finish(launch(script, *HARD))[0] == 0
+    assert wait_output(launch(script, *HARD))[0] == 0
     for rank in range(2):
         delivered = (tmp_path / f"args{rank}").read_bytes().split(b"\0")
         assert delivered == [os.fsencode(argument) for argument in HARD]
@@ -80,12 +80,12 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "tool.py").write_text(textwrap.dedent(DESCRIBE))
     done = subprocess.run(
-        [*RUN, "-m", "package.tool", "--help"], cwd=tmp_path, env=clean_environ(OUT=str(tmp_path))
+        [*RUN_COMMAND, "-m", "package.tool", "--help"], cwd=tmp_path, env=clean_environ(OUT=str(tmp_path))
     )
     seen = json.loads((tmp_path / "rank0.json").read_text())
     assert done.returncode == 0 and seen["argv"][1:] == ["--help"] and seen["name"] == "__main__"
     done = subprocess.run(
-        [*RUN, "--no-python", "env"], cwd=tmp_path, env=clean_environ(), capture_output=True, text=True
+        [*RUN_COMMAND, "--no-python", "env"], cwd=tmp_path, env=clean_environ(), capture_output=True, text=True
     )
     assert done.returncode == 0 and "LOCAL_RANK=0\n" in done.stdout
     spawning = """
@@ -96,7 +96,7 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(pool.map(square, [3]))
     """
-    assert finish(launch(spawning, options=("--nproc", "1"))) == (0, "[9]\n", "")
+    assert wait_output(launch(spawning, options=("--nproc", "1"))) == (0, "[9]\n", "")
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_a_chosen_master_port_is_used(launch: Launch, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert finish(launch(DESCRIBE, options=("--num_gpus", "2", "--master_port", str(port))))[0] == 0
+    assert wait_output(launch(DESCRIBE, options=("--num_gpus", "2", "--master_port", str(port))))[0] == 0
     assert json.loads((tmp_path / "rank1.json").read_text())["MASTER_PORT"] == str(port)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import GONE, Launch, finish
+from tests.e2e.launching import EXIT_DEADLINE, Launch, wait_output
 
 SCRIPT = """
     import os, time
@@ -38,7 +38,7 @@ def _port() -> int:
 def test_two_launchers_are_one_job_of_uneven_hosts(launch: Launch, tmp_path: Path) -> None:
     port = _port()
     jobs = [launch(SCRIPT, options=_options(index, port, index + 1)) for index in (1, 0)]
-    assert [finish(job)[0] for job in jobs] == [0, 0]
+    assert [wait_output(job)[0] for job in jobs] == [0, 0]
     told = [(tmp_path / f"up{rank}").read_text() for rank in range(3)]
     assert told == ["0 3 0 1 0", "1 3 0 2 1", "2 3 1 2 1"]
 
@@ -51,9 +51,9 @@ def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Pa
         time.sleep(0.05)
     began = time.monotonic()
     for job in jobs:
-        code, _, err = finish(job)
+        code, _, err = wait_output(job)
         assert code == 1 and "rank 1 of 2 on" in err and "ValueError: no such shard: data/7" in err
-    assert time.monotonic() - began < GONE
+    assert time.monotonic() - began < EXIT_DEADLINE
 
 
 @pytest.mark.slow
@@ -61,5 +61,5 @@ def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     """Whichever two of the three meet first: ranks that wait are stopped when the third comes."""
     port = _port()
     jobs = [launch(SCRIPT, options=_options(index, port, 1), RAISES="none") for index in (0, 1, 1)]
-    ends = [finish(job) for job in jobs]
+    ends = [wait_output(job) for job in jobs]
     assert all(code == 2 and "--node-rank 1 is given on" in err for code, _, err in ends), ends

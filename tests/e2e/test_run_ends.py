@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import GONE, Launch, finish, wait_for, wait_gone
+from tests.e2e.launching import EXIT_DEADLINE, Launch, wait_output, wait_for_pids, wait_exited
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_exit_code_of_the_failed_rank_is_kept(
         time.sleep(60)
     """
     start = time.monotonic()
-    got, _, err = finish(launch(script))
+    got, _, err = wait_output(launch(script))
     assert got == code and said in err and "rank 1 of 2 failed first" in err
     if said == "SIGSEGV":
         assert "Fatal Python error: Segmentation fault" in err and "script.py" in err, "where it crashed"
@@ -52,7 +52,7 @@ def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
             load("data/7")
         dist.all_reduce(torch.ones(4))
     """
-    code, out, err = finish(launch(script))
+    code, out, err = wait_output(launch(script))
     assert code == 1 and out == ""
     assert err.count("Traceback (most recent call last)") == 1
     assert "traceback of rank 1\n" in err and "ValueError: no such shard: data/7" in err
@@ -63,7 +63,7 @@ def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(launch: Launch) -> None:
-    code, _, err = finish(launch("def f(:\n    pass\n"))
+    code, _, err = wait_output(launch("def f(:\n    pass\n"))
     assert code == 1 and "SyntaxError" in err and "def f(:" in err and "rank.py" not in err
 
 
@@ -73,7 +73,7 @@ def test_the_scripts_own_excepthook_is_respected(launch: Launch) -> None:
         sys.excepthook = lambda kind, value, trace: print("hooked", value, file=sys.stderr)
         raise ValueError("boom")
     """
-    code, _, err = finish(launch(script, options=("--nproc", "1")))
+    code, _, err = wait_output(launch(script, options=("--nproc", "1")))
     assert code == 1 and "hooked boom" in err and "Traceback" not in err
 
 
@@ -94,12 +94,12 @@ NEST = """
 def test_killing_one_rank_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     """Rank 0 is killed; rank 1 ignores SIGTERM; both have a child process: all are gone in 10 s."""
     process = launch(NEST)
-    ranks, helpers = wait_for(tmp_path, "pid[01]", 2), wait_for(tmp_path, "helper[01]", 2)
+    ranks, helpers = wait_for_pids(tmp_path, "pid[01]", 2), wait_for_pids(tmp_path, "helper[01]", 2)
     killed = time.monotonic()
     os.kill(ranks[0], signal.SIGKILL)
-    wait_gone([*ranks, *helpers], killed)
-    code, _, err = finish(process, timeout=GONE)
-    assert time.monotonic() - killed < GONE
+    wait_exited([*ranks, *helpers], killed)
+    code, _, err = wait_output(process, timeout=EXIT_DEADLINE)
+    assert time.monotonic() - killed < EXIT_DEADLINE
     assert code == 137 and "rank 0 of 2 failed first" in err and "SIGKILL" in err
 
 
@@ -108,26 +108,26 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
     launch: Launch, tmp_path: Path, number: int, code: int
 ) -> None:
     process = launch(NEST, options=("--nproc", "2", "--grace", "1"))
-    pids = wait_for(tmp_path, "pid[01]", 2) + wait_for(tmp_path, "helper[01]", 2)
+    pids = wait_for_pids(tmp_path, "pid[01]", 2) + wait_for_pids(tmp_path, "helper[01]", 2)
     sent = time.monotonic()
     process.send_signal(number)
-    wait_gone(pids, sent)
-    got, _, err = finish(process, timeout=GONE)
+    wait_exited(pids, sent)
+    got, _, err = wait_output(process, timeout=EXIT_DEADLINE)
     assert got == code and "stopped by" in err and "Traceback" not in err
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) -> None:
     process = launch(NEST)
-    ranks, helpers = wait_for(tmp_path, "pid[01]", 2), wait_for(tmp_path, "helper[01]", 2)
+    ranks, helpers = wait_for_pids(tmp_path, "pid[01]", 2), wait_for_pids(tmp_path, "helper[01]", 2)
     process.kill()
     try:
-        wait_gone(ranks, time.monotonic())
+        wait_exited(ranks, time.monotonic())
     finally:  # a grandchild has nobody left to end it but this test
         for pid in helpers:
             os.kill(pid, signal.SIGKILL)
     process.wait()
     assert list(tmp_path.glob("thalweg-run-*")), "nobody was left to remove it"
-    assert finish(launch("", options=("--nproc", "1")))[0] == 0
+    assert wait_output(launch("", options=("--nproc", "1")))[0] == 0
     assert not list(tmp_path.glob("thalweg-run-*")), "the next job does"
 
 
@@ -140,6 +140,6 @@ def test_a_rank_that_raises_and_hangs_does_not_hold_the_job(launch: Launch) -> N
         time.sleep(120)
     """
     start = time.monotonic()
-    code, _, err = finish(launch(script, options=("--nproc", "2", "--grace", "1")))
+    code, _, err = wait_output(launch(script, options=("--nproc", "2", "--grace", "1")))
     assert code == 1 and "KeyError: 'lost'" in err and "rank 0 of 2 failed first" in err
     assert time.monotonic() - start < 30

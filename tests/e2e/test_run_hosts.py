@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launching import GONE, RUN, alive, clean_environ, finish, wait_for
+from tests.e2e.launching import EXIT_DEADLINE, RUN_COMMAND, is_alive, clean_environ, wait_output, wait_for_pids
 from tests.repo.source import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -72,7 +72,7 @@ class Cluster:
         path = self.folder / "script.py"
         path.write_text(script)
         reach = f"{sys.executable} {self.ssh}"
-        words = [*RUN, "--hostfile", str(self.hostfile), "--ssh", reach, *options, str(path), *arguments]
+        words = [*RUN_COMMAND, "--hostfile", str(self.hostfile), "--ssh", reach, *options, str(path), *arguments]
         process = subprocess.Popen(
             words,
             env=clean_environ(THALWEG_TEST_OUT=str(self.folder), **environ),
@@ -95,7 +95,7 @@ class Cluster:
                 if (
                     os.stat(path / "ns/pid").st_ino in spaces
                     and int(path.name) not in first
-                    and alive(int(path.name))
+                    and is_alive(int(path.name))
                 ):
                     found.append(int(path.name))
             except OSError:
@@ -109,7 +109,7 @@ class Cluster:
     def wait_empty(self, since: float, ranks: bool = False) -> None:
         """Everything is gone in time, or all ranks are."""
         while left := self.ranks() if ranks else self.processes():
-            assert time.monotonic() - since < GONE, [_command_of(pid) for pid in left]
+            assert time.monotonic() - since < EXIT_DEADLINE, [_command_of(pid) for pid in left]
             time.sleep(0.05)
 
 
@@ -164,7 +164,7 @@ engine.close()
 
 def test_four_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster) -> None:
     process = cluster.launch(TRAIN, *NASTY, options=("--env", "SOME_NAME=a $HOME 'b'"), PYTHONPATH=str(ROOT))
-    code, out, err = finish(process, timeout=200)
+    code, out, err = wait_output(process, timeout=200)
     assert (code, out) == (0, "trained\n"), err
     assert not list(cluster.folder.rglob("INJECTED"))
     told = [json.loads((cluster.folder / f"about{rank}").read_text()) for rank in range(8)]
@@ -196,9 +196,9 @@ time.sleep(120)
 
 def test_the_first_traceback_is_shown_with_its_host(cluster: Cluster) -> None:
     process = cluster.launch(HANG, RAISES="3", options=(*TWO, "--env", "RAISES"))
-    wait_for(cluster.folder, "up*", 4, timeout=120)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
     began = time.monotonic()
-    code, _, err = finish(process, timeout=60)
+    code, _, err = wait_output(process, timeout=60)
     assert code == 1 and err.count("Traceback") == 1, err
     assert "ValueError: no such shard: data/7" in err
     assert f"rank 3 of 4 on {cluster.hosts.names[1]} failed first" in err
@@ -207,17 +207,17 @@ def test_the_first_traceback_is_shown_with_its_host(cluster: Cluster) -> None:
 
 def test_a_signal_to_the_launcher_ends_all_hosts(cluster: Cluster) -> None:
     process = cluster.launch(HANG, options=TWO)
-    wait_for(cluster.folder, "up*", 4, timeout=120)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     cluster.wait_empty(began)
-    code, _, err = finish(process, timeout=20)
+    code, _, err = wait_output(process, timeout=20)
     assert code == 143 and "stopped by SIGTERM" in err and "Traceback" not in err
 
 
 def test_a_killed_launcher_takes_all_hosts_along(cluster: Cluster) -> None:
     process = cluster.launch(HANG, options=TWO)
-    wait_for(cluster.folder, "up*", 4, timeout=120)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
     process.kill()
     cluster.wait_empty(time.monotonic())
 
@@ -225,7 +225,7 @@ def test_a_killed_launcher_takes_all_hosts_along(cluster: Cluster) -> None:
 def test_a_script_that_one_host_lacks_is_one_error(cluster: Cluster) -> None:
     began = time.monotonic()
     cluster.hostfile.write_text("10.77.0.1 slots=2\n10.77.0.9 slots=2\n")
-    code, _, err = finish(cluster.launch("print('hello')"), timeout=90)
+    code, _, err = wait_output(cluster.launch("print('hello')"), timeout=90)
     assert code == 2 and "host 10.77.0.9: no agent came up" in err and "--ssh" in err, err
     cluster.wait_empty(time.monotonic())
     assert time.monotonic() - began < 60
@@ -234,10 +234,10 @@ def test_a_script_that_one_host_lacks_is_one_error(cluster: Cluster) -> None:
 def test_a_host_that_falls_off_the_network_ends_the_job(hosts: Any, cluster: Cluster) -> None:
     """The last test: its host does not come back."""
     process = cluster.launch(HANG, options=TWO)
-    wait_for(cluster.folder, "up*", 4, timeout=120)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
     began = time.monotonic()
     hosts.cut(1)
     cluster.wait_empty(began, ranks=True)
-    code, _, err = finish(process, timeout=40)
+    code, _, err = wait_output(process, timeout=40)
     assert code == 1 and f"host {hosts.names[1]} (ranks 2 to 3) is gone" in err, err
     cluster.wait_empty(time.monotonic())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import Launch, finish
+from tests.e2e.launching import Launch, wait_output
 
 MEET = """
     import os, time
@@ -36,7 +36,7 @@ def test_two_jobs_run_at_once(launch: Launch, tmp_path: Path) -> None:
         except OSError:
             pass  # another program of this machine holds it, which serves as well
         jobs = [launch(MEET, JOB=name) for name in "ab"]
-        assert [finish(job)[0] for job in jobs] == [0, 0]
+        assert [wait_output(job)[0] for job in jobs] == [0, 0]
     ports = {(tmp_path / f"{name}.0").read_text() for name in "ab"}
     assert len(ports) == 2
 
@@ -51,6 +51,6 @@ def test_eight_quiet_ranks_say_nothing(launch: Launch) -> None:
             print("done")
         dist.destroy_process_group()
     """
-    code, out, err = finish(launch(script, options=("--nproc", "8")), timeout=120)
+    code, out, err = wait_output(launch(script, options=("--nproc", "8")), timeout=120)
     assert (code, out) == (0, "done\n")
     assert len(err.splitlines()) <= 2, err

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 import thalweg
-from tests.e2e.launching import alive, clean_environ, wait_gone
+from tests.e2e.launching import is_alive, clean_environ, wait_exited
 from tests.repo.source import ROOT
-from tests.toy_engine import expected
+from tests.toy_engine import expected_text
 
 SERVE = [sys.executable, "-m", "thalweg", "serve"]
 TOY = ["--loader", "tests.toy_engine:load_engine", "--port", "0", "--json"]
@@ -96,9 +96,9 @@ def test_sigterm_finishes_what_runs(tmp_path: Path) -> None:
         time.sleep(0.4)
         server.process.send_signal(signal.SIGTERM)
         texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
-        assert texts == [expected(f"t{i}", 90) for i in range(6)]
+        assert texts == [expected_text(f"t{i}", 90) for i in range(6)]
         assert server.process.wait(20) == 0
-        wait_gone(replicas, time.monotonic())
+        wait_exited(replicas, time.monotonic())
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", server.port), timeout=2)
     assert not left_behind(tmp_path)
@@ -135,7 +135,7 @@ def test_r25_nothing_is_left_after_any_end(tmp_path: Path) -> None:
                 busy.recv(100)
             server.process.send_signal(number)
             server.process.wait(20)
-            wait_gone(replicas, time.monotonic())
+            wait_exited(replicas, time.monotonic())
             busy.close()
             with pytest.raises(OSError):
                 socket.create_connection(("127.0.0.1", server.port), timeout=2)
@@ -146,10 +146,10 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         (replica,) = server.descendants()
         os.kill(replica, signal.SIGKILL)
-        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0]["text"] == expected(
+        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0]["text"] == expected_text(
             "x", 5
         )
-        assert server.descendants() != [replica] and not alive(replica)
+        assert server.descendants() != [replica] and not is_alive(replica)
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def test_serve_client_and_terminate_in_miis_forms(tmp_path: Path, monkeypatch: p
         assert record.stat().st_mode & 0o777 == 0o600 and record.parent.stat().st_mode & 0o777 == 0o700
         responses = client(["DeepSpeed is", "Seattle"], max_new_tokens=12, do_sample=False)
         assert [response.generated_text for response in responses] == [
-            expected("DeepSpeed is", 12), expected("Seattle", 12)]  # fmt: skip
+            expected_text("DeepSpeed is", 12), expected_text("Seattle", 12)]  # fmt: skip
         assert responses[0].prompt_length == 12 and responses[0].finish_reason == "length"
         pieces: list[str] = []
         again = thalweg.client("river").generate(
             "one", lambda part: pieces.append(str(part[0])), max_new_tokens=9, do_sample=False
         )
-        assert "".join(pieces) == again[0].generated_text == expected("one", 9)
+        assert "".join(pieces) == again[0].generated_text == expected_text("one", 9)
         with pytest.raises(ValueError, match="did you mean max_new_tokens"):
             client("x", max_new_token=3)
         with pytest.raises(ValueError, match="is running"):
@@ -260,7 +260,7 @@ def test_serve_client_and_terminate_in_miis_forms(tmp_path: Path, monkeypatch: p
 
 
 def test_chat_in_the_terminal(tmp_path: Path) -> None:
-    want = expected("User: How deep?\nAssistant:", 30)
+    want = expected_text("User: How deep?\nAssistant:", 30)
     command = [sys.executable, "-m", "thalweg", "chat"]
     options = ["--max-tokens", "30", "--temperature", "0"]
     local = [*command, "toy", "--loader", "tests.toy_engine:load_engine", *options]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import RUN, alive, clean_environ, wait_gone
+from tests.e2e.launching import RUN_COMMAND, is_alive, clean_environ, wait_exited
 from tests.e2e.test_serve import SERVE, TOY, Running, environ
 from tests.repo.source import ROOT
-from tests.toy_engine import expected
+from tests.toy_engine import expected_text
 
 sys.path.insert(0, str(ROOT / "bench"))
 namespaces = importlib.import_module("_namespaces")
@@ -94,13 +94,13 @@ def test_replicas_join_leave_and_come_back(tmp_path: Path) -> None:
                 time.sleep(0.15)
                 os.kill(theirs, signal.SIGKILL)  # amid its answers, which are begun anew elsewhere
                 texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
-            assert texts == [expected(f"h{i}", 60) for i in range(6)]
+            assert texts == [expected_text(f"h{i}", 60) for i in range(6)]
             wait_for(lambda: ready(server) == 2)
             (again,) = children(worker.pid)
             assert again != theirs
             worker.kill()  # the whole host: the server goes on with what it has
             wait_for(lambda: ready(server) == 1)
-            wait_gone([again], time.monotonic())
+            wait_exited([again], time.monotonic())
             assert server.post("/v1/completions", prompt="alone", max_tokens=5)
         with program(tmp_path, *join, str(key)) as worker:
             wait_for(lambda: ready(server) == 2)
@@ -108,7 +108,7 @@ def test_replicas_join_leave_and_come_back(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
             assert worker.wait(20) == 0, "a worker ends with its server"
-            assert not alive(theirs)
+            assert not is_alive(theirs)
         silent.close()
 
 
@@ -141,7 +141,7 @@ def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
             f"import os, sys\nenter = {enter!r}\nhost, command = sys.argv[1], ' '.join(sys.argv[2:])\n"
             "os.execvp(enter[host][0], [*enter[host], 'sh', '-c', command])\n"
         )
-        command = [*RUN, "--hostfile", str(hostfile), "--ssh", f"{sys.executable} {reach}", "-m", "thalweg"]
+        command = [*RUN_COMMAND, "--hostfile", str(hostfile), "--ssh", f"{sys.executable} {reach}", "-m", "thalweg"]
         command += ["serve", "toy:delay=0.005", *LOADER, "--port", "8123", "--json", "--host"]
         command += [hosts.addresses[0], "--api-key", "between-hosts"]
         process = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
             url = json.loads(line)["url"]
             told = json.loads(subprocess.check_output([*hosts.inside(1), sys.executable, "-c", ASK, url]))
             assert told["replicas"] == 2
-            assert told["texts"] == [expected(f"n{i}", 40) for i in range(8)]
+            assert told["texts"] == [expected_text(f"n{i}", 40) for i in range(8)]
             assert min(told["most"]) >= 2, "both hosts work"
             process.send_signal(signal.SIGTERM)
             process.wait(30)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.launching import clean_environ
 from tests.repo.source import ROOT
-from tests.toy_engine import expected
+from tests.toy_engine import expected_text
 
 OWN = ROOT / ".venv-ray" / "bin" / "python"
 PYTHON = str(OWN) if OWN.exists() else sys.executable if importlib.util.find_spec("ray") else None
@@ -84,7 +84,7 @@ def test_a_ray_application_is_the_same_server(tmp_path: Path) -> None:
         )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"health')))
-    want = expected("ray", 20)
+    want = expected_text("ray", 20)
     assert found["health"][0] == 200 and json.loads(found["models"][1])["data"][0]["id"] == "toy"
     assert json.loads(found["text"][1])["choices"][0]["text"] == want
     events = [line[6:] for line in found["stream"][1].split("\n\n") if line.startswith("data: {")]

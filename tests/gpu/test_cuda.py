@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.dist.models import batch, tiny_gpt
+from tests.dist.models import make_batch, tiny_gpt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def _losses(stage: int, dtype: str, steps: int = 8) -> list[float]:
     engine = thalweg.initialize(model=tiny_gpt().cuda(), config=config)[0]
     losses = []
     for step in range(steps):
-        tokens, labels = (part.cuda() for part in batch(step, 4))
+        tokens, labels = (part.cuda() for part in make_batch(step, 4))
         loss = engine(tokens, labels)
         engine.backward(loss)
         engine.step()
@@ -42,7 +42,7 @@ def _plain(steps: int = 8) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     for step in range(steps):
-        tokens, labels = (part.cuda() for part in batch(step, 4))
+        tokens, labels = (part.cuda() for part in make_batch(step, 4))
         loss = model(tokens, labels)
         loss.backward()
         optimizer.step()

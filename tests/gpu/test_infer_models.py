@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import thalweg
-from tests.unit.infer_models import LISTENING, TINY, built, greedy, tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from tests.unit.infer_models import SEQ2SEQ_CONFIGS, DECODER_CONFIGS, tiny_encoder, greedy_generate, tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
 ]
 PROMPTS = [[1, 2, 3, 4, 5], list(range(40, 80)), [7] * 17]
-OPTIONS = EngineOptions(dtype="fp32", device="cuda", max_batch=4, max_length=96, max_step_tokens=24)
+OPTIONS = EngineConfig(dtype="fp32", device="cuda", max_batch=4, max_length=96, max_step_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -40,30 +40,30 @@ def expected(model: Any, count: int = 8, skip: int | None = None) -> list[list[i
     return found
 
 
-@pytest.mark.parametrize("kind", sorted(TINY))
+@pytest.mark.parametrize("kind", sorted(DECODER_CONFIGS))
 def test_tokens_equal_hugging_face(kind: str) -> None:
-    model = tiny(kind).cuda()
+    model = tiny_decoder(kind).cuda()
     engine = load_engine(model, OPTIONS)
-    assert greedy(engine, PROMPTS, 8) == expected(model)
-    assert greedy(engine, PROMPTS, 8) == expected(model)  # with prefixes found
+    assert greedy_generate(engine, PROMPTS, 8) == expected(model)
+    assert greedy_generate(engine, PROMPTS, 8) == expected(model)  # with prefixes found
     engine.close()
 
 
-@pytest.mark.parametrize("kind", sorted(LISTENING))
+@pytest.mark.parametrize("kind", sorted(SEQ2SEQ_CONFIGS))
 def test_models_that_listen(kind: str) -> None:
-    model = built(kind).cuda()
+    model = tiny_encoder(kind).cuda()
     engine = load_engine(model, OPTIONS)
-    assert greedy(engine, PROMPTS, 8) == expected(model, skip=1)
+    assert greedy_generate(engine, PROMPTS, 8) == expected(model, skip=1)
     engine.close()
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16"])
 def test_half_precision_stays_close(form: str) -> None:
-    model = tiny("llama").cuda()
+    model = tiny_decoder("llama").cuda()
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for dtype in ("fp32", form):
-        options = EngineOptions(dtype=dtype, device="cuda", max_batch=2, max_length=96)
+        options = EngineConfig(dtype=dtype, device="cuda", max_batch=2, max_length=96)
         engine = load_engine(model, options)
         engine.add(Request("r", PROMPTS[1], ask))
         (output,) = engine.step()
@@ -74,15 +74,15 @@ def test_half_precision_stays_close(form: str) -> None:
 
 def test_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = tiny("llama").cuda()
+    model = tiny_decoder("llama").cuda()
     config = peft.LoraConfig(r=5, lora_alpha=20, target_modules=["q_proj", "down_proj"])
-    adapted = peft.get_peft_model(tiny("llama").cuda(), config).eval()
+    adapted = peft.get_peft_model(tiny_decoder("llama").cuda(), config).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
     adapted.save_pretrained(tmp_path)
-    options = EngineOptions(
+    options = EngineConfig(
         dtype="fp32", device="cuda", max_batch=4, max_length=96, adapters={"a": str(tmp_path)}
     )
     engine = load_engine(model, options)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.infer_models import tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def _tokens(model: Any, **fields: Any) -> list[int]:
-    options = EngineOptions(**({"dtype": "fp32", "max_batch": 2, "max_length": 96} | fields))
+    options = EngineConfig(**({"dtype": "fp32", "max_batch": 2, "max_length": 96} | fields))
     engine = load_engine(model, options)
     engine.add(Request("r", list(range(20)), SamplingParams(temperature=0, max_tokens=12)))
     found: list[int] = []
@@ -30,7 +30,7 @@ def _tokens(model: Any, **fields: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_streamed_to_the_device(kind: str) -> None:
-    model = tiny(kind)
+    model = tiny_decoder(kind)
     want = _tokens(model)
     torch.cuda.reset_peak_memory_stats()
     assert _tokens(model, device="cuda", stream="cpu") == want
@@ -39,5 +39,5 @@ def test_streamed_to_the_device(kind: str) -> None:
 
 @pytest.mark.parametrize("cache", ["int8", "fp8"])
 def test_a_cache_of_8_bits_on_the_device(cache: str) -> None:
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     assert len(_tokens(model.cuda(), device="cuda", kv_cache_dtype=cache)) == 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.models import batch, tiny_gpt
+from tests.dist.models import make_batch, tiny_gpt
 from tests.harness import run_ranks
 from thalweg.comm import BlockQuantizer
 
@@ -54,7 +54,7 @@ def _losses(rank: int, world: int, store: str, mix: dict, hosts: bool) -> list[f
     engine = thalweg.initialize(model=tiny_gpt().cuda(), config=config)[0]
     losses = []
     for step in range(6):
-        tokens, labels = (part.cuda() for part in batch(step, 2 * world))
+        tokens, labels = (part.cuda() for part in make_batch(step, 2 * world))
         loss = engine(tokens[rank::world], labels[rank::world])
         engine.backward(loss)
         engine.step()

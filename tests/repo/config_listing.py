@@ -18,14 +18,14 @@ from thalweg.config.schema_base import Section, list_options, to_jsonable, get_s
 from thalweg.config.schema_optim import OPTIMIZERS
 from thalweg.config.schema_schedules import SCHEDULES
 
-FILE = Path(__file__).with_name("config_schema.txt")
+LISTING_FILE = Path(__file__).with_name("config_schema.txt")
 
 
-def listing() -> str:
+def render_listing() -> str:
     """One line for each option, in the order of the schema, then the parameters by type."""
     lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
     lines += [_line(path, field, get_support_status(path)) for path, field in list_options(Config) if not _is_block(field)]
-    lines += _below_lists()
+    lines += _nested_options()
     for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         for name, model in table.items():
             for key, field in model.model_fields.items():
@@ -42,7 +42,7 @@ def _line(path: str, field: Any, fate: str) -> str:
     return f"{path} | {kind} | {to_json_snippet(to_jsonable(field.default))} | {fate}"
 
 
-def _below_lists() -> list[str]:
+def _nested_options() -> list[str]:
     """The options of blocks that stand in lists and mappings, which have no path of their own."""
     lines = []
     for model in sorted(_all_sections(Section), key=lambda one: one.__name__):
@@ -59,4 +59,4 @@ def _all_sections(base: type[Section]) -> set[type[Section]]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(listing(), encoding="utf-8")
+    LISTING_FILE.write_text(render_listing(), encoding="utf-8")

@@ -5,32 +5,32 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 
-from tests.repo.source import PACKAGE, Module, resolve_from
+from tests.repo.source import PACKAGE, SourceModule, resolve_from
 
 # Imports point only upwards in this list: a room may use those named before it.
 # fmt: off
-ORDER = [
+LAYERS = [
     "config", "utils", "observe", "device", "mesh", "comm", "ops", "store", "zero", "parallel", "nn", "moe",
     "pipe", "adapt", "remat", "optim", "plan", "assemble", "checkpoint", "data", "engine", "infer", "serve",
     "rlhf", "study", "launch", "compat", "cli", "__main__",
 ]
 # fmt: on
-ALONE = {"config", "utils"}  # these import nothing of ours
+STANDALONE = {"config", "utils"}  # these import nothing of ours
 
 
-def edges(module: Module, names: set[str], lazy: Mapping[str, str]) -> dict[str, int]:
+def module_imports(module: SourceModule, names: set[str], lazy: Mapping[str, str]) -> dict[str, int]:
     """The modules of ours that ``module`` imports, with a line each.
 
     ``names`` are all modules of the package; ``lazy`` maps the public names that ``thalweg`` resolves on
     first use to the module they live in.
     """
-    found: dict[str, int] = {}
+    lines_by_module: dict[str, int] = {}
 
     def add(name: str, line: int) -> None:
         while name not in names and "." in name:
             name = name.rpartition(".")[0]
         if name in names and name != module.name:
-            found.setdefault(name, line)
+            lines_by_module.setdefault(name, line)
 
     for node in module.nodes:
         if node in module.type_checking:
@@ -56,39 +56,39 @@ def edges(module: Module, names: set[str], lazy: Mapping[str, str]) -> dict[str,
             ours = isinstance(value, str) and value.split(".")[0] == PACKAGE
             if ours and called in ("import_module", "__import__"):
                 add(value, node.lineno)
-    return found
+    return lines_by_module
 
 
-def graph(modules: Iterable[Module], lazy: Mapping[str, str]) -> dict[str, dict[str, int]]:
+def import_graph(modules: Iterable[SourceModule], lazy: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """The edges of each module by name."""
     modules = list(modules)
     names = {module.name for module in modules}
-    return {module.name: edges(module, names, lazy) for module in modules}
+    return {module.name: module_imports(module, names, lazy) for module in modules}
 
 
-def downward(modules: Iterable[Module], lazy: Mapping[str, str]) -> list[str]:
+def find_layer_violations(modules: Iterable[SourceModule], lazy: Mapping[str, str]) -> list[str]:
     """Imports that point the wrong way in ``ORDER``, and rooms that are not in it."""
     modules = list(modules)
-    rooms = {module.name: module.room for module in modules}
-    wrong = [f"{m.path}: {m.room} is not in the layout" for m in modules if m.room and m.room not in ORDER]
-    for module, targets in zip(modules, graph(modules, lazy).values(), strict=True):
-        if module.room not in ORDER:
+    rooms = {module.name: module.subpackage for module in modules}
+    wrong = [f"{m.path}: {m.subpackage} is not in the layout" for m in modules if m.subpackage and m.subpackage not in LAYERS]
+    for module, targets in zip(modules, import_graph(modules, lazy).values(), strict=True):
+        if module.subpackage not in LAYERS:
             continue
         for target, line in targets.items():
             room = rooms[target]
-            if not room or room == module.room or room not in ORDER:
+            if not room or room == module.subpackage or room not in LAYERS:
                 continue
-            if module.room in ALONE or ORDER.index(room) > ORDER.index(module.room):
-                wrong.append(f"{module.path}:{line}: {module.room} imports {target}")
+            if module.subpackage in STANDALONE or LAYERS.index(room) > LAYERS.index(module.subpackage):
+                wrong.append(f"{module.path}:{line}: {module.subpackage} imports {target}")
     return wrong
 
 
-def cycles(imports: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+def find_cycles(imports: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     """The strongly connected components of more than one module (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -104,9 +104,9 @@ def cycles(imports: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
             component = stack[start:]
             del stack[start:]
             if len(component) > 1:
-                found.append(sorted(component))
+                components.append(sorted(component))
 
     for name in imports:
         if name not in index:
             visit(name)
-    return found
+    return components

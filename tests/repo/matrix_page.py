@@ -7,14 +7,14 @@ from itertools import combinations as pairs_of
 
 from tests.dist.matrix import (
     FEATURES,
-    LATER,
-    OPEN,
-    PAIRED,
-    REFUSED,
+    PLANNED_FEATURES,
+    UNCOVERED_PAIRS,
+    PAIRED_FEATURES,
+    UNSUPPORTED_PAIRS,
     TRIPLES,
     combinations,
-    exclusive,
-    shown_by,
+    mutually_exclusive,
+    combinations_with,
 )
 
 _HEAD = """# What goes together
@@ -30,19 +30,19 @@ In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along a
 """
 
 
-def verdict(*keys: str) -> tuple[str, str]:
+def pair_status(*keys: str) -> tuple[str, str]:
     """(mark, text) of a pair or triple of features; a pair that nobody has an answer for is an error."""
     for one, other in pairs_of(keys, 2):
-        pair = (one, other) if (one, other) in REFUSED or (one, other) in OPEN else (other, one)
-        if exclusive(one, other):
+        pair = (one, other) if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS else (other, one)
+        if mutually_exclusive(one, other):
             return "·", "one of the two is chosen"
-        if later := LATER.get(one) or LATER.get(other):
+        if later := PLANNED_FEATURES.get(one) or PLANNED_FEATURES.get(other):
             return "later", later
-        if pair in REFUSED:
-            return "no", f"refused: “{REFUSED[pair].says}”"
-        if pair in OPEN:
-            return "open", OPEN[pair]
-    found = shown_by(*keys)
+        if pair in UNSUPPORTED_PAIRS:
+            return "no", f"refused: “{UNSUPPORTED_PAIRS[pair].message}”"
+        if pair in UNCOVERED_PAIRS:
+            return "open", UNCOVERED_PAIRS[pair]
+    found = combinations_with(*keys)
     if not found:
         raise LookupError(
             f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why"
@@ -51,25 +51,25 @@ def verdict(*keys: str) -> tuple[str, str]:
     return "yes", f"`{found[0].id}`{more}"
 
 
-def page() -> str:
+def render_page() -> str:
     """The whole page."""
     lines = [_HEAD, "## Pairs at a glance", ""]
-    lines += ["| | " + " | ".join(PAIRED) + " |", "| --- |" + " --- |" * len(PAIRED)]
-    for one in PAIRED:
-        cells = [verdict(one, other)[0] if one != other else "" for other in PAIRED]
+    lines += ["| | " + " | ".join(PAIRED_FEATURES) + " |", "| --- |" + " --- |" * len(PAIRED_FEATURES)]
+    for one in PAIRED_FEATURES:
+        cells = [pair_status(one, other)[0] if one != other else "" for other in PAIRED_FEATURES]
         lines.append(f"| **{one}** {FEATURES[one].title} | " + " | ".join(cells) + " |")
     lines += ["", "## Triples", "", "| what | features | shown by, or why not |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {' x '.join(keys)} | {verdict(*keys)[1]} |" for keys, name in TRIPLES]
+    lines += [f"| {name} | {' x '.join(keys)} | {pair_status(*keys)[1]} |" for keys, name in TRIPLES]
     lines += ["", "## Pairs", "", "| pair | shown by, or why not |", "| --- | --- |"]
-    for one, other in pairs_of(PAIRED, 2):
-        if not exclusive(one, other):
-            lines.append(f"| {one} x {other} | {verdict(one, other)[1]} |")
+    for one, other in pairs_of(PAIRED_FEATURES, 2):
+        if not mutually_exclusive(one, other):
+            lines.append(f"| {one} x {other} | {pair_status(one, other)[1]} |")
     lines += ["", "## Combinations", "", "| ranks | tests |", "| --- | --- |"]
-    for world in sorted({one.world for one in combinations()}):
-        same = combinations(world)
-        lines.append(f"| {world} | {', '.join(f'`{one.id}`' for one in same)} ({len(same)}) |")
+    for world in sorted({one.world_size for one in combinations()}):
+        same_world = combinations(world)
+        lines.append(f"| {world} | {', '.join(f'`{one.id}`' for one in same_world)} ({len(same_world)}) |")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(render_page())

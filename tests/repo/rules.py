@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 
-from tests.repo.source import Module, resolve_from
+from tests.repo.source import SourceModule, resolve_from
 
 MAX_FILE, MAX_FUNCTION, MAX_CLASS = 450, 100, 350
 PARAMETER_NAMES = re.compile(r"^(p|param|parameter|.*_param|.*_parameter)$")
@@ -21,26 +21,26 @@ UNSAFE_CALLS = {
     "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load",
     "builtins.eval", "builtins.exec", "builtins.compile",
 }  # fmt: skip
-FSDP2_HOME = "thalweg/zero/_fsdp2.py"
-OPERATORS_HOME = "thalweg/ops/"
+FSDP2_FILE = "thalweg/zero/_fsdp2.py"
+OPS_FOLDER = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
-PRIVATE_HOMES = {
+PRIVATE_NAME_FILES = {
     "_C._current_graph_task_id": "thalweg/zero/_fsdp2.py",  # whether a backward pass runs, as FSDP2 asks
     "_C._swap_tensor_impl": "thalweg/zero/exchange.py",  # what torch.utils.swap_tensors does after its checks
     "_C._nn": "thalweg/zero/pending.py",  # the argument parser of nn.Module.to
     "_C._DisableTorchDispatch": "thalweg/zero/pending.py",  # the guard that FakeTensor is built with
 }
-IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
+DOCUMENTED_IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
 PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}
 
-Rule = Callable[[Module], Iterator[str]]
+Rule = Callable[[SourceModule], Iterator[str]]
 
 
-def _at(module: Module, node: ast.AST, message: str) -> str:
+def _violation(module: SourceModule, node: ast.AST, message: str) -> str:
     return f"{module.path}:{getattr(node, 'lineno', 1)}: {message}"
 
 
-def sizes(module: Module) -> Iterator[str]:
+def size_limits(module: SourceModule) -> Iterator[str]:
     """Files, functions and classes stay small."""
     num_lines = module.text.count("\n") + (not module.text.endswith("\n"))
     if num_lines > MAX_FILE:
@@ -50,18 +50,18 @@ def sizes(module: Module) -> Iterator[str]:
             limit = MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > limit:
-                yield _at(module, node, f"{node.name} has {length} lines, at most {limit}")
+                yield _violation(module, node, f"{node.name} has {length} lines, at most {limit}")
 
 
-def no_globals(module: Module) -> Iterator[str]:
+def no_globals(module: SourceModule) -> Iterator[str]:
     """No ``global`` and no star import."""
     for node in module.nodes:
         starred = isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names)
         if starred or isinstance(node, ast.Global):
-            yield _at(module, node, ast.unparse(node))
+            yield _violation(module, node, ast.unparse(node))
 
 
-def no_patching(module: Module) -> Iterator[str]:
+def no_patching(module: SourceModule) -> Iterator[str]:
     """Nothing of torch, and no class by way of an instance, is assigned to."""
     for node, target in _targets(module):
         if isinstance(target, ast.Subscript):
@@ -70,21 +70,21 @@ def no_patching(module: Module) -> Iterator[str]:
             continue
         name = module.dotted(target)
         if name is not None and name.split(".")[0] == "torch":
-            yield _at(module, node, f"assignment to {name}")
+            yield _violation(module, node, f"assignment to {name}")
         owner = target.value
         by_type = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "type"
         if by_type or (isinstance(owner, ast.Attribute) and owner.attr == "__class__"):
-            yield _at(module, node, f"assignment to a class: {ast.unparse(target)}")
+            yield _violation(module, node, f"assignment to a class: {ast.unparse(target)}")
     for call in _calls(module):
         if _is_builtin(module, call, "setattr") and call.args:
             name = module.dotted(call.args[0])
             if name is not None and name.split(".")[0] == "torch":
-                yield _at(module, call, f"setattr on {name}")
+                yield _violation(module, call, f"setattr on {name}")
 
 
-def no_parameter_attributes(module: Module) -> Iterator[str]:
+def no_parameter_attributes(module: SourceModule) -> Iterator[str]:
     """Nothing is hung on a Parameter, and its ``data`` is not exchanged."""
-    if module.path == FSDP2_HOME:  # its "params" are FSDP2's own FSDPParam objects
+    if module.path == FSDP2_FILE:  # its "params" are FSDP2's own FSDPParam objects
         return
     for node, target in _targets(module):
         if (
@@ -93,7 +93,7 @@ def no_parameter_attributes(module: Module) -> Iterator[str]:
             and PARAMETER_NAMES.match(target.value.id)
             and target.attr not in PARAMETER_ATTRIBUTES
         ):
-            yield _at(module, node, f"attribute {target.attr} set on {target.value.id}")
+            yield _violation(module, node, f"attribute {target.attr} set on {target.value.id}")
     for call in _calls(module):
         if (
             _is_builtin(module, call, "setattr")
@@ -101,10 +101,10 @@ def no_parameter_attributes(module: Module) -> Iterator[str]:
             and isinstance(call.args[0], ast.Name)
             and PARAMETER_NAMES.match(call.args[0].id)
         ):
-            yield _at(module, call, f"setattr on {call.args[0].id}")
+            yield _violation(module, call, f"setattr on {call.args[0].id}")
 
 
-def no_unsafe_calls(module: Module) -> Iterator[str]:
+def no_unsafe_calls(module: SourceModule) -> Iterator[str]:
     """Data never executes: no pickle, no eval, no shell."""
     for node in module.nodes:
         names = []
@@ -114,32 +114,32 @@ def no_unsafe_calls(module: Module) -> Iterator[str]:
             names = [node.module or "", *(f"{node.module}.{item.name}" for item in node.names)]
         for name in names:
             if name.split(".")[0] in UNSAFE_IMPORTS or name in UNSAFE_CALLS:
-                yield _at(module, node, f"import of {name}")
+                yield _violation(module, node, f"import of {name}")
     for call in _calls(module):
         name = module.dotted(call.func)
         if isinstance(call.func, ast.Name) and call.func.id not in module.aliases:
             name = f"builtins.{call.func.id}"
         if name in UNSAFE_CALLS or (name or "").split(".")[0] in UNSAFE_IMPORTS:
-            yield _at(module, call, f"call of {name}")
+            yield _violation(module, call, f"call of {name}")
         for keyword in call.keywords:
             if keyword.arg in ("shell", "allow_pickle") and not _is_false(keyword.value):
-                yield _at(module, call, f"{keyword.arg}={ast.unparse(keyword.value)}")
+                yield _violation(module, call, f"{keyword.arg}={ast.unparse(keyword.value)}")
             if keyword.arg == "weights_only" and _is_false(keyword.value):
-                yield _at(module, call, "weights_only=False")
+                yield _violation(module, call, "weights_only=False")
 
 
-def no_print(module: Module) -> Iterator[str]:
+def no_print(module: SourceModule) -> Iterator[str]:
     """Only the command line prints."""
-    if module.room == "cli":
+    if module.subpackage == "cli":
         return
     for call in _calls(module):
         if _is_builtin(module, call, "print"):
-            yield _at(module, call, "print outside cli/")
+            yield _violation(module, call, "print outside cli/")
 
 
-def private_fsdp(module: Module) -> Iterator[str]:
+def no_private_fsdp(module: SourceModule) -> Iterator[str]:
     """FSDP2's private names are touched in one file."""
-    if module.path == FSDP2_HOME:
+    if module.path == FSDP2_FILE:
         return
     private = re.compile(r"^torch\.distributed\.fsdp(\.\w+)*\._|^torch\.distributed\._composable")
     for node in module.nodes:
@@ -152,25 +152,25 @@ def private_fsdp(module: Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             names = [module.dotted(node) or ""]
             if re.match(r"^_\w*fsdp", node.attr):
-                yield _at(module, node, f"private attribute {node.attr} outside {FSDP2_HOME}")
+                yield _violation(module, node, f"private attribute {node.attr} outside {FSDP2_FILE}")
         elif isinstance(node, ast.Constant) and re.fullmatch(r"_\w*fsdp\w*", str(node.value)):
-            yield _at(module, node, f"private name {node.value!r} outside {FSDP2_HOME}")
+            yield _violation(module, node, f"private name {node.value!r} outside {FSDP2_FILE}")
         for name in names:
             if private.match(name):
-                yield _at(module, node, f"{name} outside {FSDP2_HOME}")
+                yield _violation(module, node, f"{name} outside {FSDP2_FILE}")
 
 
-def private_operators(module: Module) -> Iterator[str]:
+def no_private_operators(module: SourceModule) -> Iterator[str]:
     """torch's private operators are touched in ops/ alone (``torch._foreach_*`` is documented, so public)."""
-    if module.path.startswith(OPERATORS_HOME):
+    if module.path.startswith(OPS_FOLDER):
         return
-    for node, name in operator_uses(module):
-        if PRIVATE_HOMES.get(name) == module.path:
+    for node, name in find_private_operators(module):
+        if PRIVATE_NAME_FILES.get(name) == module.path:
             continue
-        yield _at(module, node, f"private operator {name} outside {OPERATORS_HOME}")
+        yield _violation(module, node, f"private operator {name} outside {OPS_FOLDER}")
 
 
-def operator_uses(module: Module) -> list[tuple[ast.AST, str]]:
+def find_private_operators(module: SourceModule) -> list[tuple[ast.AST, str]]:
     """The private operators of torch that a module names."""
     found = []
     for node in module.nodes:
@@ -180,14 +180,14 @@ def operator_uses(module: Module) -> list[tuple[ast.AST, str]]:
         if parts[:2] == ["torch", "ops"] and len(parts) == 4:
             if parts[2] in PRIVATE_NAMESPACES or parts[3].startswith("_"):
                 found.append((node, ".".join(parts[2:])))
-        elif parts[:2] == ["torch", "_C"] and len(parts) == 3 and f"_C.{parts[2]}" not in IDIOMS:
+        elif parts[:2] == ["torch", "_C"] and len(parts) == 3 and f"_C.{parts[2]}" not in DOCUMENTED_IDIOMS:
             found.append((node, f"_C.{parts[2]}"))
         elif parts[0] == "torch" and len(parts) == 2 and re.match(r"^_(?!foreach_|_|C$)", parts[1]):
             found.append((node, parts[1]))
     return found
 
 
-def annotated(module: Module) -> Iterator[str]:
+def annotated_public(module: SourceModule) -> Iterator[str]:
     """Public modules have docstrings, public functions return types."""
     if not module.name.split(".")[-1].startswith("_") and ast.get_docstring(module.tree) is None:
         yield f"{module.path}:1: no module docstring"
@@ -198,27 +198,27 @@ def annotated(module: Module) -> Iterator[str]:
             if isinstance(node, ast.ClassDef | ast.If | ast.Try | ast.With) and public:
                 bodies.append(node.body)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and public and node.returns is None:
-                yield _at(module, node, f"{node.name} has no return type")
+                yield _violation(module, node, f"{node.name} has no return type")
 
 
 RULES: tuple[Rule, ...] = (
-    sizes,
+    size_limits,
     no_globals,
     no_patching,
     no_parameter_attributes,
     no_unsafe_calls,
     no_print,
-    private_fsdp,
-    private_operators,
-    annotated,
+    no_private_fsdp,
+    no_private_operators,
+    annotated_public,
 )
 
 
-def _calls(module: Module) -> Iterator[ast.Call]:
+def _calls(module: SourceModule) -> Iterator[ast.Call]:
     return (node for node in module.nodes if isinstance(node, ast.Call))
 
 
-def _is_builtin(module: Module, call: ast.Call, name: str) -> bool:
+def _is_builtin(module: SourceModule, call: ast.Call, name: str) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == name and name not in module.aliases
 
 
@@ -226,7 +226,7 @@ def _is_false(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _targets(module: Module) -> Iterator[tuple[ast.AST, ast.AST]]:
+def _targets(module: SourceModule) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Each assignment or deletion with each of its targets, tuples taken apart."""
     for node in module.nodes:
         if isinstance(node, ast.Assign | ast.Delete):

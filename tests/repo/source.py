@@ -13,7 +13,7 @@ PACKAGE = "thalweg"
 
 
 @dataclass(frozen=True)
-class Module:
+class SourceModule:
     """One source file: ``path`` is relative to the repository, ``name`` as Python imports it."""
 
     path: str
@@ -33,7 +33,7 @@ class Module:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
-    def room(self) -> str:
+    def subpackage(self) -> str:
         """The first name below the package: ``zero`` of thalweg/zero/units.py; empty for the package
         itself."""
         parts = self.name.split(".")
@@ -78,7 +78,7 @@ class Module:
         return ".".join([self.aliases[node.id], *reversed(parts)])
 
 
-def resolve_from(module: Module, node: ast.ImportFrom) -> str:
+def resolve_from(module: SourceModule, node: ast.ImportFrom) -> str:
     """The absolute name of the module in a ``from ... import``."""
     if not node.level:
         return node.module or ""
@@ -88,13 +88,13 @@ def resolve_from(module: Module, node: ast.ImportFrom) -> str:
 
 
 @cache
-def package_modules() -> tuple[Module, ...]:
+def package_modules() -> tuple[SourceModule, ...]:
     """All source files of the package."""
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     assert paths, "no source found"
-    return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
+    return tuple(SourceModule(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
 
 
-def snippet(text: str, path: str = "thalweg/optim/example.py") -> Module:
+def snippet(text: str, path: str = "thalweg/optim/example.py") -> SourceModule:
     """A piece of source as if it stood at ``path``: the negative controls are written with it."""
-    return Module(path, textwrap.dedent(text))
+    return SourceModule(path, textwrap.dedent(text))

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import thalweg
 
 
-def lines() -> Iterator[str]:
+def surface_lines() -> Iterator[str]:
     """The public names, initialize's signature, and the engine's public members with theirs."""
     yield from (f"thalweg.{name}" for name in sorted(thalweg.__all__))
     yield f"thalweg.initialize{inspect.signature(thalweg.initialize)}"
     yield f"thalweg.init_distributed{inspect.signature(thalweg.init_distributed)}"
-    yield from members("thalweg.Engine", thalweg.Engine)
+    yield from member_lines("thalweg.Engine", thalweg.Engine)
     for name in sorted(thalweg.zero.__all__):
         value = getattr(thalweg.zero, name)
         yield f"thalweg.zero.{name}{inspect.signature(value)}" if callable(value) else f"thalweg.zero.{name}"
 
 
-def members(label: str, cls: type) -> Iterator[str]:
+def member_lines(label: str, cls: type) -> Iterator[str]:
     """The public methods and properties that a class of ours defines, with signatures."""
     for name in sorted(dir(cls)):
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -35,4 +35,4 @@ def members(label: str, cls: type) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    print("\n".join(surface_lines()))

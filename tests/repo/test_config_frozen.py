@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import thalweg
-from tests.repo.config_listing import FILE, listing
+from tests.repo.config_listing import LISTING_FILE, render_listing
 from thalweg.config import Config
 from thalweg.config.fates import UNSUPPORTED_BLOCKS, IGNORED, UNSUPPORTED, get_support_status
 from thalweg.config.schema_base import AUTO, Section, literal_choices, list_options, get_section_type
@@ -18,8 +18,8 @@ PATHS = {path for path, _ in list_options(Config)}
 
 
 def test_schema_is_the_committed_one() -> None:
-    committed = FILE.read_text(encoding="utf-8").splitlines()
-    current = listing().splitlines()
+    committed = LISTING_FILE.read_text(encoding="utf-8").splitlines()
+    current = render_listing().splitlines()
     gone = sorted(set(committed) - set(current))
     new = sorted(set(current) - set(committed))
     assert current == committed, f"{CURE}\ngone:\n" + "\n".join(gone) + "\nnew:\n" + "\n".join(new)
@@ -27,7 +27,7 @@ def test_schema_is_the_committed_one() -> None:
 
 def test_a_changed_default_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config.model_fields["gradient_clipping"], "default", 1.0)
-    assert listing() != FILE.read_text(encoding="utf-8")
+    assert render_listing() != LISTING_FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", [*IGNORED, *UNSUPPORTED_BLOCKS, *(switch.path for switch in UNSUPPORTED)])

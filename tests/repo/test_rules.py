@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from tests.repo import rules
-from tests.repo.source import Module, package_modules, snippet
+from tests.repo.source import SourceModule, package_modules, snippet
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
@@ -19,7 +19,7 @@ def test_package_keeps(rule: rules.Rule) -> None:
 def test_each_private_operator_has_one_home() -> None:
     homes: dict[str, set[str]] = defaultdict(set)
     for module in package_modules():
-        for _, name in rules.operator_uses(module):
+        for _, name in rules.find_private_operators(module):
             homes[name].add(module.path)
     shared = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
     assert not shared, f"touched in more than one file: {shared}"
@@ -126,8 +126,8 @@ def test_good_source_is_not_flagged(name: str, text: str) -> None:
 
 
 def test_homes_may_use_what_they_house() -> None:
-    assert not list(rules.no_print(Module("thalweg/cli/demo.py", "print(1)")))
+    assert not list(rules.no_print(SourceModule("thalweg/cli/demo.py", "print(1)")))
     private = "from torch.distributed.fsdp._fully_shard import FSDPState"
-    assert not list(rules.private_fsdp(Module(rules.FSDP2_HOME, private)))
-    operators = Module("thalweg/ops/linear.py", "import torch\ntorch.ops.mkldnn._linear_pointwise(x)")
-    assert not list(rules.private_operators(operators))
+    assert not list(rules.no_private_fsdp(SourceModule(rules.FSDP2_FILE, private)))
+    operators = SourceModule("thalweg/ops/linear.py", "import torch\ntorch.ops.mkldnn._linear_pointwise(x)")
+    assert not list(rules.no_private_operators(operators))

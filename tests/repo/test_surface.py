@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from tests.repo.surface import lines, members
+from tests.repo.surface import surface_lines, member_lines
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
 
 
 def test_surface_is_frozen() -> None:
-    frozen, now = FROZEN.read_text().splitlines(), list(lines())
+    frozen, now = FROZEN.read_text().splitlines(), list(surface_lines())
     difference = "\n".join(difflib.unified_diff(frozen, now, "frozen", "now", lineterm="", n=0))
     assert not difference, f"run `python -m tests.repo.surface > tests/repo/{FROZEN.name}`\n{difference}"
 
@@ -28,5 +28,5 @@ def test_a_new_option_is_noticed() -> None:
 
     for cls in (Before, After):
         cls.__module__ = "thalweg.example"
-    assert list(members("E", Before)) != list(members("E", After))
-    assert len(list(members("E", Before))) == 1
+    assert list(member_lines("E", Before)) != list(member_lines("E", After))
+    assert len(list(member_lines("E", Before))) == 1

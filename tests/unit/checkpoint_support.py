@@ -15,7 +15,7 @@ from torch import nn
 from thalweg.checkpoint import Checkpoint, FileSystem, FaultInjectingFileSystem, Snapshot, build_snapshot, open_verified, save_snapshot
 
 
-def tiny(seed: int = 0) -> Snapshot:
+def tiny_snapshot(seed: int = 0) -> Snapshot:
     """A few tensors of several dtypes with values that depend on ``seed``; three shard files."""
     generator = torch.Generator().manual_seed(seed)
     return Snapshot(
@@ -54,12 +54,12 @@ def newest_digest(folder: Path) -> str:
         return digest(checkpoint)
 
 
-def entries(folder: Path) -> set[str]:
+def list_names(folder: Path) -> set[str]:
     """All names in the directory, hidden ones included."""
     return {path.name for path in folder.iterdir()}
 
 
-class Fast(FaultInjectingFileSystem):
+class NoFsyncFileSystem(FaultInjectingFileSystem):
     """A probe that does not wait for the disk: where no power is lost, fsync changes nothing."""
 
     def fsync(self, handle: int) -> None:
@@ -76,7 +76,7 @@ def fail_at(index: int, code: int = errno.EIO, *, forever: bool = False) -> Faul
         if k == index or (forever and k > index):
             raise OSError(code, os.strerror(code), str(target))
 
-    return Fast(before)
+    return NoFsyncFileSystem(before)
 
 
 def kill_at(index: int) -> FaultInjectingFileSystem:
@@ -86,10 +86,10 @@ def kill_at(index: int) -> FaultInjectingFileSystem:
         if k == index:
             os.kill(os.getpid(), 9)
 
-    return Fast(before)
+    return NoFsyncFileSystem(before)
 
 
-def in_child(action: Callable[[], Any]) -> int:
+def run_in_fork(action: Callable[[], Any]) -> int:
     """Run ``action`` in a forked child; returns the wait status (0: it finished)."""
     pid = os.fork()
     if pid == 0:
@@ -102,9 +102,9 @@ def in_child(action: Callable[[], Any]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def count_operations(action: Callable[[FileSystem], Any]) -> FaultInjectingFileSystem:
+def record_operations(action: Callable[[FileSystem], Any]) -> FaultInjectingFileSystem:
     """Run ``action`` on a probe that does nothing; its ``log`` has the operations."""
-    probe = Fast()
+    probe = NoFsyncFileSystem()
     action(probe)
     return probe
 
@@ -112,10 +112,10 @@ def count_operations(action: Callable[[FileSystem], Any]) -> FaultInjectingFileS
 def small_model(seed: int = 0) -> nn.Module:
     """Uneven dims, a frozen weight, a tie, bf16, buffers of both kinds, a 0-dim parameter."""
     torch.manual_seed(seed)
-    return Small()
+    return SmallModel()
 
 
-class Small(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
@@ -136,7 +136,7 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
+def train_steps(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
     """Steps on random tokens; the losses."""
     generator = torch.Generator().manual_seed(seed)
     losses = []

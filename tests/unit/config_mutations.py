@@ -12,7 +12,7 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-BASES: tuple[dict[str, Any], ...] = (
+BASE_CONFIGS: tuple[dict[str, Any], ...] = (
     {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 4,
@@ -122,39 +122,39 @@ WRONG_VALUES: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True)
-class Damage:
+class Mutation:
     """One change: what was done where."""
 
     kind: str
     path: tuple[str | int, ...]
 
 
-def places(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+def all_paths(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """The path of every key and list item."""
-    found = []
+    paths = []
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
-        found += [(*path, key), *places(value, (*path, key))]
-    return found
+        paths += [(*path, key), *all_paths(value, (*path, key))]
+    return paths
 
 
-def mutate(rng: random.Random, base: dict[str, Any]) -> tuple[dict[str, Any], list[Damage]]:
+def mutate(rng: random.Random, base: dict[str, Any]) -> tuple[dict[str, Any], list[Mutation]]:
     """A damaged copy of ``base`` and the list of damages, one to four of them."""
     tree = copy.deepcopy(base)
-    damages = []
+    mutations = []
     for _ in range(rng.randint(1, 4)):
         kind = rng.choice(("typo", "value", "add", "move", "drop", "key"))
-        damage = _damage(rng, tree, kind)
-        if damage:
-            damages.append(damage)
-    return tree, damages
+        mutation = _mutate_once(rng, tree, kind)
+        if mutation:
+            mutations.append(mutation)
+    return tree, mutations
 
 
-def _damage(rng: random.Random, tree: dict[str, Any], kind: str) -> Damage | None:
-    found = places(tree)
-    if not found:
+def _mutate_once(rng: random.Random, tree: dict[str, Any], kind: str) -> Mutation | None:
+    paths = all_paths(tree)
+    if not paths:
         return None
-    path = rng.choice(found)
+    path = rng.choice(paths)
     holder: Any = tree
     for part in path[:-1]:
         holder = holder[part]
@@ -166,24 +166,24 @@ def _damage(rng: random.Random, tree: dict[str, Any], kind: str) -> Damage | Non
     elif kind == "move":
         holder[key] = copy.deepcopy(tree.get(rng.choice(list(tree))))
     elif isinstance(holder, dict):
-        return _damage_key(rng, holder, key, path, kind)
-    return Damage(kind, path)
+        return _mutate_key(rng, holder, key, path, kind)
+    return Mutation(kind, path)
 
 
-def _damage_key(
+def _mutate_key(
     rng: random.Random, holder: dict[Any, Any], key: Any, path: tuple[str | int, ...], kind: str
-) -> Damage:
+) -> Mutation:
     if kind == "add":
         name: Any = "".join(rng.choices(string.ascii_lowercase + "_.-", k=rng.randint(1, 12)))
         holder[name] = 1
-        return Damage(kind, (*path[:-1], name))
+        return Mutation(kind, (*path[:-1], name))
     if kind == "key":
         name = rng.choice((None, 3, "", " ", "\ud800", "a.b", ("x",), key))
         holder[name] = holder.pop(key)
-        return Damage(kind, (*path[:-1], str(name)))
+        return Mutation(kind, (*path[:-1], str(name)))
     name = misspell(rng, str(key))
     holder[name] = holder.pop(key)
-    return Damage(kind, (*path[:-1], name))
+    return Mutation(kind, (*path[:-1], name))
 
 
 def misspell(rng: random.Random, word: str) -> str:

@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from thalweg.infer import Request, SamplingParams
-from thalweg.infer.engine import Engine
+from thalweg.infer.engine import LLMEngine
 
-_WIDE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256}
-_LLAMA = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_BASE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256}
+_LLAMA = _BASE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -24,7 +24,7 @@ def _long(original: int) -> dict[str, Any]:
     return _rope("longrope", factor=4.0, original_max_position_embeddings=original, **factors)
 
 
-TINY: dict[str, tuple[str, dict[str, Any]]] = {
+DECODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
     "llama_bias_tied": (
         "Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
@@ -50,20 +50,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
     "opt": (
         "OPT",
-        _WIDE | {"ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 64},
+        _BASE | {"ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 64},
     ),
     "bloom": ("Bloom", {"vocab_size": 131, "hidden_size": 96, "n_layer": 3, "n_head": 6}),
-    "gpt_neox": ("GPTNeoX", _WIDE | {"intermediate_size": 96, "num_attention_heads": 2}),
+    "gpt_neox": ("GPTNeoX", _BASE | {"intermediate_size": 96, "num_attention_heads": 2}),
     "gpt_neox_serial": (
-        "GPTNeoX", _WIDE | {"intermediate_size": 96, "num_attention_heads": 2, "use_parallel_residual": False}
+        "GPTNeoX", _BASE | {"intermediate_size": 96, "num_attention_heads": 2, "use_parallel_residual": False}
     ),
     "falcon7": (
         "Falcon",
-        _WIDE | {"num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": False},
+        _BASE | {"num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": False},
     ),
     "falcon40": (
         "Falcon",
-        _WIDE
+        _BASE
         | {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
     ),
     "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -88,7 +88,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", _LLAMA | {"no_rope_layer_interval": 2}),
     "opt_350m": (
         "OPT",
-        _WIDE
+        _BASE
         | {"ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
     ),
     "dynamic_rope": ("Llama", _LLAMA | {"rope_parameters": _rope("dynamic", factor=4.0)}),
@@ -99,7 +99,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # These run through their own modelling code.
     "falcon_alibi": (
-        "Falcon", _WIDE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}
+        "Falcon", _BASE | {"num_attention_heads": 4, "alibi": True, "new_decoder_architecture": False}
     ),
     "phi3_longer": (  # the prompt of 40 tokens ends where the rotation of all positions changes
         "Phi3",
@@ -110,9 +110,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
+def tiny_decoder(name: str, seed: int = 0, **changes: Any) -> Any:
     """Build one, fp32, weights large enough that its outputs vary."""
-    kind, fields = TINY[name]
+    kind, fields = DECODER_CONFIGS[name]
     config = getattr(transformers, f"{kind}Config")(**(fields | changes))
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
@@ -143,15 +143,15 @@ _BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 96,
     "decoder_start_token_id": 2,
 }  # fmt: skip
-LISTENING: dict[str, tuple[str, dict[str, Any]]] = {
+SEQ2SEQ_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", _T5),
     "flan_t5": ("T5", _GATED | {"relative_attention_max_distance": 24, "relative_attention_num_buckets": 12}),
     "mt5": ("MT5", _GATED),
     "umt5": ("UMT5", _T5),
     "bart": ("Bart", _BART),  # through its own modelling code
 }
-_BERT = _WIDE | {"intermediate_size": 96, "num_attention_heads": 4}
-ENCODING: dict[str, tuple[str, dict[str, Any]]] = {
+_BERT = _BASE | {"intermediate_size": 96, "num_attention_heads": 4}
+ENCODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _BERT),
     "bert_masked_lm": ("BertForMaskedLM", _BERT | {"hidden_act": "gelu_new"}),
     "roberta": ("RobertaModel", _BERT | {"pad_token_id": 1, "type_vocab_size": 1}),
@@ -166,13 +166,13 @@ ENCODING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def built(name: str, seed: int = 0, **changes: Any) -> Any:
+def tiny_encoder(name: str, seed: int = 0, **changes: Any) -> Any:
     """Build one that listens, or only encodes; large weights, none tied that need not be."""
-    kind, fields = LISTENING.get(name) or ENCODING[name]
+    kind, fields = SEQ2SEQ_CONFIGS.get(name) or ENCODER_CONFIGS[name]
     family = kind.split("For")[0].removesuffix("EncoderModel").removesuffix("Model")
     config = getattr(transformers, f"{family}Config")(**(fields | changes))
     torch.manual_seed(seed)
-    model = getattr(transformers, kind if name in ENCODING else f"{kind}ForConditionalGeneration")(
+    model = getattr(transformers, kind if name in ENCODER_CONFIGS else f"{kind}ForConditionalGeneration")(
         config
     ).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -184,20 +184,20 @@ def built(name: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 wide = 1.0 if "relative" in label else parameter.shape[-1] ** 0.5
                 parameter.copy_(noise * 1.5 / wide)
-    if name in LISTENING:
+    if name in SEQ2SEQ_CONFIGS:
         model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
         model.config.eos_token_id = None
     return model
 
 
-def greedy(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_generate(engine: LLMEngine, prompts: list[list[int]], count: int) -> list[list[int]]:
     """``count`` tokens after each prompt or source, all in flight at once; no block is held after that."""
     for number, prompt in enumerate(prompts):
         engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=count)))
-    got: dict[str, list[int]] = {str(n): [] for n in range(len(prompts))}
+    token_ids: dict[str, list[int]] = {str(n): [] for n in range(len(prompts))}
     while engine.has_work():
         for output in engine.step():
-            got[output.request_id] += output.token_ids
+            token_ids[output.request_id] += output.token_ids
             assert output.num_prompt_tokens == len(prompts[int(output.request_id)])
     assert engine.stats().kv_blocks_used == 0
-    return list(got.values())
+    return list(token_ids.values())

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.unit.checkpoint_support import (
-    Fast,
-    count_operations,
-    entries,
+    NoFsyncFileSystem,
+    record_operations,
+    list_names,
     fail_at,
-    in_child,
+    run_in_fork,
     kill_at,
     newest_digest,
     saved_digest,
-    tiny,
+    tiny_snapshot,
 )
 from thalweg.checkpoint import Checkpoint, CheckpointError, FileSystem, Snapshot, open_verified, save_snapshot
 
@@ -33,19 +33,19 @@ SAVES = {
 
 
 def second(folder: Path, variant: str, io: FileSystem | None = None) -> None:
-    save_snapshot(folder, snapshot=tiny(2), step=2, io=io or Fast(), **SAVES[variant])
+    save_snapshot(folder, snapshot=tiny_snapshot(2), step=2, io=io or NoFsyncFileSystem(), **SAVES[variant])
 
 
 def first(folder: Path) -> None:
-    save_snapshot(folder, "a", tiny(1), step=1, io=Fast())
+    save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=NoFsyncFileSystem())
 
 
 def digests(folder: Path) -> tuple[str, str]:
-    return saved_digest(tiny(1), 1, folder / "one"), saved_digest(tiny(2), 2, folder / "two")
+    return saved_digest(tiny_snapshot(1), 1, folder / "one"), saved_digest(tiny_snapshot(2), 2, folder / "two")
 
 
 def left_over(folder: Path) -> set[str]:
-    return {name for name in entries(folder) if name.startswith(".") or "~" in name}
+    return {name for name in list_names(folder) if name.startswith(".") or "~" in name}
 
 
 @pytest.mark.parametrize("variant", SAVES)
@@ -53,19 +53,19 @@ def test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads(tmp_p
     """PAIN_POINTS 36, R1: SIGKILL at operation k of a save, for every k."""
     old, new = digests(tmp_path)
     first(tmp_path / "count")
-    operations = len(count_operations(lambda io: second(tmp_path / "count", variant, io)).calls)
+    operations = len(record_operations(lambda io: second(tmp_path / "count", variant, io)).calls)
     assert operations > 20
     seen = set()
     for k in range(operations + 1):
         folder = tmp_path / f"{k}"
         first(folder)
-        status = in_child(lambda folder=folder, k=k: second(folder, variant, kill_at(k)))
+        status = run_in_fork(lambda folder=folder, k=k: second(folder, variant, kill_at(k)))
         assert status == (9 if k < operations else 0)
         found = newest_digest(folder)
         assert found in (old, new), k
         seen.add(found)
-        save_snapshot(folder, "c", tiny(3), step=3, io=Fast())
-        assert not left_over(folder), (k, entries(folder))
+        save_snapshot(folder, "c", tiny_snapshot(3), step=3, io=NoFsyncFileSystem())
+        assert not left_over(folder), (k, list_names(folder))
         assert open_verified(folder).tag == "c"
     assert seen == {old, new}
 
@@ -77,7 +77,7 @@ def test_a_failing_disk_at_every_operation_leaves_the_old_checkpoint(tmp_path, v
     """R11: the old one is intact, the error is a CheckpointError, the next save leaves no temporary."""
     old, new = digests(tmp_path)
     first(tmp_path / "count")
-    operations = len(count_operations(lambda io: second(tmp_path / "count", variant, io)).calls)
+    operations = len(record_operations(lambda io: second(tmp_path / "count", variant, io)).calls)
     failed = 0
     for k in range(operations):
         folder = tmp_path / f"{k}"
@@ -90,29 +90,29 @@ def test_a_failing_disk_at_every_operation_leaves_the_old_checkpoint(tmp_path, v
             expected = {old, new}
         assert newest_digest(folder) in expected, k
         second(folder, variant)
-        assert not left_over(folder), (k, entries(folder))
+        assert not left_over(folder), (k, list_names(folder))
         assert newest_digest(folder) == new
     assert failed > operations // 2
 
 
 def test_a_first_save_that_is_killed_leaves_nothing_to_load(tmp_path):
     operations = len(
-        count_operations(lambda io: save_snapshot(tmp_path / "count" / "deep", "a", tiny(1), step=1, io=io)).calls
+        record_operations(lambda io: save_snapshot(tmp_path / "count" / "deep", "a", tiny_snapshot(1), step=1, io=io)).calls
     )
-    new = saved_digest(tiny(1), 1, tmp_path / "reference")
+    new = saved_digest(tiny_snapshot(1), 1, tmp_path / "reference")
     for k in range(operations):
         folder = tmp_path / f"{k}" / "deep"
-        in_child(lambda folder=folder, k=k: save_snapshot(folder, "a", tiny(1), step=1, io=kill_at(k)))
+        run_in_fork(lambda folder=folder, k=k: save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=kill_at(k)))
         checkpoint = open_verified(folder)
         assert checkpoint is None or newest_digest(folder) == new
-        save_snapshot(folder, "b", tiny(2), step=2, io=Fast())
+        save_snapshot(folder, "b", tiny_snapshot(2), step=2, io=NoFsyncFileSystem())
         assert not left_over(folder)
 
 
 def test_the_order_of_a_commit(tmp_path):
     """RELIABILITY: shards, fsync each; manifest, fsync; rename; fsync the directory; then the pointer."""
     first(tmp_path)
-    log = count_operations(lambda io: second(tmp_path, "new tag", io)).calls
+    log = record_operations(lambda io: second(tmp_path, "new tag", io)).calls
     names = [(operation, Path(target).name if isinstance(target, Path) else "") for operation, target in log]
     renames = [i for i, (operation, _) in enumerate(names) if operation == "rename"]
     assert [names[i][1].split("-")[0] for i in renames] == [".manifest.json", ".saving", ".latest"]
@@ -256,7 +256,7 @@ def power_losses(tmp_path: Path, variant: str, disk: type[Volatile]) -> int:
         root = tmp_path / f"disk{k}"
         root.mkdir()
         io = disk()
-        save_snapshot(root, "a", tiny(1), step=1, io=Fast())
+        save_snapshot(root, "a", tiny_snapshot(1), step=1, io=NoFsyncFileSystem())
         io = base_of(io, root)
         io.stop_at = k
         try:
@@ -289,11 +289,11 @@ def test_an_interrupted_replacement_is_finished_by_the_next_save(tmp_path):
     first(tmp_path)
     second(tmp_path, "same tag")
     (tmp_path / "a").rename(tmp_path / "a~2")
-    save_snapshot(tmp_path / "x", "a", tiny(1), step=1)
+    save_snapshot(tmp_path / "x", "a", tiny_snapshot(1), step=1)
     (tmp_path / "x" / "a").rename(tmp_path / "a")
     assert Checkpoint.open(tmp_path, "a").step == 2
-    save_snapshot(tmp_path, "b", tiny(3), step=3)
-    assert entries(tmp_path) == {"a", "b", "latest", "x"}
+    save_snapshot(tmp_path, "b", tiny_snapshot(3), step=3)
+    assert list_names(tmp_path) == {"a", "b", "latest", "x"}
     assert Checkpoint.open(tmp_path, "a").step == 2
 
 
@@ -304,8 +304,8 @@ def big(seed: int) -> Snapshot:
 
 
 def test_direct_writes_that_fail_or_are_killed_lose_nothing(tmp_path):
-    save_snapshot(tmp_path, "a", big(1), step=1, io=Fast())
-    operations = count_operations(lambda io: save_snapshot(tmp_path, "a", big(1), step=1, io=io)).calls
+    save_snapshot(tmp_path, "a", big(1), step=1, io=NoFsyncFileSystem())
+    operations = record_operations(lambda io: save_snapshot(tmp_path, "a", big(1), step=1, io=io)).calls
     names = [operation for operation, _ in operations]
     writes = [k for k in range(names.index("rename")) if names[k] in ("pwrite", "truncate", "fsync")]
     assert len(writes) > 6 and "truncate" in names
@@ -313,8 +313,8 @@ def test_direct_writes_that_fail_or_are_killed_lose_nothing(tmp_path):
         with pytest.raises(CheckpointError, match="Input/output"):
             save_snapshot(tmp_path, "a", big(2), step=2, io=fail_at(k))
         assert open_verified(tmp_path).state["seed"] == 1
-        assert in_child(lambda k=k: save_snapshot(tmp_path, "a", big(2), step=2, io=kill_at(k))) == 9
+        assert run_in_fork(lambda k=k: save_snapshot(tmp_path, "a", big(2), step=2, io=kill_at(k))) == 9
         assert open_verified(tmp_path).state["seed"] == 1
     save_snapshot(tmp_path, "a", big(3), step=3)
     assert torch.equal(open_verified(tmp_path).read("model/w"), big(3).tensors["model/w"])
-    assert entries(tmp_path) == {"a", "latest"}
+    assert list_names(tmp_path) == {"a", "latest"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.checkpoint_support import digest, newest_digest, saved_digest, tiny
+from tests.unit.checkpoint_support import digest, newest_digest, saved_digest, tiny_snapshot
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -30,7 +30,7 @@ SEED = 20260
 
 @pytest.fixture
 def saved(tmp_path):
-    save_snapshot(tmp_path, "t", tiny(1), step=1)
+    save_snapshot(tmp_path, "t", tiny_snapshot(1), step=1)
     return tmp_path / "t"
 
 
@@ -107,7 +107,7 @@ def test_truncations_are_found(saved, cut):
 
 
 def test_missing_swapped_and_stale_shards_are_found(tmp_path):
-    paths = [save_snapshot(tmp_path / f"{n}", "t", tiny(n), step=n) for n in (1, 2)]
+    paths = [save_snapshot(tmp_path / f"{n}", "t", tiny_snapshot(n), step=n) for n in (1, 2)]
     for file in files(paths[0]):
         intact = file.read_bytes()
         file.unlink()
@@ -142,8 +142,8 @@ def test_a_shard_that_is_a_directory_or_unreadable_is_damage_not_a_crash(saved):
 
 def test_falling_back_to_the_newest_good_one_loudly(tmp_path, caplog):
     for step in range(1, 5):
-        save_snapshot(tmp_path, f"s{step}", tiny(step), step=step)
-    good = {step: saved_digest(tiny(step), step, tmp_path / "reference") for step in range(1, 5)}
+        save_snapshot(tmp_path, f"s{step}", tiny_snapshot(step), step=step)
+    good = {step: saved_digest(tiny_snapshot(step), step, tmp_path / "reference") for step in range(1, 5)}
     victims = [("s4", "*.model.*"), ("s3", "manifest.json"), ("s2", "*.state.*")]
     assert newest_digest(tmp_path) == good[4]
     for step, (tag, pattern) in zip((3, 2, 1), victims, strict=True):
@@ -167,8 +167,8 @@ def test_falling_back_to_the_newest_good_one_loudly(tmp_path, caplog):
 
 
 def test_open_skips_damaged_manifests_and_names_them(tmp_path, caplog):
-    save_snapshot(tmp_path, "a", tiny(1), step=1)
-    save_snapshot(tmp_path, "b", tiny(2), step=2)
+    save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
+    save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2)
     (tmp_path / "b" / "manifest.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         assert Checkpoint.open(tmp_path).tag == "a"
@@ -181,11 +181,11 @@ def test_open_skips_damaged_manifests_and_names_them(tmp_path, caplog):
 
 
 def test_a_damaged_tag_can_be_saved_again(tmp_path):
-    save_snapshot(tmp_path, "t", tiny(1), step=1)
+    save_snapshot(tmp_path, "t", tiny_snapshot(1), step=1)
     (tmp_path / "t" / "manifest.json").write_bytes(b"\0" * 10)
-    save_snapshot(tmp_path, "t", tiny(2), step=2)
+    save_snapshot(tmp_path, "t", tiny_snapshot(2), step=2)
     assert {p.name for p in tmp_path.iterdir()} == {"t", "latest"}
-    assert newest_digest(tmp_path) == saved_digest(tiny(2), 2, tmp_path / "reference")
+    assert newest_digest(tmp_path) == saved_digest(tiny_snapshot(2), 2, tmp_path / "reference")
 
 
 def signed(body: bytes) -> bytes:
@@ -285,7 +285,7 @@ def run_verify(capsys, *arguments: str) -> tuple[int, str]:
 
 
 def test_ckpt_verify_names_each_damaged_file_and_tensor(tmp_path, capsys):
-    path = save_snapshot(tmp_path, "t", tiny(1), step=1)
+    path = save_snapshot(tmp_path, "t", tiny_snapshot(1), step=1)
     assert run_verify(capsys, str(tmp_path))[0] == 0
     code, out = run_verify(capsys, str(tmp_path), "--json")
     assert code == 0 and json.loads(out)["sound"] is True
@@ -313,8 +313,8 @@ def test_ckpt_verify_names_each_damaged_file_and_tensor(tmp_path, capsys):
 
 
 def test_ckpt_verify_does_not_verify_another_one_instead(tmp_path, capsys):
-    save_snapshot(tmp_path, "a", tiny(1), step=1)
-    save_snapshot(tmp_path, "b", tiny(2), step=2)
+    save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
+    save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2)
     (tmp_path / "b" / "manifest.json").write_bytes(b"{")
     assert run_verify(capsys, str(tmp_path))[0] == 1
     assert run_verify(capsys, str(tmp_path), "--tag", "a")[0] == 0
@@ -326,7 +326,7 @@ def test_ckpt_verify_does_not_verify_another_one_instead(tmp_path, capsys):
 
 
 def test_ckpt_inspect(tmp_path, capsys):
-    save_snapshot(tmp_path, "t", tiny(1), step=7)
+    save_snapshot(tmp_path, "t", tiny_snapshot(1), step=7)
     assert main(["ckpt", "inspect", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["tag"], report["step"], report["world"]) == ("t", 7, 1)

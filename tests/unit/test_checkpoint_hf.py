@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.unit.checkpoint_support import Fast, count_operations, entries, fail_at, small_model
+from tests.unit.checkpoint_support import NoFsyncFileSystem, record_operations, list_names, fail_at, small_model
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -64,8 +64,8 @@ KINDS = [(kind, tie) for kind in ("gpt2", "llama", "t5") for tie in (True, False
 @pytest.mark.parametrize(("kind", "tie"), KINDS)
 def test_row34_an_export_loads_equal_with_ties_on_and_off(tmp_path, kind, tie, limit):
     model = build(kind, tie)
-    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0, io=Fast())
-    export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf", max_shard_bytes=limit, io=Fast())
+    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0, io=NoFsyncFileSystem())
+    export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf", max_shard_bytes=limit, io=NoFsyncFileSystem())
     back, info = type(model).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert torch.equal(logits(back.eval()), logits(model))
@@ -75,7 +75,7 @@ def test_row34_an_export_loads_equal_with_ties_on_and_off(tmp_path, kind, tie, l
     assert back.config.architectures == [type(model).__name__]
     auto = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     assert type(auto) is type(model.config)
-    assert ("model.safetensors.index.json" in entries(tmp_path / "hf")) == (limit < 5e9)
+    assert ("model.safetensors.index.json" in list_names(tmp_path / "hf")) == (limit < 5e9)
 
 
 def test_the_comparison_can_fail():
@@ -85,7 +85,7 @@ def test_the_comparison_can_fail():
 @pytest.mark.parametrize(("kind", "tie"), KINDS[:4])
 def test_a_16_bit_save_is_the_cast_model(tmp_path, kind, tie):
     model = build(kind, tie)
-    save_16bit(model, tmp_path, torch.bfloat16, io=Fast())
+    save_16bit(model, tmp_path, torch.bfloat16, io=NoFsyncFileSystem())
     back = type(model).from_pretrained(tmp_path, dtype="auto")
     assert back.dtype == torch.bfloat16
     expected = model.bfloat16().state_dict()
@@ -117,12 +117,12 @@ def test_dtypes_and_layout_of_an_export(tmp_path):
     export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=100)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     names = set(index["weight_map"].values())
-    assert len(names) > 2 and "model.safetensors" not in entries(tmp_path / "hf")
-    assert entries(tmp_path / "hf") == {*names, "config.json", "model.safetensors.index.json", "note.txt"}
+    assert len(names) > 2 and "model.safetensors" not in list_names(tmp_path / "hf")
+    assert list_names(tmp_path / "hf") == {*names, "config.json", "model.safetensors.index.json", "note.txt"}
     total = sum(t.nbytes for file in names for t in load_file(tmp_path / "hf" / file).values())
     assert index["metadata"]["total_size"] == total
     export_hf(checkpoint, tmp_path / "hf", config={"model_type": "z"})
-    assert entries(tmp_path / "hf") == {"model.safetensors", "config.json", "note.txt"}
+    assert list_names(tmp_path / "hf") == {"model.safetensors", "config.json", "note.txt"}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "z"
 
 
@@ -132,7 +132,7 @@ def test_a_failing_disk_leaves_no_half_export(tmp_path):
     checkpoint = Checkpoint.open(tmp_path / "c")
     export_hf(checkpoint, tmp_path / "hf")
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    log = count_operations(lambda io: export_hf(checkpoint, tmp_path / "hf", io=io)).calls
+    log = record_operations(lambda io: export_hf(checkpoint, tmp_path / "hf", io=io)).calls
     renamed = [operation for operation, _ in log].index("rename")
     assert renamed > 4
     for k in range(2, renamed + 1):
@@ -140,7 +140,7 @@ def test_a_failing_disk_leaves_no_half_export(tmp_path):
             export_hf(checkpoint, tmp_path / "hf", io=fail_at(k, errno.ENOSPC))
         with pytest.raises(CheckpointError, match="No space"):
             save_16bit(model, tmp_path / "hf", io=fail_at(k, errno.ENOSPC))
-        assert entries(tmp_path / "hf") <= {"model.safetensors"}
+        assert list_names(tmp_path / "hf") <= {"model.safetensors"}
         assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
 
 
@@ -152,7 +152,7 @@ def test_damage_is_not_exported(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="has changed"):
         export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
-    assert not entries(tmp_path / "hf")
+    assert not list_names(tmp_path / "hf")
     save_snapshot(tmp_path / "c", "empty", Snapshot({"other/x": torch.zeros(1)}), step=1)
     with pytest.raises(CheckpointMismatchError, match="to export"):
         export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
@@ -180,5 +180,5 @@ def test_the_export_beside_the_checkpoints_does_not_disturb_them(tmp_path):
     save_snapshot(tmp_path, "t", build_snapshot(small_model()), step=0)
     export_hf(Checkpoint.open(tmp_path), tmp_path / "hf")
     save_snapshot(tmp_path, "u", build_snapshot(small_model()), step=1, keep_latest_k=1)
-    assert entries(tmp_path) == {"u", "latest", "hf"}
+    assert list_names(tmp_path) == {"u", "latest", "hf"}
     assert Path(tmp_path / "hf" / "model.safetensors").exists()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint_support import entries
+from tests.unit.checkpoint_support import list_names
 from thalweg.checkpoint import Snapshot, save_snapshot
 from thalweg.checkpoint.layout import TensorChunk, _intersect_intervals, split_chunk, covers_exactly, full_chunk
 
@@ -92,4 +92,4 @@ def test_cutting_interval_lists_is_slicing_their_concatenation(lengths, start, s
 
 def test_a_snapshot_that_leaves_no_tensor_is_a_checkpoint_too(tmp_path):
     path = save_snapshot(tmp_path, "t", Snapshot(state={"a": 1}), step=0)
-    assert entries(path) == {"manifest.json"}
+    assert list_names(path) == {"manifest.json"}

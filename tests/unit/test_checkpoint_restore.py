@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.unit.checkpoint_support import (
-    Small,
+    SmallModel,
     save_model,
     small_model,
-    train,
+    train_steps,
 )
 from thalweg.checkpoint import (
     Checkpoint,
@@ -72,16 +72,16 @@ OPTIMIZERS = {
 def test_model_and_optimizer_go_on_as_if_never_stopped(tmp_path, name):
     model = small_model()
     optimizer = OPTIMIZERS[name](model.parameters())
-    train(model, optimizer, 3)
+    train_steps(model, optimizer, 3)
     save_model(tmp_path, model, optimizer, 3)
-    expected = train(model, optimizer, 3, seed=1)
+    expected = train_steps(model, optimizer, 3, seed=1)
 
     other = small_model(seed=9)
     fresh = OPTIMIZERS[name](other.parameters())
     for group in fresh.param_groups:
         group["lr"] = torch.tensor(7.0) if isinstance(group["lr"], torch.Tensor) else 7.0
     restore_module(Checkpoint.open(tmp_path), other, fresh)
-    assert train(other, fresh, 3, seed=1) == expected
+    assert train_steps(other, fresh, 3, seed=1) == expected
     assert models_equal(model, other)
     assert states_equal(optimizer, fresh)
 
@@ -89,27 +89,27 @@ def test_model_and_optimizer_go_on_as_if_never_stopped(tmp_path, name):
 def test_the_comparison_notices_a_wrong_learning_rate(tmp_path):
     model = small_model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 3)
+    train_steps(model, optimizer, 3)
     save_model(tmp_path, model, optimizer, 3)
-    expected = train(model, optimizer, 3, seed=1)
+    expected = train_steps(model, optimizer, 3, seed=1)
     other = small_model(seed=9)
     fresh = OPTIMIZERS["adamw"](other.parameters())
     restore_module(Checkpoint.open(tmp_path), other, fresh)
     fresh.param_groups[0]["lr"] = 0.0101
-    assert train(other, fresh, 3, seed=1) != expected
+    assert train_steps(other, fresh, 3, seed=1) != expected
     assert not models_equal(model, other)
 
 
 def test_an_optimizer_in_use_is_reset_to_the_checkpoint(tmp_path):
     model = small_model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     save_model(tmp_path, model, optimizer, 1)
-    expected = train(model, optimizer, 2, seed=3)
-    train(model, optimizer, 5, seed=4)
+    expected = train_steps(model, optimizer, 2, seed=3)
+    train_steps(model, optimizer, 5, seed=4)
     model.scale.requires_grad_(True)
     restore_module(Checkpoint.open(tmp_path), model, optimizer)
-    assert train(model, optimizer, 2, seed=3) == expected
+    assert train_steps(model, optimizer, 2, seed=3) == expected
 
 
 def test_groups_are_matched_by_name_not_by_order(tmp_path):
@@ -125,16 +125,16 @@ def test_groups_are_matched_by_name_not_by_order(tmp_path):
 
     model = small_model()
     optimizer = groups(model, turn=False)
-    train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     save_model(tmp_path, model, optimizer, 2)
-    expected = train(model, optimizer, 3, seed=1)
+    expected = train_steps(model, optimizer, 3, seed=1)
     other = small_model(seed=1)
     fresh = groups(other, turn=True)
     for group in fresh.param_groups:
         group.update(lr=5.0, weight_decay=3.0)
     restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert [g["lr"] for g in fresh.param_groups] == [0.02, 0.01]
-    assert train(other, fresh, 3, seed=1) == expected
+    assert train_steps(other, fresh, 3, seed=1) == expected
 
     one_group = small_model()  # that its group has frozen parameters as well does not matter
     with pytest.raises(CheckpointMismatchError, match="hyperparameters differ"):
@@ -198,7 +198,7 @@ def test_row34_tied_weights_are_stored_once_and_come_back_tied_or_not(tmp_path):
     """PAIN_POINTS 34: aliases are kept; a tied checkpoint fills a tied and an untied model."""
     model = small_model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     save_model(tmp_path, model, optimizer)
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.manifest.aliases == {"model/head.weight": "model/embed.weight"}
@@ -235,7 +235,7 @@ def test_row34_the_other_name_of_a_tie_may_come_first(tmp_path):
     model = small_model()
     save_snapshot(tmp_path, "t", build_snapshot(model), step=0)
 
-    class Reversed(Small):
+    class Reversed(SmallModel):
         def __init__(self) -> None:
             super().__init__()
             embed = self._modules.pop("embed")
@@ -244,7 +244,7 @@ def test_row34_the_other_name_of_a_tie_may_come_first(tmp_path):
     other = Reversed()
     assert next(iter(model_tensors(other)[1].items())) == ("embed.weight", "head.weight")
     optimizer = OPTIMIZERS["adamw"](other.parameters())
-    train(other, optimizer, 1)
+    train_steps(other, optimizer, 1)
     save_model(tmp_path, other, optimizer)
     back = small_model(4)
     fresh = OPTIMIZERS["adamw"](back.parameters())
@@ -259,7 +259,7 @@ def test_row02_unmatched_names_are_errors_with_the_nearest_names(tmp_path):
     """PAIN_POINTS 2: a strict load; nothing is skipped in silence, and nothing is changed."""
     model = small_model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     save_model(tmp_path, model, optimizer)
     checkpoint = Checkpoint.open(tmp_path)
 
@@ -298,29 +298,29 @@ def test_row02_the_loss_curve_continues(tmp_path):
     """PAIN_POINTS 2: a job that stops and resumes has the losses of one that did not."""
     straight = small_model()
     optimizer = OPTIMIZERS["adamw"](straight.parameters())
-    train(straight, optimizer, 4, seed=1)
-    whole = train(straight, optimizer, 4, seed=2)
+    train_steps(straight, optimizer, 4, seed=1)
+    whole = train_steps(straight, optimizer, 4, seed=2)
     first = small_model()
     optimizer = OPTIMIZERS["adamw"](first.parameters())
-    train(first, optimizer, 4, seed=1)
+    train_steps(first, optimizer, 4, seed=1)
     save_model(tmp_path, first, optimizer, 4)
     second = small_model(5)
     optimizer = OPTIMIZERS["adamw"](second.parameters())
     restore_module(open_verified(tmp_path, resume="must"), second, optimizer)
-    assert train(second, optimizer, 4, seed=2) == whole
+    assert train_steps(second, optimizer, 4, seed=2) == whole
 
 
 def test_a_parameter_frozen_at_save_may_be_unfrozen_and_the_reverse_is_an_error(tmp_path):
     model = small_model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     save_model(tmp_path, model, optimizer)
     other = small_model(1)
     other.frozen.requires_grad_(True)
     fresh = OPTIMIZERS["adamw"](other.parameters())
     restore_module(Checkpoint.open(tmp_path), other, fresh)
     assert other.frozen.weight not in fresh.state
-    train(other, fresh, 1)
+    train_steps(other, fresh, 1)
     save_snapshot(tmp_path, "some", build_snapshot(other, OPTIMIZERS["adamw"]([other.scale])), step=2)
     with pytest.raises(
         CheckpointMismatchError, match=r"group 0 has parameters that .* did not have: embed\.weight"

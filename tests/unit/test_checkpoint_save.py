@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.checkpoint_support import (
-    count_operations,
-    entries,
+    record_operations,
+    list_names,
     newest_digest,
     saved_digest,
     small_model,
-    tiny,
-    train,
+    tiny_snapshot,
+    train_steps,
 )
 from thalweg.checkpoint import (
     Checkpoint,
@@ -48,7 +48,7 @@ def test_row33_no_pickle_on_disk(tmp_path):
     """PAIN_POINTS 33: no file of a checkpoint is a pickle or an archive; safetensors opens the shards."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     state = {"client": {"set": {1, 2}, "bytes": b"\x80\x04.", "array": numpy.arange(3), 4: (5,)}}
     path = save_snapshot(tmp_path, "t", build_snapshot(model, optimizer, state=state), step=2)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
@@ -148,23 +148,23 @@ def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
 
 def test_a_tag_is_replaced_and_the_directory_is_left_tidy(tmp_path):
     reference = tmp_path / "reference"
-    save_snapshot(tmp_path / "c", "t", tiny(1), step=1)
+    save_snapshot(tmp_path / "c", "t", tiny_snapshot(1), step=1)
     inode = (tmp_path / "c" / "t").stat().st_ino
-    path = save_snapshot(tmp_path / "c", "t", tiny(2), step=2)
+    path = save_snapshot(tmp_path / "c", "t", tiny_snapshot(2), step=2)
     assert path == tmp_path / "c" / "t" and path.stat().st_ino != inode
-    assert entries(tmp_path / "c") == {"latest", "t"}
-    assert newest_digest(tmp_path / "c") == saved_digest(tiny(2), 2, reference)
-    assert newest_digest(tmp_path / "c") != saved_digest(tiny(1), 1, reference)
+    assert list_names(tmp_path / "c") == {"latest", "t"}
+    assert newest_digest(tmp_path / "c") == saved_digest(tiny_snapshot(2), 2, reference)
+    assert newest_digest(tmp_path / "c") != saved_digest(tiny_snapshot(1), 1, reference)
     assert (tmp_path / "c" / "latest").read_text().strip() == "t"
 
 
 def test_keep(tmp_path):
     for step in range(5):
-        save_snapshot(tmp_path, f"s{step}", tiny(step), step=step, keep_latest_k=2 if step == 4 else None)
-    assert entries(tmp_path) == {"latest", "s3", "s4"}
+        save_snapshot(tmp_path, f"s{step}", tiny_snapshot(step), step=step, keep_latest_k=2 if step == 4 else None)
+    assert list_names(tmp_path) == {"latest", "s3", "s4"}
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="keep is"):
-            save_snapshot(tmp_path, "x", tiny(), step=0, keep_latest_k=wrong)
+            save_snapshot(tmp_path, "x", tiny_snapshot(), step=0, keep_latest_k=wrong)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +172,16 @@ def test_keep(tmp_path):
 )
 def test_tags_that_are_no_plain_names_are_refused(tmp_path, tag):
     with pytest.raises(ValueError, match="cannot name a checkpoint"):
-        save_snapshot(tmp_path, tag, tiny(), step=0)
-    assert not entries(tmp_path)
+        save_snapshot(tmp_path, tag, tiny_snapshot(), step=0)
+    assert not list_names(tmp_path)
 
 
 def test_a_directory_that_is_not_a_checkpoint_is_not_touched(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mine.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="not a checkpoint of Thalweg"):
-        save_snapshot(tmp_path, "t", tiny(), step=0)
-    assert entries(tmp_path) == {"t"} and entries(tmp_path / "t") == {"mine.txt"}
+        save_snapshot(tmp_path, "t", tiny_snapshot(), step=0)
+    assert list_names(tmp_path) == {"t"} and list_names(tmp_path / "t") == {"mine.txt"}
 
 
 def test_snapshots_that_contradict_themselves(tmp_path):
@@ -197,15 +197,15 @@ def test_snapshots_that_contradict_themselves(tmp_path):
     ]:
         with pytest.raises(UnserializableStateError, match=text):
             save_snapshot(tmp_path / "c", "t", snapshot, step=0)
-        assert not (tmp_path / "c").exists() or not entries(tmp_path / "c")
+        assert not (tmp_path / "c").exists() or not list_names(tmp_path / "c")
 
 
 def test_a_superseded_job_cannot_commit(tmp_path):
-    save_snapshot(tmp_path, "new", tiny(2), step=2, epoch=3)
+    save_snapshot(tmp_path, "new", tiny_snapshot(2), step=2, epoch=3)
     with pytest.raises(CheckpointError, match=r"epoch 2, but .* of epoch 3"):
-        save_snapshot(tmp_path, "old", tiny(1), step=1, epoch=2)
-    assert entries(tmp_path) == {"latest", "new"}
-    save_snapshot(tmp_path, "same", tiny(3), step=3, epoch=3)
+        save_snapshot(tmp_path, "old", tiny_snapshot(1), step=1, epoch=2)
+    assert list_names(tmp_path) == {"latest", "new"}
+    save_snapshot(tmp_path, "same", tiny_snapshot(3), step=3, epoch=3)
 
 
 def test_a_job_superseded_during_its_save_cannot_commit(tmp_path):
@@ -214,17 +214,17 @@ def test_a_job_superseded_during_its_save_cannot_commit(tmp_path):
     def before(k, operation, target):
         if operation == "fsync" and not done:
             done.append(k)
-            save_snapshot(tmp_path, "new", tiny(2), step=2, epoch=3)
+            save_snapshot(tmp_path, "new", tiny_snapshot(2), step=2, epoch=3)
 
     probe = FaultInjectingFileSystem(before)
     with pytest.raises(CheckpointError):
-        save_snapshot(tmp_path, "old", tiny(1), step=1, epoch=2, io=probe)
-    assert entries(tmp_path) == {"latest", "new"}
+        save_snapshot(tmp_path, "old", tiny_snapshot(1), step=1, epoch=2, io=probe)
+    assert list_names(tmp_path) == {"latest", "new"}
     assert Checkpoint.open(tmp_path).tag == "new"
 
 
 def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
-    save_snapshot(tmp_path, "a", tiny(), step=0)
+    save_snapshot(tmp_path, "a", tiny_snapshot(), step=0)
     owner = publish._owner_token()
     host, _, started = owner.rsplit("-", 2)
     dead = tmp_path / f".saving-{host}-999999999-5-{'0' * 16}"
@@ -238,11 +238,11 @@ def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     (tmp_path / ".removing-0123").mkdir()
     (tmp_path / f".latest-{host}-999999999-5-{'0' * 16}").write_text("a")
     (tmp_path / ".note-of-a-user").write_text("x")
-    save_snapshot(tmp_path, "b", tiny(), step=1)
-    assert entries(tmp_path) == {"latest", "a", "b", alive.name, elsewhere.name, ".note-of-a-user"}
+    save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
+    assert list_names(tmp_path) == {"latest", "a", "b", alive.name, elsewhere.name, ".note-of-a-user"}
     os.utime(elsewhere, (0, 0))
-    save_snapshot(tmp_path, "b", tiny(), step=1)
-    assert entries(tmp_path) == {"latest", "a", "b", alive.name, ".note-of-a-user"}
+    save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
+    assert list_names(tmp_path) == {"latest", "a", "b", alive.name, ".note-of-a-user"}
 
 
 def test_resume_policies(tmp_path, caplog):
@@ -252,8 +252,8 @@ def test_resume_policies(tmp_path, caplog):
         open_verified(tmp_path / "none", resume="must")
     with pytest.raises(ValueError, match="resume is 'maybe'"):
         open_verified(tmp_path, resume="maybe")
-    save_snapshot(tmp_path, "a", tiny(1), step=1)
-    save_snapshot(tmp_path, "b", tiny(2), step=2)
+    save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
+    save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2)
     assert open_verified(tmp_path, resume="never") is None
     assert open_verified(tmp_path).tag == "b"
     assert open_verified(tmp_path, "a").tag == "a"
@@ -282,16 +282,16 @@ def test_resume_policies(tmp_path, caplog):
 
 
 def test_loading_reads_only_what_it_needs(tmp_path):
-    path = save_snapshot(tmp_path, "t", tiny(), step=0)
-    probe = count_operations(lambda io: Checkpoint.open(tmp_path, io=io).read("model/weight"))
+    path = save_snapshot(tmp_path, "t", tiny_snapshot(), step=0)
+    probe = record_operations(lambda io: Checkpoint.open(tmp_path, io=io).read("model/weight"))
     opened = {Path(target).name for operation, target in probe.calls if operation == "open_read"}
     assert opened == {"latest", "manifest.json", "shard-00000-of-00001.model.safetensors"}
     assert len(list(path.glob("*.safetensors"))) == 3
 
 
 def test_a_save_beside_the_pointer(tmp_path):
-    save_snapshot(tmp_path, "a", tiny(1), step=1)
-    save_snapshot(tmp_path, "b", tiny(2), step=2, save_latest=False)
+    save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
+    save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2, save_latest=False)
     assert open_verified(tmp_path).tag == "a" and open_verified(tmp_path, "b").tag == "b"
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.config_mutations import BASES, misspell, mutate, mutate_text
+from tests.unit.config_mutations import BASE_CONFIGS, misspell, mutate, mutate_text
 from thalweg.config import Config, ConfigError, load, load_config, resolve
 from thalweg.config.older import DEPRECATED_KEYS
 from thalweg.config.schema_base import Section, union_members, get_section_type
@@ -76,7 +76,7 @@ def test_damaged_mappings_are_refused_in_words() -> None:
     accepted = 0
     slowest = 0.0
     for number in range(COUNT):
-        tree, damages = mutate(rng, rng.choice(BASES))
+        tree, damages = mutate(rng, rng.choice(BASE_CONFIGS))
         before = copy.copy(tree)
         start = time.process_time()
         result = outcome(tree, world_size=rng.choice((1, 2, 16)))
@@ -92,13 +92,13 @@ def test_damaged_mappings_are_refused_in_words() -> None:
 def test_damaged_texts_are_refused_in_words() -> None:
     rng = random.Random(SEED + 1)
     for _ in range(COUNT // 3):
-        outcome(mutate_text(rng, rng.choice(BASES)))
+        outcome(mutate_text(rng, rng.choice(BASE_CONFIGS)))
 
 
 def test_several_misspelt_keys_are_all_reported_at_once() -> None:
     rng = random.Random(SEED + 2)
     for _ in range(COUNT // 10):
-        tree = copy.deepcopy(rng.choice(BASES))
+        tree = copy.deepcopy(rng.choice(BASE_CONFIGS))
         blocks = [(path, block) for path, block in _blocks(tree) if block]
         wrong = set()
         for path, block in rng.sample(blocks, min(len(blocks), 3)):

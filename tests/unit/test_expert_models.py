@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.moe_models import EXPERTS, MODELS, batch, build, loss_of
+from tests.dist.moe_models import NUM_EXPERTS, MODELS, make_batch, build_model, compute_loss
 from thalweg.ops.grouped import RowGroups
 from thalweg.parallel.containers import ExpertFilter, find_experts
 from thalweg.parallel.expert import local_rows
@@ -34,7 +34,7 @@ class LocalDispatcher:
 
 
 def _gradients(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = loss_of(model, tokens)
+    loss = compute_loss(model, tokens)
     loss.backward()
     return loss.detach(), {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
@@ -52,12 +52,12 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
     torch.set_num_threads(1)
     if not grouped and name in ("list", "switch"):
         pytest.skip("lists have one form")
-    model = build(name)
+    model = build_model(name)
     spread = copy.deepcopy(model)
-    tokens = batch(0, 3)
+    tokens = make_batch(0, 3)
     loss, wanted = _gradients(model, tokens)
     layers = find_experts(spread, ExpertFilter(use_grouped_mm=grouped))
-    assert layers and all(layer.num_experts in (EXPERTS, 6) for layer in layers.values())
+    assert layers and all(layer.num_experts in (NUM_EXPERTS, 6) for layer in layers.values())
     exchanges = []
     for layer in layers.values():
         exchanges.append(LocalDispatcher())
@@ -69,17 +69,17 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
     wrong = copy.deepcopy(model)
     for layer in find_experts(wrong, ExpertFilter(use_grouped_mm=grouped)).values():
         layer.attach_dispatcher(LocalDispatcher(1.01))
-    assert not torch.allclose(loss_of(wrong, tokens).detach(), loss, rtol=1e-6)
+    assert not torch.allclose(compute_loss(wrong, tokens).detach(), loss, rtol=1e-6)
 
 
 def test_patterns_choose_layers():
-    model = build("mixtral")
+    model = build_model("mixtral")
     assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
     assert not find_experts(model, ExpertFilter(expert_pattern="^others$"))
 
 
 def test_dense_models_and_routers_have_no_experts():
-    from tests.dist.tensor_models import build as build_dense
+    from tests.dist.tensor_models import build_model as build_dense
 
     assert not find_experts(build_dense("llama")) and not find_experts(nn.ModuleList([nn.Linear(2, 2)] * 3))
 
@@ -101,7 +101,7 @@ def test_a_stack_that_computes_something_else_is_refused():
 
 def test_a_rank_without_tokens_still_takes_part():
     torch.manual_seed(0)
-    model = build("list")
+    model = build_model("list")
     experts = find_experts(model)["layers.0.experts"]
     assert isinstance(experts, ExpertModuleList)
     experts.attach_dispatcher(LocalDispatcher())

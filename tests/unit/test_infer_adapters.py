@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.infer_models import built, tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from tests.unit.infer_models import tiny_encoder, tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.ops import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,7 +63,7 @@ def served(engine: Any, asked: list[tuple[list[int], str | None]]) -> list[list[
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_path: Path) -> None:
-    model = tiny(name)
+    model = tiny_decoder(name)
     models: dict[str | None, Any] = {None: model}
     models["a"] = adapted(model, tmp_path / "a", 1, target_modules=TARGETS[name])
     models["b"] = adapted(
@@ -74,27 +74,27 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
     want = [expected(models[adapter], prompt) for prompt, adapter in asked]
     assert want[0::3] != want[1::3] != want[2::3] != want[0::3]
     for runner in ["eager"] if "moe" in name else RUNNERS:
-        options = EngineOptions(
+        options = EngineConfig(
             dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64,
             adapters={key: str(tmp_path / key) for key in ("a", "b")},
         )  # fmt: skip
         engine = load_engine(model, options, runner=runner)
-        assert engine.facts.adapters == ("a", "b")
+        assert engine.metadata.adapters == ("a", "b")
         assert served(engine, asked) == want
         assert served(engine, asked) == want  # with prefixes found, each its own adapter's
 
 
 def test_an_alpha_of_0_is_an_adapter_that_says_nothing(tmp_path: Path) -> None:
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     adapted(model, tmp_path / "a", 1, target_modules=["q_proj", "up_proj"], lora_alpha=0)
-    options = EngineOptions(dtype="fp32", max_batch=2, max_length=96, adapters={"a": str(tmp_path / "a")})
+    options = EngineConfig(dtype="fp32", max_batch=2, max_length=96, adapters={"a": str(tmp_path / "a")})
     assert served(load_engine(model, options), [(PROMPTS[1], "a")]) == [expected(model, PROMPTS[1])]
 
 
 def test_a_model_that_listens_takes_them_too(tmp_path: Path) -> None:
-    model = built("flan_t5")
+    model = tiny_encoder("flan_t5")
     other = adapted(model, tmp_path / "a", 1, target_modules=["q", "v", "wo"], task_type="SEQ_2_SEQ_LM")
-    options = EngineOptions(dtype="fp32", max_batch=8, max_length=96, adapters={"a": str(tmp_path / "a")})
+    options = EngineConfig(dtype="fp32", max_batch=8, max_length=96, adapters={"a": str(tmp_path / "a")})
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "a")]
     want = [expected(other if adapter else model, prompt, skip=1) for prompt, adapter in asked]
     assert want[0] != want[1]
@@ -103,11 +103,11 @@ def test_a_model_that_listens_takes_them_too(tmp_path: Path) -> None:
 
 
 def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> None:
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     adapted(model, tmp_path / "a", 1, target_modules=["q_proj"])
 
     def load(**adapters: str) -> Any:
-        return load_engine(model, EngineOptions(dtype="fp32", max_batch=2, max_length=64, adapters=adapters))
+        return load_engine(model, EngineConfig(dtype="fp32", max_batch=2, max_length=64, adapters=adapters))
 
     with pytest.raises(ValueError, match="no adapter 'c': the engine holds a"):
         load(a=str(tmp_path / "a")).add(Request("r", [1], adapter="c"))
@@ -121,11 +121,11 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     adapted(model, tmp_path / "e", 1, target_modules=["embed_tokens"])
     with pytest.raises(ValueError, match="no matrix of a linear layer"):
         load(e=str(tmp_path / "e"))
-    adapted(tiny("gpt2"), tmp_path / "g", 1, target_modules=["c_attn"])
+    adapted(tiny_decoder("gpt2"), tmp_path / "g", 1, target_modules=["c_attn"])
     with pytest.raises(ValueError, match="the model has no such module"):
         load(g=str(tmp_path / "g"))
-    adapted(tiny("llama", intermediate_size=80), tmp_path / "w", 1, target_modules=["up_proj"])
+    adapted(tiny_decoder("llama", intermediate_size=80), tmp_path / "w", 1, target_modules=["up_proj"])
     with pytest.raises(ValueError, match="do not fit a layer"):
         load(w=str(tmp_path / "w"))
     with pytest.raises(ValueError, match="adapters need a described model"):
-        load_engine(tiny("olmo2"), EngineOptions(adapters={"a": str(tmp_path / "a")}))
+        load_engine(tiny_decoder("olmo2"), EngineConfig(adapters={"a": str(tmp_path / "a")}))

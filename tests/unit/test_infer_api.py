@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from thalweg.infer import EngineOptions, RequestOutput, SamplingParams, Structure
+from thalweg.infer import EngineConfig, RequestOutput, SamplingParams, StructuredOutput
 
 BAD = [
     ("max_tokens", 0), ("max_tokens", 1.5), ("min_tokens", -1), ("n", 0), ("n", 10**9), ("n", True),
@@ -34,7 +34,7 @@ def test_good_values_pass() -> None:
 def test_options_and_structures() -> None:
     for bad in ({"dtype": "float128"}, {"quantize": "int7"}, {"block_size": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            EngineOptions(**bad)
+            EngineConfig(**bad)
     with pytest.raises(ValueError, match="exactly one"):
-        Structure()
+        StructuredOutput()
     assert RequestOutput("a", 0, finish_reason="stop").finished and not RequestOutput("a", 0).finished

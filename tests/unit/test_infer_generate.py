@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import thalweg
-from tests.unit.infer_models import tiny
+from tests.unit.infer_models import tiny_decoder
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.set_num_threads(1)
-    return tiny("llama")
+    return tiny_decoder("llama")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_what_a_config_leaves_open_is_the_models(model: Any) -> None:
 
 
 def test_it_goes_on_where_the_engine_has_no_room() -> None:
-    short = tiny("llama", max_position_embeddings=16)
+    short = tiny_decoder("llama", max_position_embeddings=16)
     tokens, _ = batch()
     want = short.generate(tokens, max_new_tokens=12, do_sample=False)
     assert torch.equal(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.infer_models import tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, Structure, load_engine
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, StructuredOutput, load_engine
 
 pytest.importorskip("llguidance")
 END = 256
@@ -29,12 +29,12 @@ def engine() -> Any:
     words.add_special_tokens(["<end>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     assert tokenizer.eos_token_id == END
-    model = tiny("llama", vocab_size=300)  # more outputs than tokens
+    model = tiny_decoder("llama", vocab_size=300)  # more outputs than tokens
     model.config.eos_token_id = model.generation_config.eos_token_id = END
-    return load_engine(model, EngineOptions(dtype="fp32", max_batch=16, max_length=200), tokenizer)
+    return load_engine(model, EngineConfig(dtype="fp32", max_batch=16, max_length=200), tokenizer)
 
 
-def texts(engine: Any, structure: Structure | None, **fields: Any) -> list[str]:
+def texts(engine: Any, structure: StructuredOutput | None, **fields: Any) -> list[str]:
     """Sample eight texts."""
     params = SamplingParams(**{"max_tokens": 150, "n": 8, "seed": 1, "structure": structure} | fields)
     engine.add(Request("r", [1, 2, 3], params))
@@ -62,7 +62,7 @@ SCHEMA = {
 
 
 def test_json_of_a_schema(engine: Any) -> None:
-    found = texts(engine, Structure(json_schema=json.dumps(SCHEMA)))
+    found = texts(engine, StructuredOutput(json_schema=json.dumps(SCHEMA)))
     assert len(set(found)) >= 4  # white space alone may use up the tokens of some
     for text in found:
         value = json.loads(text)
@@ -73,12 +73,12 @@ def test_json_of_a_schema(engine: Any) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0, "n": 1}, {"top_k": 5, "repetition_penalty": 1.3}])
 def test_a_regex_and_a_choice(engine: Any, fields: dict[str, Any]) -> None:
-    for text in texts(engine, Structure(regex=r"[0-9]{3}-(ab|c)+z"), **fields):
+    for text in texts(engine, StructuredOutput(regex=r"[0-9]{3}-(ab|c)+z"), **fields):
         assert re.fullmatch(r"[0-9]{3}-(ab|c)+z", text)
     choices = ("yes", 'no, "never"', "näh")
-    found = texts(engine, Structure(choices=choices), **fields)
+    found = texts(engine, StructuredOutput(choices=choices), **fields)
     assert found and set(found) <= set(choices)
-    assert set(texts(engine, Structure(choices=choices), ignore_eos=True, **fields)) <= set(choices)
+    assert set(texts(engine, StructuredOutput(choices=choices), ignore_eos=True, **fields)) <= set(choices)
 
 
 def test_without_a_structure_the_text_is_noise(engine: Any) -> None:
@@ -89,10 +89,10 @@ def test_without_a_structure_the_text_is_noise(engine: Any) -> None:
 
 
 def test_what_is_not_understood_is_refused(engine: Any) -> None:
-    for bad in (Structure(regex="(a"), Structure(json_schema='{"type": "nonsense"}')):
+    for bad in (StructuredOutput(regex="(a"), StructuredOutput(json_schema='{"type": "nonsense"}')):
         with pytest.raises(ValueError, match="not understood"):
             engine.add(Request("bad", [1], SamplingParams(structure=bad)))
     assert not engine.has_work()
-    plain = load_engine(tiny("llama"), EngineOptions(dtype="fp32", max_batch=1, max_length=32))
+    plain = load_engine(tiny_decoder("llama"), EngineConfig(dtype="fp32", max_batch=1, max_length=32))
     with pytest.raises(ValueError, match="llguidance"):
-        plain.add(Request("r", [1], SamplingParams(structure=Structure(regex="a"))))
+        plain.add(Request("r", [1], SamplingParams(structure=StructuredOutput(regex="a"))))

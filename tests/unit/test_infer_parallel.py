@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thalweg
-from tests.unit.infer_models import tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.models import describe
-from thalweg.infer.parallel import follow
-from thalweg.infer.ranks import Line, Peers, RankLost
-from thalweg.infer.shard import Degrees, part, shard, vocab_part
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.models import build_decoder_spec
+from thalweg.infer.parallel import start_worker
+from thalweg.infer.ranks import WorkerChannel, WorkerGroup, WorkerDiedError
+from thalweg.infer.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
 from thalweg.ops import native
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
@@ -34,8 +34,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def options(**fields: Any) -> EngineOptions:
-    return EngineOptions(
+def options(**fields: Any) -> EngineConfig:
+    return EngineConfig(
         **({"max_batch": 4, "max_length": 96, "max_step_tokens": 16, "dtype": "fp32"} | fields)
     )
 
@@ -52,9 +52,9 @@ def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
     return found
 
 
-def _be(model: Any, line: Line, rank: int, size: int) -> None:
-    follower = follow(describe(model), line, rank, size, "cpu", 1)
-    assert follower.work()["op"] == "close"
+def _be(model: Any, line: WorkerChannel, rank: int, size: int) -> None:
+    follower = start_worker(build_decoder_spec(model), line, rank, size, "cpu", 1)
+    assert follower.run()["op"] == "close"
     follower.close()
 
 
@@ -62,16 +62,16 @@ def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = No
     """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
     lines, threads = [], []
     asked = options(tensor_parallel=tensor, **fields)
-    size = asked.ranks
+    size = asked.num_ranks
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
-        lines.append(Line(ours))
+        lines.append(WorkerChannel(ours))
 
         threads.append(
-            threading.Thread(target=_be, args=(other or model, Line(theirs), rank, size), daemon=True)
+            threading.Thread(target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True)
         )
         threads[-1].start()
-    engine = load_engine(model, asked, runner=runner, peers=Peers(lines))
+    engine = load_engine(model, asked, runner=runner, workers=WorkerGroup(lines))
     engine.threads = threads  # type: ignore[attr-defined]
     return engine
 
@@ -90,7 +90,7 @@ def finish(engine: Any) -> None:
      ("falcon40", 2), ("falcon7", 2), ("gpt_neox", 2), ("qwen3", 2)],
 )  # fmt: skip
 def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
-    model = tiny(kind)
+    model = tiny_decoder(kind)
     plain = load_engine(model, options(), runner="native")
     want = tokens(plain)
     plain.close()
@@ -102,7 +102,7 @@ def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
 @pytest.mark.parametrize(("kind", "size"), [("mixtral", 2), ("qwen2_moe", 2), ("qwen3_moe", 3), ("llama", 2)])
 def test_operators_and_mixtures_too(kind: str, size: int) -> None:
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16} if size == 3 else {}
-    model = tiny(kind, **changes)
+    model = tiny_decoder(kind, **changes)
     plain = load_engine(model, options(), runner="eager")
     want = tokens(plain)
     plain.close()
@@ -122,7 +122,7 @@ STAGES = [
 def test_stages_and_experts_give_one_process_s_tokens(
     kind: str, tensor: int, stages: int, experts: int
 ) -> None:
-    model = tiny(kind)
+    model = tiny_decoder(kind)
     plain = load_engine(model, options())
     want, states = tokens(plain), plain.embed(PROMPTS)
     engine = team(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
@@ -134,23 +134,23 @@ def test_stages_and_experts_give_one_process_s_tokens(
 
 
 def test_every_expert_and_layer_is_somewhere_once() -> None:
-    whole = describe(tiny("qwen2_moe"))
-    degrees = Degrees(tensor=2, stages=3, experts=4)
-    parts = [part(whole, rank, degrees) for rank in range(degrees.size)]
+    whole = build_decoder_spec(tiny_decoder("qwen2_moe"))
+    degrees = ParallelConfig(tensor_parallel=2, pipeline_parallel=3, expert_parallel=4)
+    parts = [shard_for_rank(whole, rank, degrees) for rank in range(degrees.num_ranks)]
     assert [len(p.layers) for p in parts[::4]] == [1, 1, 1]
     for number, layer in enumerate(whole.layers):
         held = [p.layers[0] for p in parts[4 * number : 4 * number + 4]]
-        assert [x.attention.heads for x in held] == [2, 0, 2, 0]
+        assert [x.attention.num_heads for x in held] == [2, 0, 2, 0]
         assert torch.equal(torch.cat([x.mlp.up for x in held]), layer.mlp.up)
-        assert [x.mlp.first for x in held] == [0, 1, 2, 3]
-    assert [p.head.outputs > 0 for p in parts[::4]] == [False, False, True]
+        assert [x.mlp.first_expert for x in held] == [0, 1, 2, 3]
+    assert [p.lm_head.out_features > 0 for p in parts[::4]] == [False, False, True]
     assert [len(p.embed) > 0 for p in parts[::4]] == [True, False, False]
 
 
 @kernels
 def test_heads_of_sixteen_in_all() -> None:
     """Attention writes rows of 64 bytes one after the other: where they are read from, ranks or not."""
-    model = tiny("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
+    model = tiny_decoder("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
     native_, eager = (load_engine(model, options(), runner=name) for name in ("native", "eager"))
     assert tokens(native_) == tokens(eager)
 
@@ -159,7 +159,7 @@ def test_heads_of_sixteen_in_all() -> None:
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_other_forms_stay_close(form: str) -> None:
     """Sums in parts round differently, so that what is compared is the first logits."""
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     fields: dict[str, Any] = {"quantize": form} if form.startswith("int") else {"dtype": form}
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
@@ -180,16 +180,16 @@ def test_other_forms_stay_close(form: str) -> None:
 
 @kernels
 def test_control_a_rank_of_another_model_is_seen() -> None:
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     plain = load_engine(model, options())
-    engine = team(model, 2, other=tiny("llama", seed=1))
+    engine = team(model, 2, other=tiny_decoder("llama", seed=1))
     assert tokens(engine) != tokens(plain)
     finish(engine)
 
 
 @given(vocab=st.integers(1, 5000), size=st.integers(1, 9))
 def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
-    parts = [vocab_part(vocab, rank, size) for rank in range(size)]
+    parts = [vocab_range(vocab, rank, size) for rank in range(size)]
     assert parts[0][0] == 0 and parts[-1][1] == vocab
     assert all(a[1] == b[0] for a, b in pairwise(parts))
     assert all(start % 32 == 0 for start, stop in parts if stop > start)
@@ -197,27 +197,27 @@ def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
 
 def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:
     with pytest.raises(ValueError, match="dealt out to 1, 2, 4"):
-        shard(describe(tiny("llama")), 0, 3)
+        shard_stage(build_decoder_spec(tiny_decoder("llama")), 0, 3)
 
 
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="choose one"):
-        EngineOptions(tensor_parallel=2, stream="cpu")
+        EngineConfig(tensor_parallel=2, stream="cpu")
     with pytest.raises(ValueError, match="at least 1"):
-        EngineOptions(tensor_parallel=0)
+        EngineConfig(tensor_parallel=0)
     with pytest.raises(ValueError, match="divide"):
-        EngineOptions(tensor_parallel=2, expert_parallel=3)
+        EngineConfig(tensor_parallel=2, expert_parallel=3)
     for degrees, said in (
-        (Degrees(experts=2), "has no experts"), (Degrees(stages=4), "has 3 layers"), (Degrees(3), "1, 2, 4"),
+        (ParallelConfig(expert_parallel=2), "has no experts"), (ParallelConfig(pipeline_parallel=4), "has 3 layers"), (ParallelConfig(3), "1, 2, 4"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            part(describe(tiny("llama")), 0, degrees)
+            shard_for_rank(build_decoder_spec(tiny_decoder("llama")), 0, degrees)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    tiny("llama").save_pretrained(path)
+    tiny_decoder("llama").save_pretrained(path)
     return path
 
 
@@ -233,14 +233,14 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"):
         tokens(engine)
     assert time.monotonic() - begun < 10
     engine.close()
 
 
 def test_a_dropped_engine_leaves_no_process() -> None:
-    engine = thalweg.init_inference(tiny("llama"), mp_size=2, dtype="fp32", max_length=96)
+    engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32", max_length=96)
     core: Any = engine.core
     process = core.runner.peers._processes[0]
     tokens = torch.tensor([PROMPTS[0]])

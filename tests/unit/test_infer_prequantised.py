@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.infer_models import greedy, tiny
-from thalweg.infer import EngineOptions, load_engine
+from tests.unit.infer_models import greedy_generate, tiny_decoder
+from thalweg.infer import EngineConfig, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Made = tuple[dict[str, Tensor], Tensor]
@@ -159,7 +159,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made]]] = {
 
 def quantised(folder: Path, given: dict[str, Any], make: Callable[[Tensor], Made]) -> Any:
     """Save a model with its linear layers quantised; return one with what they mean."""
-    model = tiny("qwen2")
+    model = tiny_decoder("qwen2")
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     with torch.no_grad():
@@ -181,24 +181,24 @@ PROMPTS = [[1, 2, 3, 4], list(range(40, 70))]
 def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
     given, make = FORMATS[name]
     meant = quantised(tmp_path, given, make)
-    options = EngineOptions(dtype="fp32", max_batch=2, max_length=64)
+    options = EngineConfig(dtype="fp32", max_batch=2, max_length=64)
     engine = load_engine(tmp_path, options)
     want = [meant.generate(torch.tensor([p]), max_new_tokens=8)[0, len(p) :].tolist() for p in PROMPTS]
     assert type(engine.runner).__name__ != "ForeignRunner"
-    assert greedy(engine, PROMPTS, 8) == want
+    assert greedy_generate(engine, PROMPTS, 8) == want
     # Negative control: the scales of one layer, out of order.
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
     key = next(k for k in sorted(stored) if k.endswith(("scales", "scale", "scale_inv", "SCB", "quant_map")))
     stored[key] = stored[key].flip(0)
     save_file(stored, file, {"format": "pt"})
-    assert greedy(load_engine(tmp_path, options), PROMPTS, 8) != want
+    assert greedy_generate(load_engine(tmp_path, options), PROMPTS, 8) != want
 
 
 def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
     quantised(tmp_path, *FORMATS["gptq"])
-    engine = load_engine(tmp_path, EngineOptions(quantize="int4", max_batch=2, max_length=64))
-    assert engine.facts.quantize == "int4" and len(greedy(engine, PROMPTS, 8)[1]) == 8
+    engine = load_engine(tmp_path, EngineConfig(quantize="int4", max_batch=2, max_length=64))
+    assert engine.metadata.quantize == "int4" and len(greedy_generate(engine, PROMPTS, 8)[1]) == 8
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for given, said in (
@@ -209,4 +209,4 @@ def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(config | {"quantization_config": given}))
         with pytest.raises(ValueError, match=said):
-            load_engine(tmp_path, EngineOptions(dtype="fp32"))
+            load_engine(tmp_path, EngineConfig(dtype="fp32"))

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.infer_models import tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.engine import Engine
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.engine import LLMEngine
 from thalweg.ops import native
 
 RUNNER = "eager" if native.unsupported_reason("fp32") else "native"
@@ -21,11 +21,11 @@ Key = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 
 
 @cache
-def engine_of(blocks: int) -> Engine:
+def engine_of(blocks: int) -> LLMEngine:
     torch.set_num_threads(1)
-    model = tiny("qwen3")
+    model = tiny_decoder("qwen3")
     per_block = 3 * 2 * 2 * 32 * 4 * 16
-    options = EngineOptions(
+    options = EngineConfig(
         dtype="fp32", max_batch=5, max_length=128, max_step_tokens=160, kv_memory=blocks * per_block
     )
     engine = load_engine(model, options, runner=RUNNER)
@@ -33,16 +33,16 @@ def engine_of(blocks: int) -> Engine:
     return engine
 
 
-def fresh(blocks: int, step_tokens: int, prefix_cache: bool, max_batch: int = 5) -> Engine:
+def fresh(blocks: int, step_tokens: int, prefix_cache: bool, max_batch: int = 5) -> LLMEngine:
     """An engine of its own around the runner that all examples share."""
     shared = engine_of(blocks)
-    return Engine(
-        shared.runner, shared.facts, max_batch=max_batch, max_step_tokens=step_tokens,
+    return LLMEngine(
+        shared.runner, shared.metadata, max_num_seqs=max_batch, max_num_batched_tokens=step_tokens,
         prefix_cache=prefix_cache,
     )  # fmt: skip
 
 
-def drain(engine: Engine, got: dict[str, list[Any]]) -> None:
+def drain(engine: LLMEngine, got: dict[str, list[Any]]) -> None:
     for output in engine.step():
         sample = got.setdefault(f"{output.request_id}/{output.index}", [])
         for token, logprob in zip(output.token_ids, output.logprobs or (None,), strict=False):
@@ -160,7 +160,7 @@ def test_a_cache_that_mixes_prefixes_up_would_be_noticed(monkeypatch: pytest.Mon
     """Negative control: blocks found by their tokens alone, whatever came before them."""
     from thalweg.infer.blocks import BlockPool
 
-    honest = BlockPool.record
+    honest = BlockPool.cache_block
 
     def careless(self: Any, block: int, before: Any, tokens: Any) -> Any:
         honest(self, block, "", tokens)

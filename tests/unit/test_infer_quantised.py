@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def trained() -> tuple[Any, list[list[int]]]:
 def perplexity(model: Any, pieces: list[list[int]], runner: str | None = None, **options: Any) -> float:
     """Score the pieces through the engine, in several steps each."""
     fields: dict[str, Any] = {"dtype": "fp32", "max_batch": 4, "max_length": 160, "max_step_tokens": 100}
-    engine = load_engine(model, EngineOptions(**(fields | options)), runner=runner)
+    engine = load_engine(model, EngineConfig(**(fields | options)), runner=runner)
     for number, piece in enumerate(pieces):
         engine.add(Request(str(number), piece, SamplingParams(max_tokens=1, prompt_logprobs=0)))
     scores: list[float] = []

@@ -21,16 +21,16 @@ from transformers import (
 )
 
 from thalweg.infer import Request, SamplingParams
-from thalweg.infer.sampler import Choice, choose_one, find_best, uniform
+from thalweg.infer.sampler import SampledToken, sample_token, argmax, seeded_uniform
 from thalweg.infer.sequence import Sequence
-from thalweg.infer.text import TextStream
+from thalweg.infer.text import IncrementalDetokenizer
 
 VOCAB = 40
 
 
-def choose(logits: torch.Tensor, sequences: list[Any]) -> list[Choice]:
+def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
     """Choose a token for each row."""
-    return [choose_one(*of_row) for of_row in zip(logits, *find_best(logits), sequences, strict=True)]
+    return [sample_token(*of_row) for of_row in zip(logits, *argmax(logits), sequences, strict=True)]
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:
@@ -77,7 +77,7 @@ def test_the_kept_tokens_are_hugging_faces(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampler, "uniform", lambda *_, draw=draw: draw)
             drawn.add(choose(row[None], [made])[0].token)
-        made.seen = made.counts = None
+        made.context_mask = made.output_token_counts = None
     assert all(want[token] > 0 for token in drawn)
     if top_k != 1 and want.max() < 0.75:
         assert len(drawn) > 1
@@ -105,7 +105,7 @@ def test_a_seed_gives_the_same_in_any_company() -> None:
     made = [sequence(seed=i, temperature=1.5, top_p=0.9) for i in range(6)]
     together = [c.token for c in choose(rows, made)]
     assert together == [choose(rows[i : i + 1], [made[i]])[0].token for i in range(6)]
-    assert uniform(sequence(seed=1)) != uniform(sequence(seed=1, output=(4,)))
+    assert seeded_uniform(sequence(seed=1)) != seeded_uniform(sequence(seed=1, output=(4,)))
 
 
 def test_penalties_biases_and_masked_ends() -> None:
@@ -164,23 +164,23 @@ def test_bytes_that_never_become_a_character_hold_back_no_more_than_three(
 ) -> None:
     """A model may say one byte for ever: its text streams all the same, and is not decoded from the start."""
     decoder = Pieces(one_each)
-    stream = TextStream(decoder, (), include_stop=False, skip_special=True)
+    stream = IncrementalDetokenizer(decoder, (), include_stop=False, skip_special_tokens=True)
     got = ""
     for number, token in enumerate(tokens, 1):
-        got += stream.push(token)[0]  # type: ignore[arg-type]
+        got += stream.append(token)[0]  # type: ignore[arg-type]
         so_far = decoder.decode(tokens[:number], True)
         assert len(so_far) - len(got) <= 3
         decoder.longest = 0
     whole = decoder.decode(tokens, True)
     decoder.longest = 0
-    assert got + stream.finish() == whole
+    assert got + stream.flush() == whole
     assert decoder.longest <= 70
 
 
 def test_a_byte_said_for_ever_is_not_decoded_from_the_start() -> None:
     decoder = Pieces(False)
-    stream = TextStream(decoder, (), include_stop=False, skip_special=True)
-    assert "".join(stream.push(b"\xc3")[0] for _ in range(500)) + stream.finish() == "\ufffd" * 500  # type: ignore[arg-type]
+    stream = IncrementalDetokenizer(decoder, (), include_stop=False, skip_special_tokens=True)
+    assert "".join(stream.append(b"\xc3")[0] for _ in range(500)) + stream.flush() == "\ufffd" * 500  # type: ignore[arg-type]
     assert decoder.longest <= 40
 
 
@@ -193,24 +193,24 @@ class Spaces:
 
 @given(st.lists(st.sampled_from([" a", " bc", "d", ".", " "]), max_size=8), st.integers(0, 8))
 def test_the_space_between_prompt_and_output_is_there(tokens: list[str], at: int) -> None:
-    stream = TextStream(Spaces(), (), include_stop=False, skip_special=True, before=tokens[:at])  # type: ignore[arg-type]
-    got = "".join(stream.push(token)[0] for token in tokens[at:]) + stream.finish()  # type: ignore[arg-type]
+    stream = IncrementalDetokenizer(Spaces(), (), include_stop=False, skip_special_tokens=True, prompt_tokens=tokens[:at])  # type: ignore[arg-type]
+    got = "".join(stream.append(token)[0] for token in tokens[at:]) + stream.flush()  # type: ignore[arg-type]
     assert Spaces().decode(tokens[:at]) + got == Spaces().decode(tokens)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.booleans())
 def test_text_streams_whole_characters_up_to_the_stop(text: str, stops: list[str], include: bool) -> None:
-    stream = TextStream(Bytes(), stops, include_stop=include, skip_special=True)
+    stream = IncrementalDetokenizer(Bytes(), stops, include_stop=include, skip_special_tokens=True)
     got, stop = "", None
     for token in text.encode("utf-8"):
-        new, stop = stream.push(token)
+        new, stop = stream.append(token)
         assert "\ufffd" not in new or "\ufffd" in text
         got += new
         if stop is not None:
             break
     else:
-        got += stream.finish()
+        got += stream.flush()
     ends = [text.find(s) + len(s) for s in stops if s in text]
     if not ends:
         assert got == text and stop is None

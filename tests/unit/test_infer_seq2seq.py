@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
-from tests.unit.infer_models import LISTENING, built, greedy
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.engine import Engine
+from tests.unit.infer_models import SEQ2SEQ_CONFIGS, tiny_encoder, greedy_generate
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.engine import LLMEngine
 from thalweg.ops import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUNNER = "eager" if native.unsupported_reason("fp32") else "native"
-OPTIONS = EngineOptions(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
+OPTIONS = EngineConfig(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
-T5 = sorted(set(LISTENING) - {"bart"})
+T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})
 
 
 def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]]:
@@ -32,49 +32,49 @@ def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]
 @pytest.mark.parametrize("runner", sorted({RUNNER, "eager"}))
 @pytest.mark.parametrize("name", T5)
 def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
-    model = built(name)
+    model = tiny_encoder(name)
     engine = load_engine(model, OPTIONS, runner=runner)
-    assert engine.facts.kind == "seq2seq"
+    assert engine.metadata.kind == "seq2seq"
     want = expected(model, SOURCES, 20)
-    assert greedy(engine, SOURCES, 20) == want
+    assert greedy_generate(engine, SOURCES, 20) == want
     assert len({tuple(row) for row in want}) == len(SOURCES)
-    assert greedy(engine, SOURCES, 20) == want  # sources found again
+    assert greedy_generate(engine, SOURCES, 20) == want  # sources found again
     assert engine.stats().cached_tokens > 0
 
 
 def test_another_family_runs_through_its_own_code() -> None:
-    model = built("bart")
+    model = tiny_encoder("bart")
     engine = load_engine(model, OPTIONS)
     assert type(engine.runner).__name__ == "ForeignRunner"
-    assert greedy(engine, SOURCES, 10) == expected(model, SOURCES, 10)
+    assert greedy_generate(engine, SOURCES, 10) == expected(model, SOURCES, 10)
 
 
 def test_the_comparison_would_notice_other_biases() -> None:
     """Negative control: the positions' biases of one head."""
-    model = built("t5")
+    model = tiny_encoder("t5")
     want = expected(model, SOURCES, 20)
     with torch.no_grad():
         model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[:, 0] *= -1
-    assert greedy(load_engine(model, OPTIONS), SOURCES, 20) != want
+    assert greedy_generate(load_engine(model, OPTIONS), SOURCES, 20) != want
 
 
 @cache
-def engine_of(blocks: int) -> Engine:
+def engine_of(blocks: int) -> LLMEngine:
     per_block = 3 * 2 * 3 * 16 * 4 * 16
-    options = EngineOptions(
+    options = EngineConfig(
         dtype="fp32", max_batch=5, max_length=96, max_step_tokens=160, kv_memory=blocks * per_block
     )
-    engine = load_engine(built("flan_t5"), options, runner=RUNNER)
-    assert isinstance(engine, Engine) and engine.runner.num_blocks == blocks
+    engine = load_engine(tiny_encoder("flan_t5"), options, runner=RUNNER)
+    assert isinstance(engine, LLMEngine) and engine.runner.num_blocks == blocks
     return engine
 
 
-def fresh(blocks: int, step_tokens: int, prefix_cache: bool) -> Engine:
+def fresh(blocks: int, step_tokens: int, prefix_cache: bool) -> LLMEngine:
     """An engine of its own around the runner that all examples share."""
     shared = engine_of(blocks)
-    return Engine(
-        shared.runner, shared.facts, max_batch=5, max_step_tokens=step_tokens, prefix_cache=prefix_cache,
-        start=shared.start,
+    return LLMEngine(
+        shared.runner, shared.metadata, max_num_seqs=5, max_num_batched_tokens=step_tokens, prefix_cache=prefix_cache,
+        decoder_start_ids=shared.decoder_start_ids,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def alone(length: int, heat: float, count: int) -> dict[int, list[int]]:
     return work(engine, [(length, heat, count, 0, None)])["0"]
 
 
-def work(engine: Engine, wanted: list[Any]) -> dict[str, dict[int, list[int]]]:
+def work(engine: LLMEngine, wanted: list[Any]) -> dict[str, dict[int, list[int]]]:
     got: dict[str, dict[int, list[int]]] = {}
     step, waiting = 0, list(enumerate(wanted))
     while waiting or engine.has_work():
@@ -140,18 +140,18 @@ def test_what_can_never_run_is_refused() -> None:
     with pytest.raises(ValueError, match="does not score it"):
         engine.add(Request("r", [1], SamplingParams(prompt_logprobs=0)))
     with pytest.raises(ValueError, match="only the weights of causal models"):
-        load_engine(built("t5"), EngineOptions(stream="cpu"))
+        load_engine(tiny_encoder("t5"), EngineConfig(stream="cpu"))
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_fewer_bits_give_nearly_the_same_logits(form: str) -> None:
-    model = built("flan_t5")
+    model = tiny_encoder("flan_t5")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".q." in name:
                 parameter.mul_(0.2)  # attention that is sharp is a matter of luck in few bits
     quantize = form if form.startswith("int") else None
-    options = EngineOptions(
+    options = EngineConfig(
         dtype="fp32" if quantize is None and form == "fp32" else "bf16",
         quantize=quantize,
         max_batch=2,
@@ -171,7 +171,7 @@ def test_fewer_bits_give_nearly_the_same_logits(form: str) -> None:
 
 
 def test_generate_takes_hugging_faces_arguments() -> None:
-    model = built("t5")
+    model = tiny_encoder("t5")
     engine = thalweg.init_inference(model, max_batch=4, max_length=96)
     assert engine.core is not None
     ids = torch.zeros(2, 17, dtype=torch.int64)

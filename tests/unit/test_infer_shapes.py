@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.infer_models import TINY, greedy, tiny
-from thalweg.infer import EngineOptions, load_engine
+from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, tiny_decoder
+from thalweg.infer import EngineConfig, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _FREE = ("llama", "mistral_window", "qwen3", "gemma", "gemma2", "mixtral", "qwen3_moe", "phi3_long")
@@ -42,7 +42,7 @@ def shapes(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         fields["word_embed_proj_dim"] = fields["hidden_size"]
     if name == "phi3_long":
         factors = {"short_factor": [1.0 + i / 9 for i in range(dim // 2)], "long_factor": [2.0] * (dim // 2)}
-        fields["rope_parameters"] = TINY[name][1]["rope_parameters"] | factors
+        fields["rope_parameters"] = DECODER_CONFIGS[name][1]["rope_parameters"] | factors
     elif name in _FREE:
         width = draw(st.sampled_from([heads * dim, heads * 16, heads * 24]))
         fields |= {"head_dim": dim, "hidden_size": width}
@@ -67,16 +67,16 @@ _ROTATIONS: list[dict[str, Any]] = [
 @given(shapes(), st.integers(0, 99), st.sampled_from([7, 24, 90]))
 def test_tokens_equal_hugging_face(shape: tuple[str, dict[str, Any]], seed: int, step: int) -> None:
     name, fields = shape
-    model = tiny(name, seed, **fields)
+    model = tiny_decoder(name, seed, **fields)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(fields["vocab_size"], (n,), generator=generator).tolist() for n in (1, 16, 41)]
     want = [
         model.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
         for p in prompts
     ]
-    options = EngineOptions(dtype="fp32", max_batch=3, max_length=64, max_step_tokens=step)
+    options = EngineConfig(dtype="fp32", max_batch=3, max_length=64, max_step_tokens=step)
     engine = load_engine(model, options)
     assert type(engine.runner).__name__ != "ForeignRunner", "every one of these is described"
-    assert greedy(engine, prompts, 6) == want
-    assert greedy(engine, prompts, 6) == want
+    assert greedy_generate(engine, prompts, 6) == want
+    assert greedy_generate(engine, prompts, 6) == want
     engine.close()

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import thalweg
 from tests.repo.source import ROOT
-from tests.unit.infer_models import tiny
-from thalweg.infer import EngineOptions, Request, SamplingParams, load_engine
-from thalweg.infer.describe import MLP, Attention, Decoder, Layer, Linear
-from thalweg.infer.packfile import DamagedFile, PackedFile
-from thalweg.infer.source import map_model
-from thalweg.infer.stream import best_batch, circuit, segments
+from tests.unit.infer_models import tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, LinearSpec
+from thalweg.infer.packfile import CorruptFileError, PackedWeightsFile
+from thalweg.infer.source import load_mmapped
+from thalweg.infer.stream import optimal_batch_size, plan_ring, split_into_segments
 from thalweg.ops import native
 from thalweg.store.disk import Disk
 
@@ -48,9 +48,9 @@ def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
     return found
 
 
-def options(folder: Path | None = None, **fields: Any) -> EngineOptions:
+def options(folder: Path | None = None, **fields: Any) -> EngineConfig:
     fields = {"max_batch": 4, "max_length": 96, "max_step_tokens": 16} | fields
-    return EngineOptions(stream_folder=None if folder is None else str(folder), **fields)
+    return EngineConfig(stream_folder=None if folder is None else str(folder), **fields)
 
 
 def load_with_less(model: Any, folder: Path, share: float, **fields: Any) -> Any:
@@ -68,7 +68,7 @@ def load_with_less(model: Any, folder: Path, share: float, **fields: Any) -> Any
     ("kind", "form"), [("llama", "fp32"), ("gpt2", "int8"), ("falcon40", "bf16"), ("gpt_neox", "int4")]
 )
 def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: Path) -> None:
-    model = tiny(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 6})
+    model = tiny_decoder(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 6})
     fields = {"quantize": form} if form.startswith("int") else {"dtype": form}
     plain = load_engine(model, options(**fields))
     want = tokens(plain)
@@ -86,7 +86,7 @@ def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: 
 @kernels
 def test_a_segment_in_anothers_place_would_be_noticed(tmp_path: Path) -> None:
     """Negative control: every segment that passes gets the bytes of another one of its size."""
-    model = tiny("llama", num_hidden_layers=6)
+    model = tiny_decoder("llama", num_hidden_layers=6)
     engine = load_with_less(model, tmp_path, 0.5, dtype="fp32")
     want = tokens(engine)
     file, c = engine.runner._weights.file, engine.runner._weights.circuit
@@ -100,7 +100,7 @@ def test_a_segment_in_anothers_place_would_be_noticed(tmp_path: Path) -> None:
 
 @kernels
 def test_a_directory_is_mapped_and_its_packed_weights_are_found_again(tmp_path: Path) -> None:
-    model, source = tiny("llama"), tmp_path / "model"
+    model, source = tiny_decoder("llama"), tmp_path / "model"
     model.save_pretrained(source)
     want = tokens(load_engine(model, options(quantize="int8")))
     folder = tmp_path / "weights"
@@ -113,7 +113,7 @@ def test_a_directory_is_mapped_and_its_packed_weights_are_found_again(tmp_path: 
         stamps.add(file.stat().st_mtime_ns)
     assert len(stamps) == 1, "written once"
     # Another model at the same place is another file, never the old one's weights.
-    other = tiny("llama", seed=5)
+    other = tiny_decoder("llama", seed=5)
     other.save_pretrained(source)
     again = load_engine(source, options(folder, stream="cpu", quantize="int8"))
     assert tokens(again) == tokens(load_engine(other, options(quantize="int8"))) != want
@@ -125,7 +125,7 @@ def test_a_directory_is_mapped_and_its_packed_weights_are_found_again(tmp_path: 
 @pytest.mark.parametrize("stream", ["cpu", "nvme"])
 def test_a_damaged_file_is_an_error_never_a_wrong_token(tmp_path: Path, stream: str) -> None:
     source, folder = tmp_path / "model", tmp_path / "weights"
-    tiny("llama").save_pretrained(source)
+    tiny_decoder("llama").save_pretrained(source)
     ask = options(folder, stream=stream, dtype="fp32", stream_memory=400_000)
     engine = load_engine(source, ask)
     want = tokens(engine)
@@ -136,7 +136,7 @@ def test_a_damaged_file_is_an_error_never_a_wrong_token(tmp_path: Path, stream: 
         flipped = bytearray(whole)
         flipped[position] ^= 64
         file.write_bytes(flipped)
-        with pytest.raises(DamagedFile, match="delete it"):
+        with pytest.raises(CorruptFileError, match="delete it"):
             tokens(load_engine(source, ask))
     for bad in (whole[:-4096], whole[:100], b""):  # cut short: seen at once, and written anew
         file.write_bytes(bad)
@@ -157,28 +157,28 @@ def test_an_error_of_the_disk_is_an_error_of_the_step(tmp_path: Path) -> None:
             return super().preadv(handle, [buffers[0][: max(4096, len(buffers[0]) // 2)]], offset)
 
     disk = Failing()
-    file = PackedFile(tmp_path, [8192, 4096], disk=disk)
+    file = PackedWeightsFile(tmp_path, [8192, 4096], disk=disk)
     data = torch.randint(0, 255, (8192,), dtype=torch.uint8)
     file.write(0, 0, data)
     file.write(1, 0, data[:4096])
-    file.seal()
+    file.finalize()
     from thalweg.store.paged import EvictableMemory
 
     into = EvictableMemory(8192).tensor(0, (8192,), torch.uint8)
     file.read(0, into).wait()  # short reads are gone on with
     assert torch.equal(into, data)
     disk.broken = True
-    with pytest.raises(DamagedFile, match="Input/output"):
+    with pytest.raises(CorruptFileError, match="Input/output"):
         file.read(0, into).wait()
     file.close()
 
 
 def test_a_mapped_model_takes_no_memory(tmp_path: Path) -> None:
-    model = tiny("llama", hidden_size=512, intermediate_size=1024, vocab_size=8192)  # 48 MiB
+    model = tiny_decoder("llama", hidden_size=512, intermediate_size=1024, vocab_size=8192)  # 48 MiB
     model.save_pretrained(tmp_path)
     ctypes.CDLL(None).malloc_trim(0)  # else the copies below fit into what earlier tests have freed
     largest = anonymous()
-    mapped, key = map_model(tmp_path, EngineOptions())
+    mapped, key = load_mmapped(tmp_path, EngineConfig())
     assert anonymous() - largest < 16 << 20 and key
     for name, value in mapped.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
@@ -219,7 +219,7 @@ def test_packing_takes_the_memory_of_a_layer_not_of_the_model(tmp_path: Path) ->
     }
     layer = 12 * 512 * 512 * 4
     for kind, (form, fields) in cases.items():
-        tiny(kind, **fields).save_pretrained(tmp_path / kind)
+        tiny_decoder(kind, **fields).save_pretrained(tmp_path / kind)
         folder = tmp_path / form
         words = [sys.executable, "-c", PACK, str(tmp_path / kind), str(folder), form]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -240,9 +240,9 @@ def anonymous() -> int:
 def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    file = PackedFile(tmp_path, [4096, 8192], ["source"])
+    file = PackedWeightsFile(tmp_path, [4096, 8192], ["source"])
     file.write(1, 64, torch.arange(100, dtype=torch.uint8))
-    file.seal()
+    file.finalize()
     assert file.path is not None
     with safe_open(file.path, "pt") as opened:
         assert list(opened.keys()) == ["segment.0", "segment.1"]
@@ -257,12 +257,12 @@ def test_any_model_runs_in_a_quarter_of_its_weights(layers: int, width: int, voc
     width *= 32
     nothing: Any = None
     square, wide, head = (
-        Linear(lambda: torch.empty(0), None, (outputs, width)) for outputs in (width, 3 * width, vocab)
+        LinearSpec(lambda: torch.empty(0), None, (outputs, width)) for outputs in (width, 3 * width, vocab)
     )
-    attention = Attention(1, 1, width, wide, square, 1.0)
-    layer = Layer(nothing, attention, MLP(square, square, "relu", False), nothing)
-    decoder = Decoder(vocab, width, 64, torch.empty(0), [layer] * layers, None, head)
-    ranges, sizes = segments(decoder, form)
+    attention = AttentionSpec(1, 1, width, wide, square, 1.0)
+    layer = LayerSpec(nothing, attention, MLPSpec(square, square, "relu", False), nothing)
+    decoder = DecoderSpec(vocab, width, 64, torch.empty(0), [layer] * layers, None, head)
+    ranges, sizes = split_into_segments(decoder, form)
     assert len(ranges) == 4 * layers + 1 and all(size % 4096 == 0 for size in sizes)
     flat = [r for x in ranges for r in x]
     assert [s for _, _, s in flat] == sorted(s for _, _, s in flat) and flat[-1][2] == len(sizes) - 1
@@ -271,44 +271,44 @@ def test_any_model_runs_in_a_quarter_of_its_weights(layers: int, width: int, voc
         stops = [stop for _, stop, _ in x]
         assert [start for start, _, _ in x] == [0, *stops[:-1]] and all(stop % 32 == 0 for stop in stops[:-1])
     if sum(sizes) > 8 << 20:
-        assert circuit(sizes, sum(sizes) // 4).passing
+        assert plan_ring(sizes, sum(sizes) // 4).num_streamed
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=40), st.integers(2, 200))
 def test_every_segment_has_one_place_and_nobody_overwrites_a_neighbour(sizes: list[int], memory: int) -> None:
     sizes = [4096 * size for size in sizes]
     try:
-        c = circuit(sizes, 4096 * memory)
+        c = plan_ring(sizes, 4096 * memory)
     except ValueError as error:
         least = int(str(error).rsplit(" ", 1)[1])
-        assert least > 4096 * memory and circuit(sizes, least).memory <= least
+        assert least > 4096 * memory and plan_ring(sizes, least).total_bytes <= least
         return
-    assert c.memory <= 4096 * memory
-    if c.passing == 0:
+    assert c.total_bytes <= 4096 * memory
+    if c.num_streamed == 0:
         assert sum(sizes) <= 4096 * memory
         return
     # Play two steps: what lies where, as reads overwrite it.
-    held = {c.offset(s): s for s in range(c.resident + c.slots)}
-    spans = sorted((c.offset(s), c.offset(s) + sizes[s]) for s in range(c.resident + c.slots))
+    held = {c.offset(s): s for s in range(c.num_resident + c.num_slots)}
+    spans = sorted((c.offset(s), c.offset(s) + sizes[s]) for s in range(c.num_resident + c.num_slots))
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     for segment in [*range(len(sizes))] * 2:
         assert held[c.offset(segment)] == segment
-        if segment >= c.resident:
-            assert c.offset(c.after(segment)) == c.offset(segment)
-            held[c.offset(segment)] = c.after(segment)
+        if segment >= c.num_resident:
+            assert c.offset(c.next_in_slot(segment)) == c.offset(segment)
+            held[c.offset(segment)] = c.next_in_slot(segment)
 
 
 def test_the_batch_grows_until_arithmetic_or_memory_ends_it() -> None:
     fields: dict[str, Any] = {"read_rate": 1e9, "macs": 10**8, "mac_rate": 1e11, "sequence_bytes": 10**6}
-    assert best_batch(read_bytes=10**8, memory=10**9, **fields) == 100
-    assert best_batch(read_bytes=10**8, memory=10**7, **fields) == 10
-    assert best_batch(read_bytes=10**5, memory=10**9, **fields) == 1
-    assert best_batch(read_bytes=10**8, memory=10, **fields) == 1
+    assert optimal_batch_size(read_bytes=10**8, kv_memory=10**9, **fields) == 100
+    assert optimal_batch_size(read_bytes=10**8, kv_memory=10**7, **fields) == 10
+    assert optimal_batch_size(read_bytes=10**5, kv_memory=10**9, **fields) == 1
+    assert optimal_batch_size(read_bytes=10**8, kv_memory=10, **fields) == 1
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama", "odd_sizes"])
 def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -> None:
-    model = tiny(kind)
+    model = tiny_decoder(kind)
     model.save_pretrained(tmp_path / "model")
     runner = "eager" if kind == "llama" else None
     want = tokens(load_engine(model, options(dtype="fp32"), runner="eager"))
@@ -321,7 +321,7 @@ def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -
 
 def test_what_streams_is_computed_in_the_dtype_asked_for(tmp_path: Path) -> None:
     """Files in bf16, arithmetic in fp32: as if they had been loaded so."""
-    tiny("gpt2").bfloat16().save_pretrained(tmp_path)
+    tiny_decoder("gpt2").bfloat16().save_pretrained(tmp_path)
     found, computed = [], []
     for stream, dtype in ((None, "fp32"), ("cpu", "fp32"), ("cpu", "bf16")):
         engine = load_engine(tmp_path, options(tmp_path, stream=stream, dtype=dtype), runner="eager")
@@ -332,7 +332,7 @@ def test_what_streams_is_computed_in_the_dtype_asked_for(tmp_path: Path) -> None
 
 @kernels
 def test_init_inference_takes_deepspeeds_section(tmp_path: Path) -> None:
-    model = tiny("gpt2")
+    model = tiny_decoder("gpt2")
     model.save_pretrained(tmp_path / "model")
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
     want = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
@@ -366,14 +366,14 @@ def test_the_file_is_begun_in_whole_huge_pages(tmp_path: Path) -> None:
             return super().pwritev(handle, buffers, offset)
 
     sizes = [5 << 20, 3 << 20]
-    file = PackedFile(tmp_path, sizes, disk=Watched())
+    file = PackedWeightsFile(tmp_path, sizes, disk=Watched())
     data = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
     for segment, start in enumerate((0, sizes[0])):
         for at in range(0, sizes[segment], 700_001):
             stop = min(at + 700_001, sizes[segment])
             file.write(segment, at, data[start + at : start + stop])
-    file.seal()
-    total = file._starts[-1]
+    file.finalize()
+    total = file._segment_offsets[-1]
     assert begun == {i: (i << 21, min(2 << 20, total - (i << 21))) for i in range(-(-total // (2 << 20)))}
     for base, size, start in zip(file.map(), sizes, (0, sizes[0]), strict=True):
         assert ctypes.string_at(base, size) == bytes(data[start : start + size].numpy())

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.derived_models import CUT, WHOLE, build
+from tests.dist.derived_models import SHARDABLE_MODELS, UNSHARDABLE_VARIANTS, build_model
 from thalweg.parallel.dependence import ChannelDependence
 from thalweg.parallel.derive import infer_plan
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", [name for name in CUT if name != "tower"])
+@pytest.mark.parametrize("name", [name for name in SHARDABLE_MODELS if name != "tower"])
 def test_every_product_of_a_made_up_block_is_cut(name):
-    model = build(name)
+    model = build_model(name)
     plan = infer_plan(model, 2, 0)
     assert plan is not None
     cut = {name for name, layer in plan.layers.items() if layer.kind in ("row", "column")}
@@ -26,21 +26,21 @@ def test_every_product_of_a_made_up_block_is_cut(name):
     }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", UNSHARDABLE_VARIANTS)
 def test_what_would_change_the_result_is_left_whole(name):
-    plan = infer_plan(build(name), 2, 0)
+    plan = infer_plan(build_model(name), 2, 0)
     assert plan is None or not [layer for layer in plan.layers.values() if layer.kind in ("row", "column")]
 
 
 def test_one_bad_block_does_not_keep_the_others_from_being_cut():
-    model = build("convolved")
-    model.blocks[1] = build("chosen").blocks[0]
+    model = build_model("convolved")
+    model.blocks[1] = build_model("chosen").blocks[0]
     plan = infer_plan(model, 2, 0)
     assert plan is not None and {name[:9] for name in plan.layers if "block" in name} == {"blocks.0."}
 
 
 def test_fewer_groups_than_ranks_stay_whole_and_the_rest_is_cut():
-    plan = infer_plan(build("parallel, 4 heads on 2"), 4, 1)
+    plan = infer_plan(build_model("parallel, 4 heads on 2"), 4, 1)
     assert plan is not None
     assert {name.split(".")[-1] for name in plan.layers if "blocks" in name} == {"fc_in", "fc_out"}
 

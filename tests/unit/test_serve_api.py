@@ -8,77 +8,77 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve_support import Served, served
-from tests.toy_engine import ToyTokenizer, expected
-from thalweg.serve.text import Text
+from tests.serve_support import ServerThread, run_toy_server
+from tests.toy_engine import ToyTokenizer, expected_text
+from thalweg.serve.text import ChatTokenizer
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
+def server() -> Iterator[ServerThread]:
+    with run_toy_server() as running:
         yield running
         running.wait_idle()
         assert running.engines[0].used == 0
 
 
-def test_a_completion_is_what_the_engine_gives(server: Served) -> None:
-    answer = server.complete("deep river", max_tokens=40)
+def test_a_completion_is_what_the_engine_gives(server: ServerThread) -> None:
+    answer = server.create_completion("deep river", max_tokens=40)
     (choice,) = answer["choices"]
-    assert choice["text"] == expected("deep river", 40) and choice["finish_reason"] == "length"
+    assert choice["text"] == expected_text("deep river", 40) and choice["finish_reason"] == "length"
     assert answer["object"] == "text_completion" and answer["model"] == "toy"
     assert answer["usage"]["prompt_tokens"] == 10 and answer["usage"]["completion_tokens"] == 40
-    assert choice["text"] != expected("deep rivers", 40), "negative control: another prompt, another text"
+    assert choice["text"] != expected_text("deep rivers", 40), "negative control: another prompt, another text"
 
 
-def test_prompts_in_each_form_and_n_samples(server: Served) -> None:
+def test_prompts_in_each_form_and_n_samples(server: ServerThread) -> None:
     prompts = ["one", "zwei drei"]
-    answer = server.complete(prompts, max_tokens=12, n=3, seed=5)
+    answer = server.create_completion(prompts, max_tokens=12, n=3, seed=5)
     texts = [choice["text"] for choice in answer["choices"]]
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert texts[:3] == [expected("one", 12, 5, i) for i in range(3)] and len(set(texts)) > 1
-    again = server.complete(prompts, max_tokens=12, n=3, seed=5)
+    assert texts[:3] == [expected_text("one", 12, 5, i) for i in range(3)] and len(set(texts)) > 1
+    again = server.create_completion(prompts, max_tokens=12, n=3, seed=5)
     assert [choice["text"] for choice in again["choices"]] == texts, "a seed makes it repeatable"
     tokens = list(b"one")
-    assert server.complete(tokens, max_tokens=9)["choices"][0]["text"] == expected("one", 9)
-    both = server.complete([tokens, list(b"xy")], max_tokens=9)
-    assert [choice["text"] for choice in both["choices"]] == [expected("one", 9), expected("xy", 9)]
-    twins = server.complete(["same", "same"], max_tokens=30, seed=1)["choices"]
+    assert server.create_completion(tokens, max_tokens=9)["choices"][0]["text"] == expected_text("one", 9)
+    both = server.create_completion([tokens, list(b"xy")], max_tokens=9)
+    assert [choice["text"] for choice in both["choices"]] == [expected_text("one", 9), expected_text("xy", 9)]
+    twins = server.create_completion(["same", "same"], max_tokens=30, seed=1)["choices"]
     assert twins[0]["text"] != twins[1]["text"], "equal prompts of one request draw apart"
 
 
 @pytest.mark.parametrize("prompt", [f"stream {i}" for i in range(8)])
-def test_a_stream_carries_the_same_text_and_no_broken_character(server: Served, prompt: str) -> None:
+def test_a_stream_carries_the_same_text_and_no_broken_character(server: ServerThread, prompt: str) -> None:
     events = server.stream(
         "/v1/completions", prompt=prompt, max_tokens=64, stream_options={"include_usage": True}
     )
     assert events[-1] == "[DONE]" and events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 64
     pieces = [event["choices"][0] for event in events[:-2]]
-    assert "".join(piece["text"] for piece in pieces) == expected(prompt, 64)
+    assert "".join(piece["text"] for piece in pieces) == expected_text(prompt, 64)
     assert not any("\ufffd" in piece["text"] for piece in pieces)
     assert (
         [piece["finish_reason"] for piece in pieces].count("length") == 1 == bool(pieces[-1]["finish_reason"])
     )
 
 
-def test_streams_of_several_samples_are_told_apart(server: Served) -> None:
+def test_streams_of_several_samples_are_told_apart(server: ServerThread) -> None:
     events = server.stream("/v1/completions", prompt=["a", "b"], n=2, seed=7, max_tokens=20)
     texts = {}
     for event in events[:-1]:
         (choice,) = event["choices"]
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    assert texts[0] == expected("a", 20, 7, 0) and texts[1] == expected("a", 20, 7, 1) and len(texts) == 4
+    assert texts[0] == expected_text("a", 20, 7, 0) and texts[1] == expected_text("a", 20, 7, 1) and len(texts) == 4
 
 
 @pytest.mark.parametrize("stop", [["Flüsse"], ["川"], ["e F", "深い"], "n"])
-def test_stop_strings_over_token_boundaries(server: Served, stop: list[str] | str) -> None:
+def test_stop_strings_over_token_boundaries(server: ServerThread, stop: list[str] | str) -> None:
     stops = [stop] if isinstance(stop, str) else stop
     hit = 0
     for i in range(12):
-        whole = expected(f"s{i}", 60)
+        whole = expected_text(f"s{i}", 60)
         ends = [whole.find(s) for s in stops if s in whole]
         want = whole[: min(ends)] if ends else whole
-        answer = server.complete(f"s{i}", max_tokens=60, stop=stop)["choices"][0]
+        answer = server.create_completion(f"s{i}", max_tokens=60, stop=stop)["choices"][0]
         events = server.stream("/v1/completions", prompt=f"s{i}", max_tokens=60, stop=stop)
         assert answer["text"] == want == "".join(e["choices"][0]["text"] for e in events[:-1])
         assert answer["finish_reason"] == ("stop" if ends else "length")
@@ -87,8 +87,8 @@ def test_stop_strings_over_token_boundaries(server: Served, stop: list[str] | st
     assert hit > 3
 
 
-def test_log_probabilities(server: Served) -> None:
-    answer = server.complete("logs", max_tokens=30, logprobs=2)["choices"][0]["logprobs"]
+def test_log_probabilities(server: ServerThread) -> None:
+    answer = server.create_completion("logs", max_tokens=30, logprobs=2)["choices"][0]["logprobs"]
     assert len(answer["tokens"]) == len(answer["token_logprobs"]) == len(answer["text_offset"]) == 30
     assert all(len(top) == 2 for top in answer["top_logprobs"])
     chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "logs"}], max_tokens=30,
@@ -97,18 +97,18 @@ def test_log_probabilities(server: Served) -> None:
     assert len(entries) == 30 and all(len(entry["top_logprobs"]) == 3 for entry in entries)
     text = bytes(byte for entry in entries for byte in entry["bytes"]).decode(errors="ignore")
     assert text.removeprefix(" ") == chat["message"]["content"], "the bytes make up the text"
-    low = [server.complete(f"minus {i}", max_tokens=80, logprobs=0)["choices"][0] for i in range(4)]
+    low = [server.create_completion(f"minus {i}", max_tokens=80, logprobs=0)["choices"][0] for i in range(4)]
     floor = [value for choice in low for value in choice["logprobs"]["token_logprobs"] if value < -9000]
     assert floor and set(floor) == {-9999.0}, "minus infinity is a number that JSON has"
 
 
-def test_chat_with_the_plain_template(server: Served) -> None:
+def test_chat_with_the_plain_template(server: ServerThread) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     status, answer = server.post("/v1/chat/completions", messages=messages, max_tokens=25)
-    want = expected("System: Be brief.\nUser: Hi\nAssistant:", 25)
+    want = expected_text("System: Be brief.\nUser: Hi\nAssistant:", 25)
     assert status == 200 and answer["choices"][0]["message"] == {
         "role": "assistant", "content": want.removeprefix(" "), "refusal": None}  # fmt: skip
     events = server.stream("/v1/chat/completions", messages=messages, max_tokens=25)
@@ -117,20 +117,20 @@ def test_chat_with_the_plain_template(server: Served) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == want.removeprefix(" ")
 
 
-def test_echo(server: Served) -> None:
-    assert server.complete("echo me", max_tokens=5, echo=True)["choices"][0]["text"] == "echo me" + expected(
+def test_echo(server: ServerThread) -> None:
+    assert server.create_completion("echo me", max_tokens=5, echo=True)["choices"][0]["text"] == "echo me" + expected_text(
         "echo me", 5
     )
     events = server.stream("/v1/completions", prompt="echo me", max_tokens=5, echo=True)
-    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "echo me" + expected("echo me", 5)
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "echo me" + expected_text("echo me", 5)
 
 
-def test_models_and_adapters(server: Served) -> None:
+def test_models_and_adapters(server: ServerThread) -> None:
     status, answer = server.request("GET", "/v1/models")
     assert status == 200 and [model["id"] for model in answer["data"]] == ["toy", "tuned"]
     assert server.request("GET", "/v1/models/toy")[1]["max_model_len"] == 2048
     assert server.request("GET", "/v1/models/other")[0] == 404
-    assert server.complete("x", model="tuned", max_tokens=2)["choices"]
+    assert server.create_completion("x", model="tuned", max_tokens=2)["choices"]
     status, answer = server.post("/v1/completions", prompt="x", model="other")
     assert (
         status == 404 and answer["error"]["code"] == "model_not_found" and "toy" in answer["error"]["message"]
@@ -138,7 +138,7 @@ def test_models_and_adapters(server: Served) -> None:
 
 
 def test_embeddings_of_an_encoder() -> None:
-    with served("toy-encoder") as server:
+    with run_toy_server("toy-encoder") as server:
         status, answer = server.post("/v1/embeddings", input=["ab", "abc", "d"])
         assert status == 200 and [item["embedding"][0] for item in answer["data"]] == [2.0, 3.0, 1.0]
         assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
@@ -148,19 +148,19 @@ def test_embeddings_of_an_encoder() -> None:
         assert status == 400 and "/v1/embeddings" in answer["error"]["message"]
 
 
-def test_a_generator_has_no_embeddings(server: Served) -> None:
+def test_a_generator_has_no_embeddings(server: ServerThread) -> None:
     status, answer = server.post("/v1/embeddings", input="ab")
     assert status == 400 and "/v1/completions" in answer["error"]["message"]
 
 
-def test_the_form_of_mii(server: Served) -> None:
+def test_the_form_of_mii(server: ServerThread) -> None:
     prompts = ["DeepSpeed is", "Seattle"]
     status, answer = server.request(
         "POST", "/mii/toy", {"prompts": prompts, "max_new_tokens": 10, "do_sample": False}
     )
     assert status == 200 and answer == [
         {
-            "generated_text": expected(p, 10),
+            "generated_text": expected_text(p, 10),
             "prompt_length": len(p),
             "generated_length": 10,
             "finish_reason": "length",
@@ -207,14 +207,14 @@ def test_chat_with_a_template_and_tools() -> None:
         "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}},
     }
     messages = [{"role": "user", "content": "How deep?"}]
-    with served(text=lambda: Text(TemplateTokenizer())) as server:
+    with run_toy_server(text=lambda: ChatTokenizer(TemplateTokenizer())) as server:
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool])[1]
-        want = expected("tools 1\n[user] How deep?\n[assistant] ", 20)
+        want = expected_text("tools 1\n[user] How deep?\n[assistant] ", 20)
         assert answer["choices"][0]["message"]["content"] == want
         none = server.post(
             "/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none"
         )
-        assert none[1]["choices"][0]["message"]["content"] == expected("[user] How deep?\n[assistant] ", 20)
+        assert none[1]["choices"][0]["message"]["content"] == expected_text("[user] How deep?\n[assistant] ", 20)
         refused = [*messages, {"role": "tool", "content": "7", "tool_call_id": "x"}]
         status, answer = server.post("/v1/chat/completions", messages=refused)
         assert status == 400 and "no tool results here" in answer["error"]["message"]
@@ -225,7 +225,7 @@ def test_chat_with_a_template_and_tools() -> None:
             assert status == 400, key
 
 
-def test_tools_without_a_template_that_knows_them_are_refused(server: Served) -> None:
+def test_tools_without_a_template_that_knows_them_are_refused(server: ServerThread) -> None:
     tool = {"type": "function", "function": {"name": "depth"}}
     status, answer = server.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": "?"}], tools=[tool]
@@ -233,26 +233,26 @@ def test_tools_without_a_template_that_knows_them_are_refused(server: Served) ->
     assert status == 400 and "leave them out" in answer["error"]["message"]
 
 
-def test_what_the_engine_cannot_do_is_one_clear_400(server: Served) -> None:
+def test_what_the_engine_cannot_do_is_one_clear_400(server: ServerThread) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     for stream in (False, True):
         status, answer = server.post("/v1/completions", prompt="x", response_format=form, stream=stream)
         assert status == 400 and "structured output" in answer["error"]["message"]
 
 
-def test_metrics_add_up(server: Served) -> None:
+def test_metrics_add_up(server: ServerThread) -> None:
     def value(name: str) -> float:
-        text = server.raw("GET", "/metrics", None)[2]
+        text = server.request_raw("GET", "/metrics", None)[2]
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
     names = ["thalweg_time_to_first_token_seconds_count", "thalweg_inter_token_latency_seconds_count",
              "thalweg_request_seconds_count", "thalweg_generated_tokens_total", "thalweg_prompt_tokens_total",
              'thalweg_finished_total{reason="length"}']  # fmt: skip
     before = [value(name) for name in names]
-    server.complete("count", max_tokens=11, n=2, seed=1)
+    server.create_completion("count", max_tokens=11, n=2, seed=1)
     assert [value(name) - old for name, old in zip(names, before, strict=True)] == [2, 20, 2, 22, 5, 2]
     server.wait_idle()
-    text = server.raw("GET", "/metrics", None)[2]
+    text = server.request_raw("GET", "/metrics", None)[2]
     for name in (
         "running",
         "waiting",
@@ -265,18 +265,18 @@ def test_metrics_add_up(server: Served) -> None:
     assert value("thalweg_outstanding ") == 0 and value("thalweg_healthy") == 1
 
 
-def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
-    status, headers, page = server.raw("GET", "/", None)
+def test_the_page_needs_nothing_from_elsewhere(server: ServerThread) -> None:
+    status, headers, page = server.request_raw("GET", "/", None)
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert "http://" not in page and "https://" not in page and "src=" not in page
     assert "default-src 'none'" in headers["content-security-policy"]
     assert 'id="stop"' in page
 
 
-def test_the_openai_client_understands_it(server: Served) -> None:
+def test_the_openai_client_understands_it(server: ServerThread) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected(
+    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected_text(
         "sdk", 8
     )
     messages = [{"role": "user", "content": "sdk"}]

@@ -15,25 +15,25 @@ from typing import Any
 
 import pytest
 
-from tests.serve_support import Served, served
-from tests.toy_engine import ToyTokenizer, expected
+from tests.serve_support import ServerThread, run_toy_server
+from tests.toy_engine import ToyTokenizer, expected_text
 from thalweg.cli import chat as chat_command
 from thalweg.serve import lower
 from thalweg.serve import server as serving
-from thalweg.serve.ask import events
+from thalweg.serve.ask import iter_sse
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii import Client
-from thalweg.serve.schema import ChatRequest, parse
-from thalweg.serve.text import Text
-from thalweg.serve.tools import ToolParser, forced
+from thalweg.serve.schema import ChatRequest, parse_body
+from thalweg.serve.text import ChatTokenizer
+from thalweg.serve.tools import ToolParser, tool_choice_schema
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
+def server() -> Iterator[ServerThread]:
+    with run_toy_server() as running:
         yield running
 
 
@@ -61,18 +61,18 @@ def test_templates_by_name_and_what_they_are_given() -> None:
         {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "hm"},
         {"role": "tool", "content": "7", "tool_call_id": "abc123def"},
     ]
-    with served(text=lambda: Text(Spelling())) as running:
+    with run_toy_server(text=lambda: ChatTokenizer(Spelling())) as running:
         for given, name in ((None, "plain"), (tools, "with tools"), ([], "plain")):
             body = {"messages": [*HELLO, asked, result], "max_tokens": 9, "tools": given}
             status, answer = running.post(CHAT, **body)
             assert status == 200, answer
-            want = expected(json.dumps([name, messages]), 9)
+            want = expected_text(json.dumps([name, messages]), 9)
             assert answer["choices"][0]["message"]["content"] == want
         bad = {**asked, "tool_calls": [{**call, "function": {"name": "f", "arguments": "{"}}]}
         assert running.post(CHAT, messages=[*HELLO, bad])[0] == 400
 
 
-def test_fields_that_change_nothing_and_those_that_would(server: Served) -> None:
+def test_fields_that_change_nothing_and_those_that_would(server: ServerThread) -> None:
     nothing = {
         "prediction": {"type": "content", "content": "x"},
         "prompt_cache_retention": "24h",
@@ -88,32 +88,32 @@ def test_fields_that_change_nothing_and_those_that_would(server: Served) -> None
         assert "user" not in answer["error"]["message"].partition(";")[0], "what is ignored is no fault"
 
 
-def test_a_length_that_nobody_asked_for_fits(server: Served) -> None:
+def test_a_length_that_nobody_asked_for_fits(server: ServerThread) -> None:
     prompt = "x" * 2040
-    assert len(server.complete(prompt)["choices"][0]["text"].encode()) <= 8
-    assert server.complete(prompt)["usage"]["completion_tokens"] == 8
-    assert server.complete("x")["usage"]["completion_tokens"] == 16
+    assert len(server.create_completion(prompt)["choices"][0]["text"].encode()) <= 8
+    assert server.create_completion(prompt)["usage"]["completion_tokens"] == 8
+    assert server.create_completion("x")["usage"]["completion_tokens"] == 16
     for asked in ({"max_tokens": 16}, {"min_tokens": 12}):
         status, answer = server.post("/v1/completions", prompt=prompt, **asked)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/toy"])
-def test_head_is_get_without_a_body(server: Served, path: str) -> None:
-    status, headers, body = server.raw("HEAD", path, None)
+def test_head_is_get_without_a_body(server: ServerThread, path: str) -> None:
+    status, headers, body = server.request_raw("HEAD", path, None)
     assert (status, body) == (200, "") and int(headers["content-length"]) > 0
-    assert server.raw("HEAD", "/v1/completions", None)[0] == 405
+    assert server.request_raw("HEAD", "/v1/completions", None)[0] == 405
 
 
 def test_a_model_may_be_asked_for_as_it_was_given() -> None:
-    with served(aliases=("./models/toy/",)) as running:
-        answer = running.complete("x", model="./models/toy/", max_tokens=2)
+    with run_toy_server(aliases=("./models/toy/",)) as running:
+        answer = running.create_completion("x", model="./models/toy/", max_tokens=2)
         assert answer["choices"] and answer["model"] == "./models/toy/"
         assert [model["id"] for model in running.request("GET", "/v1/models")[1]["data"]] == ["toy", "tuned"]
         assert running.post("/v1/completions", prompt="x", model="models/toy")[0] == 404
 
 
-def exchange(server: Served, *pieces: bytes) -> list[bytes]:
+def exchange(server: ServerThread, *pieces: bytes) -> list[bytes]:
     """Send the pieces one after the other on one connection; the last one asks to close it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         for piece in pieces:
@@ -126,7 +126,7 @@ def exchange(server: Served, *pieces: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket", "TLS/1.2"])
-def test_a_request_that_offers_another_protocol_keeps_its_body(server: Served, upgrade: str) -> None:
+def test_a_request_that_offers_another_protocol_keeps_its_body(server: ServerThread, upgrade: str) -> None:
     body = json.dumps({"prompt": "java", "max_tokens": 6}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {upgrade}\r\nHTTP2-Settings: AAMAAABk\r\n"
@@ -140,20 +140,20 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(server: Served, u
         answers = exchange(server, *pieces)
         assert [answer[:3] for answer in answers] == [b"200"] * 3
         for answer in answers[:2]:
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected("java", 6)
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected_text("java", 6)
     many = sized.replace(b"Host", b"A: " + b"x" * 40_000 + b"\r\nHost")
     assert exchange(server, many[:36_000])[0].startswith(b"431"), "the limits hold"
 
 
-def test_a_byte_order_mark(server: Served) -> None:
-    assert server.raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0] == 200
+def test_a_byte_order_mark(server: ServerThread) -> None:
+    assert server.request_raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0] == 200
 
 
 def test_many_texts_are_embedded_in_parts() -> None:
     import torch  # noqa: F401  (the toy engine would, within the time allowed)
 
     texts = [f"{i}" * (1 + i % 7) for i in range(1000)]
-    with served("toy-encoder", request_seconds=1.0) as running:
+    with run_toy_server("toy-encoder", request_seconds=1.0) as running:
         engine, parts = running.engines[0], []
         embed = engine.embed
 
@@ -180,13 +180,13 @@ def test_many_texts_are_embedded_in_parts() -> None:
         assert status == 504 and answer["error"]["code"] == "timeout"
 
 
-def test_miis_stream_takes_miis_options(server: Served) -> None:
+def test_miis_stream_takes_miis_options(server: ServerThread) -> None:
     client = Client("toy", f"http://127.0.0.1:{server.port}", None, 0)
     pieces: list[Any] = []
     options = {"max_length": 24, "do_sample": False, "return_full_text": True, "ignore_eos": True}
     (whole,) = client.generate("one two", **options)
     (streamed,) = client.generate("one two", lambda part: pieces.append(part[0]), **options)
-    assert streamed == whole and whole.generated_text == "one two" + expected("one two", 17)
+    assert streamed == whole and whole.generated_text == "one two" + expected_text("one two", 17)
     assert "".join(map(str, pieces)) == whole.generated_text and len(pieces) > 1
     assert {piece.prompt_length for piece in pieces} == {7}
     (whole,) = client.generate("x", lambda part: None, stop="and", do_sample=False)
@@ -208,7 +208,7 @@ def test_miis_stream_takes_miis_options(server: Served) -> None:
     ],
 )
 def test_half_a_stream_is_no_whole_one(lines: list[bytes], error: type[Exception]) -> None:
-    stream = events(lines)
+    stream = iter_sse(lines)
     assert next(stream) == {"a": 1}
     with pytest.raises(error):
         next(stream)
@@ -247,7 +247,7 @@ def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls
         for begin, end in pairwise([0, *cuts, len(said)]):
             piece, more = parser.feed(said[begin:end])
             out, found = out + piece, found + more
-        piece, more = parser.feed("", last=True)
+        piece, more = parser.feed("", final=True)
         out, found = out + piece, found + more
         assert out == (said if text is None else text)
         assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == calls
@@ -257,12 +257,12 @@ def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls
 
 
 def test_a_demanded_call_that_is_cut_short_is_the_beginning_of_one() -> None:
-    parser = ToolParser(bare=True)
+    parser = ToolParser(forced=True)
     assert parser.feed('{"name": "f", "argu') == ("", [])
-    text, (call,) = parser.feed('ments": {"city": "Par', last=True)
-    assert text == "" and parser.cut and call["function"] == {"name": "f", "arguments": '{"city": "Par'}
-    parser = ToolParser(bare=True)
-    assert parser.feed('{"name": "f', last=True) == ('{"name": "f', []) and not parser.cut
+    text, (call,) = parser.feed('ments": {"city": "Par', final=True)
+    assert text == "" and parser.truncated and call["function"] == {"name": "f", "arguments": '{"city": "Par'}
+    parser = ToolParser(forced=True)
+    assert parser.feed('{"name": "f', final=True) == ('{"name": "f', []) and not parser.truncated
 
 
 def test_tools_may_be_allowed_by_name() -> None:
@@ -272,11 +272,11 @@ def test_tools_may_be_allowed_by_name() -> None:
     def chosen(**given: Any) -> Any:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named, **given}}
         body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
-        return lower.with_allowed_tools(parse(ChatRequest, json.dumps(body).encode()))
+        return lower.apply_allowed_tools(parse_body(ChatRequest, json.dumps(body).encode()))
 
     ask = chosen()
     assert ask.tool_choice == "required" and [tool.function.name for tool in ask.tools] == ["f", "h"]
-    schema = forced(ask.tool_choice, [tool.function for tool in ask.tools])
+    schema = tool_choice_schema(ask.tool_choice, [tool.function for tool in ask.tools])
     assert schema is not None and len(schema["anyOf"]) == 2
     none = schema["anyOf"][0]["properties"]["arguments"]
     assert none["additionalProperties"] is False, "a function without parameters has none"
@@ -285,8 +285,8 @@ def test_tools_may_be_allowed_by_name() -> None:
             chosen(**bad)
 
 
-def test_a_prompt_may_be_echoed_alone(server: Served) -> None:
-    answer = server.complete(["one", "two"], max_tokens=0, echo=True)
+def test_a_prompt_may_be_echoed_alone(server: ServerThread) -> None:
+    answer = server.create_completion(["one", "two"], max_tokens=0, echo=True)
     assert [choice["text"] for choice in answer["choices"]] == ["one", "two"]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == 6
@@ -299,7 +299,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def talk(server: Served, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+def talk(server: ServerThread, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     parser = argparse.ArgumentParser()
     chat_command.add_parser(parser.add_subparsers())
     monkeypatch.setattr("sys.stdin", Terminal(text))
@@ -308,27 +308,27 @@ def talk(server: Served, text: str, monkeypatch: pytest.MonkeyPatch, *options: s
 
 
 def test_a_conversation_outlives_an_error(
-    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     long = "x" * 3000
     assert talk(server, f"{long}\nhi\n/new\n\n", monkeypatch, "--temperature", "0", "--max-tokens", "20") == 0
     out, err = capsys.readouterr()
-    assert "shorten it" in err and expected("User: hi\nAssistant:", 20).strip() in out
+    assert "shorten it" in err and expected_text("User: hi\nAssistant:", 20).strip() in out
     near = "x" * 2010  # 512 tokens do not fit behind it, some do
     assert talk(server, f"{near}\n\n", monkeypatch, "--temperature", "0") == 0
     out, err = capsys.readouterr()
-    assert expected(f"User: {near}\nAssistant:", 20).strip() in out and not err
+    assert expected_text(f"User: {near}\nAssistant:", 20).strip() in out and not err
 
 
 def test_connections_leave_descriptors_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(4096, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    assert serving._room_for_connections() == 1024
+    assert serving._raise_fd_limit() == 1024
     limits.append((256, 4096))
-    assert serving._room_for_connections() == 1024 and limits[-1][0] == 1536
+    assert serving._raise_fd_limit() == 1024 and limits[-1][0] == 1536
     limits.append((100, 200))
-    assert serving._room_for_connections() == 136 and limits[-1] == (200, 200)
+    assert serving._raise_fd_limit() == 136 and limits[-1] == (200, 200)
     limits.append((60, 60))
     with pytest.raises(OSError, match="ulimit -n"):
-        serving._room_for_connections()
+        serving._raise_fd_limit()

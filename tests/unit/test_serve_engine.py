@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import thalweg
-from tests.serve_client import one_request
-from tests.serve_support import Served, serving_with
-from thalweg.infer import EngineOptions, load_engine
-from thalweg.serve.text import Text, load_tokenizer
+from tests.serve_client import send_request
+from tests.serve_support import ServerThread, run_server
+from thalweg.infer import EngineConfig, load_engine
+from thalweg.serve.text import ChatTokenizer, load_tokenizer
 
 PROMPTS = [
     "import os",
@@ -57,15 +57,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: tuple[Path, Any, Any]) -> Iterator[Served]:
+def server(model: tuple[Path, Any, Any]) -> Iterator[ServerThread]:
     torch.set_num_threads(1)
     folder = str(model[0])
 
     def load() -> Any:
-        options = EngineOptions(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
+        options = EngineConfig(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
         return load_engine(folder, options)
 
-    with serving_with(load, lambda: Text(load_tokenizer(folder))) as running:
+    with run_server(load, lambda: ChatTokenizer(load_tokenizer(folder))) as running:
         yield running
 
 
@@ -83,12 +83,12 @@ def greedy(model: tuple[Path, Any, Any], prompt: str, count: int) -> tuple[str, 
     return tokenizer.decode(tokens), tokens, scores
 
 
-def test_row41_the_server_gives_what_hugging_face_gives(server: Served, model: tuple[Path, Any, Any]) -> None:
+def test_row41_the_server_gives_what_hugging_face_gives(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
     """Prompts of unequal lengths, all at once, streamed and whole: the tokens of one-by-one generation."""
 
     def one(prompt: str) -> tuple[Any, Any]:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0}
-        return server.complete(**body), server.stream("/v1/completions", **body)
+        return server.create_completion(**body), server.stream("/v1/completions", **body)
 
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         answers = list(clients.map(one, PROMPTS))
@@ -101,7 +101,7 @@ def test_row41_the_server_gives_what_hugging_face_gives(server: Served, model: t
     assert len({answer[0]["choices"][0]["text"] for answer in answers}) > 3, "negative control: they differ"
 
 
-def test_an_echoed_prompt_has_its_own_logprobs(server: Served, model: tuple[Path, Any, Any]) -> None:
+def test_an_echoed_prompt_has_its_own_logprobs(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
     """As those who score texts ask for them: the prompt's tokens, the first without, then the answer's."""
     _, live, tokenizer = model
     prompt = "import os, sys"
@@ -109,7 +109,7 @@ def test_an_echoed_prompt_has_its_own_logprobs(server: Served, model: tuple[Path
     with torch.inference_mode():
         scores = live(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
     body = {"max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
-    (choice,) = server.complete(prompt, **body)["choices"]
+    (choice,) = server.create_completion(prompt, **body)["choices"]
     found, count = choice["logprobs"], ids.shape[1]
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
     assert found["token_logprobs"][1:count] == pytest.approx(scores, abs=2e-3)
@@ -135,10 +135,10 @@ _TOOLS = [
 
 def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
     folder = str(model[0])
-    options = EngineOptions(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
+    options = EngineConfig(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
     messages = [{"role": "user", "content": "How deep?"}]
-    with serving_with(
-        lambda: load_engine(folder, options), lambda: Text(load_tokenizer(folder), _TEMPLATE)
+    with run_server(
+        lambda: load_engine(folder, options), lambda: ChatTokenizer(load_tokenizer(folder), _TEMPLATE)
     ) as s:
         for choice in ("required", {"type": "function", "function": {"name": "depth"}}):
             body = {"messages": messages, "tools": _TOOLS, "tool_choice": choice, "max_tokens": 120}
@@ -164,24 +164,24 @@ def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
         assert s.post("/v1/chat/completions", messages=messages, tool_choice="required")[0] == 400
 
 
-def test_shared_prefixes_hit_and_change_nothing(server: Served, model: tuple[Path, Any, Any]) -> None:
+def test_shared_prefixes_hit_and_change_nothing(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
     prompt = "the same long beginning of a prompt, word for word, " * 2
-    first, second = (server.complete(prompt, max_tokens=12, temperature=0) for _ in range(2))
+    first, second = (server.create_completion(prompt, max_tokens=12, temperature=0) for _ in range(2))
     assert first["choices"][0]["text"] == second["choices"][0]["text"] == greedy(model, prompt, 12)[0]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-def test_seeds_stops_and_samples(server: Served) -> None:
+def test_seeds_stops_and_samples(server: ServerThread) -> None:
     body = {"max_tokens": 30, "temperature": 1.5, "seed": 4, "n": 3}
-    one, two = (server.complete("seeded", **body)["choices"] for _ in range(2))
+    one, two = (server.create_completion("seeded", **body)["choices"] for _ in range(2))
     assert [c["text"] for c in one] == [c["text"] for c in two] and len({c["text"] for c in one}) == 3
     text = one[0]["text"]
     stop = text[len(text) // 2 :][:3]
-    cut = server.complete("seeded", **body, stop=[stop])["choices"][0]
+    cut = server.create_completion("seeded", **body, stop=[stop])["choices"][0]
     assert cut["text"] == text[: text.find(stop)] and cut["stop_reason"] == stop
 
 
-def test_r24_cancellations_leave_no_block_and_harm_nobody(server: Served) -> None:
+def test_r24_cancellations_leave_no_block_and_harm_nobody(server: ServerThread) -> None:
     rng = random.Random(2)
     bodies = [
         {"prompt": rng.choice(PROMPTS) * rng.randrange(1, 3), "max_tokens": rng.randrange(4, 40), "seed": i,
@@ -195,7 +195,7 @@ def test_r24_cancellations_leave_no_block_and_harm_nobody(server: Served) -> Non
         async def one(body: dict[str, Any]) -> Any:
             leave = rng.uniform(0.0, 0.3) if rng.random() < 0.3 else None
             async with gate:
-                return await one_request(server.port, body, leave)
+                return await send_request(server.port, body, leave)
 
         return await asyncio.gather(*map(one, bodies))
 
@@ -206,24 +206,24 @@ def test_r24_cancellations_leave_no_block_and_harm_nobody(server: Served) -> Non
     done = [outcome for outcome in outcomes if outcome.status == 200]
     assert len(done) >= 30
     for outcome in done[::6]:
-        alone = server.complete(**{**outcome.body, "stream": False})
+        alone = server.create_completion(**{**outcome.body, "stream": False})
         assert outcome.texts == [choice["text"] for choice in alone["choices"]], "as alone"
 
 
-def test_a_structure_is_kept_or_refused_never_cut_short(server: Served) -> None:
+def test_a_structure_is_kept_or_refused_never_cut_short(server: ServerThread) -> None:
     """This model has no end token: nothing may stand in for it, and the first complete text ends."""
     ask = {"prompt": "x", "max_tokens": 8, "temperature": 0}
     for form, fits in (("(a{1,100}){1,100}", "a"), ("(?:a|aa)+", "a"), ("[0-9]{3}", None), ("[ab]+c", None)):
-        text = server.complete(**ask, guided_regex=form)["choices"][0]["text"]
+        text = server.create_completion(**ask, guided_regex=form)["choices"][0]["text"]
         assert re.fullmatch(form, text) or len(text) >= 8, (form, text)
         assert fits is None or set(text) == {fits}, (form, text)
     for form in ("(a?){500}a{500}", "^$"):
         status, answer = server.post("/v1/completions", **ask, guided_regex=form)
         assert status == 400 and "the structure" in answer["error"]["message"], (form, answer)
-    assert server.complete("x", max_tokens=2)
+    assert server.create_completion("x", max_tokens=2)
 
 
-def test_what_the_engine_refuses_is_a_400(server: Served) -> None:
+def test_what_the_engine_refuses_is_a_400(server: ServerThread) -> None:
     status, answer = server.post("/v1/completions", prompt="x" * 4000)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     status, answer = server.post("/v1/completions", prompt="x", max_tokens=300)

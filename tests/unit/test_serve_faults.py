@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve_support import Served, served
-from tests.toy_engine import expected
+from tests.serve_support import ServerThread, run_toy_server
+from tests.toy_engine import expected_text
 from thalweg.serve.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
@@ -29,15 +29,15 @@ def until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def metrics(server: Served) -> str:
-    return server.raw("GET", "/metrics", None)[2]
+def metrics(server: ServerThread) -> str:
+    return server.request_raw("GET", "/metrics", None)[2]
 
 
-def health(server: Served) -> int:
+def health(server: ServerThread) -> int:
     return server.request("GET", "/health")[0]
 
 
-def begin(server: Served, **body: object) -> socket.socket:
+def begin(server: ServerThread, **body: object) -> socket.socket:
     """Send a request and read nothing."""
     data = json.dumps({"max_tokens": 1000, **body}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
@@ -52,12 +52,12 @@ def post(data: bytes) -> bytes:
 
 def test_row42_overload_is_refused_at_once_and_what_was_admitted_completes() -> None:
     """60 requests at once for 20 places: 429 with Retry-After for the others, in no time; nothing stalls."""
-    with served("toy:delay=0.005,batch=4,blocks=40", pool=PoolLimits(max_outstanding=20)) as server:
+    with run_toy_server("toy:delay=0.005,batch=4,blocks=40", pool=PoolLimits(max_outstanding=20)) as server:
 
         def one(i: int) -> tuple[int, object, float, str]:
             start = time.monotonic()
             body = json.dumps({"prompt": f"load {i}", "max_tokens": 40}).encode()
-            status, headers, answer = server.raw("POST", "/v1/completions", body)
+            status, headers, answer = server.request_raw("POST", "/v1/completions", body)
             return status, headers, time.monotonic() - start, answer
 
         with ThreadPoolExecutor(60) as clients:
@@ -66,16 +66,16 @@ def test_row42_overload_is_refused_at_once_and_what_was_admitted_completes() -> 
         refused = [answer for answer in answers if answer[0] == 429]
         assert len(served_well) + len(refused) == 60 and len(served_well) >= 20 and refused
         for i in served_well:
-            assert answers[i][3]["choices"][0]["text"] == expected(f"load {i}", 40)
+            assert answers[i][3]["choices"][0]["text"] == expected_text(f"load {i}", 40)
         for _, headers, _, answer in refused:
             assert 1 <= int(headers["retry-after"]) <= 60 and answer["error"]["code"] == "overloaded"
         assert min(seconds for status, _, seconds, _ in answers if status == 429) < 0.5
         server.wait_idle()
-        assert health(server) == 200 and server.complete("after", max_tokens=3)
+        assert health(server) == 200 and server.create_completion("after", max_tokens=3)
 
 
 def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
-    with served("toy:blocks=4", pool=PoolLimits(max_outstanding=8)) as server:
+    with run_toy_server("toy:blocks=4", pool=PoolLimits(max_outstanding=8)) as server:
         status, answer = server.post("/v1/completions", prompt="x", n=9)
         assert status == 400 and "split the request" in answer["error"]["message"]
         status, answer = server.post("/v1/completions", prompt="x", max_tokens=100)
@@ -84,7 +84,7 @@ def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
-    with served("toy:delay=0.005") as server:
+    with run_toy_server("toy:delay=0.005") as server:
         sock = begin(server, prompt="gone", n=3, stream=stream)
         until(lambda: server.engines[0].used > 0)
         if stream:
@@ -98,10 +98,10 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thalweg.serve.protocol import GuardedProtocol
+    from thalweg.serve.protocol import HardenedProtocol
 
-    monkeypatch.setattr(GuardedProtocol, "write_seconds", 0.3)
-    with served("toy:length=100000,blocks=100000") as server:
+    monkeypatch.setattr(HardenedProtocol, "write_seconds", 0.3)
+    with run_toy_server("toy:length=100000,blocks=100000") as server:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
@@ -115,17 +115,17 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_request_that_takes_long_to_prepare_holds_nobody_up() -> None:
     """Building a grammar of seconds: others go on meanwhile, leaving cancels it, an error is the client's."""
-    with served("toy:delay=0.001") as server, ThreadPoolExecutor(2) as clients:
+    with run_toy_server("toy:delay=0.001") as server, ThreadPoolExecutor(2) as clients:
         start = time.monotonic()
-        slow = clients.submit(server.complete, "slow one", max_tokens=5, guided_regex="slow 2.0")
+        slow = clients.submit(server.create_completion, "slow one", max_tokens=5, guided_regex="slow 2.0")
         gone = begin(server, prompt="gone", guided_regex="slow 1.9")
         until(lambda: "thalweg_outstanding 2.0" in metrics(server))
         for i in range(5):
-            text = server.complete(f"quick {i}", max_tokens=5)["choices"][0]["text"]
-            assert text == expected(f"quick {i}", 5)
+            text = server.create_completion(f"quick {i}", max_tokens=5)["choices"][0]["text"]
+            assert text == expected_text(f"quick {i}", 5)
         assert not slow.done()
         gone.close()
-        assert slow.result(10)["choices"][0]["text"] == expected("slow one", 5)
+        assert slow.result(10)["choices"][0]["text"] == expected_text("slow one", 5)
         assert time.monotonic() - start > 1.9
         status, answer = server.post("/v1/completions", prompt="x", guided_regex="nonsense")
         assert status == 400 and "not understood" in answer["error"]["message"]
@@ -137,35 +137,35 @@ def test_a_request_that_takes_long_to_prepare_holds_nobody_up() -> None:
 
 def test_row42_a_dead_engine_thread_fails_health() -> None:
     """The engine raises in its thread: the stream ends with an error, /health is 503 until a new one runs."""
-    with served("toy:delay=0.002") as server:
+    with run_toy_server("toy:delay=0.002") as server:
         assert health(server) == 200
         events = server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
         assert events[-1]["error"]["code"] == "lost" and "try again" in events[-1]["error"]["message"]
         assert len(events) > 1
         until(lambda: health(server) == 200)
         assert len(server.engines) == 2 and server.engines[0].closed
-        assert server.complete("again", max_tokens=4)["choices"][0]["text"] == expected("again", 4)
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
         assert "thalweg_replica_restarts_total 1.0" in metrics(server)
 
 
 def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thalweg.serve.pool._PAUSES", (1.0,))
-    with served("toy:delay=0.002") as server:
+    with run_toy_server("toy:delay=0.002") as server:
         server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
         status, answer = server.request("GET", "/health")
         assert status == 503 and "RuntimeError: the toy engine broke" in answer["error"]["message"]
-        assert server.complete("waits for the next", max_tokens=3)
+        assert server.create_completion("waits for the next", max_tokens=3)
         assert health(server) == 200
 
 
 def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thalweg.serve.pool._PAUSES", (0.0, 0.0, 30.0))
-    with served("toy") as server:
+    with run_toy_server("toy") as server:
         for _ in range(2):
             assert server.post("/v1/completions", prompt="CRASH!", max_tokens=5)[0] == 503
             time.sleep(0.1)
         start = time.monotonic()
-        status, headers, answer = server.raw("POST", "/v1/completions", b'{"prompt": "x"}')
+        status, headers, answer = server.request_raw("POST", "/v1/completions", b'{"prompt": "x"}')
         assert status == 503 and headers["retry-after"] and time.monotonic() - start < 5
         assert "the toy engine broke" in answer["error"]["message"]
 
@@ -173,7 +173,7 @@ def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.M
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
     """An engine that hangs in a step answers no heartbeat's question "progress?": 503, then a new process."""
     limits = PoolLimits(stall_seconds=0.6)
-    with served("toy:delay=0.002", processes=True, pool=limits) as server:
+    with run_toy_server("toy:delay=0.002", processes=True, pool=limits) as server:
         assert health(server) == 200
         events: list[object] = []
         client = threading.Thread(
@@ -185,7 +185,7 @@ def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
         until(lambda: health(server) == 200, 20)
         client.join(10)
         assert events[-1]["error"]["code"] == "lost"  # type: ignore[index]
-        assert server.complete("again", max_tokens=4)["choices"][0]["text"] == expected("again", 4)
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
 
 
 def children() -> list[int]:
@@ -198,22 +198,22 @@ def children() -> list[int]:
 
 def test_replicas_share_the_load_and_a_killed_one_is_replaced() -> None:
     """8 whole answers are worked on by 2 processes; one is killed: all 8 come, as if nothing had happened."""
-    with served("toy:delay=0.01", processes=True, replicas=2) as server:
+    with run_toy_server("toy:delay=0.01", processes=True, replicas=2) as server:
         pids = children()
         assert len(pids) == 2
         with ThreadPoolExecutor(8) as clients:
-            answers = [clients.submit(server.complete, f"k{i}", max_tokens=60) for i in range(8)]
+            answers = [clients.submit(server.create_completion, f"k{i}", max_tokens=60) for i in range(8)]
             until(lambda: all(f'thalweg_running{{replica="{i}"}} 4.0' in metrics(server) for i in (0, 1)))
             os.kill(pids[0], signal.SIGKILL)
             texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
-        assert texts == [expected(f"k{i}", 60) for i in range(8)]
+        assert texts == [expected_text(f"k{i}", 60) for i in range(8)]
         assert health(server) == 200
         until(lambda: "thalweg_replicas_ready 2.0" in metrics(server), 30)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
 def test_a_request_that_kills_engines_is_tried_twice_and_no_more() -> None:
-    with served("toy", processes=True) as server:
+    with run_toy_server("toy", processes=True) as server:
         status, answer = server.post("/v1/completions", prompt="EXIT!", max_tokens=5)
         assert status == 503 and answer["error"]["code"] == "lost" and "code 9" in answer["error"]["message"]
         until(lambda: health(server) == 200, 30)
@@ -221,14 +221,14 @@ def test_a_request_that_kills_engines_is_tried_twice_and_no_more() -> None:
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
-    with served("toy:delay=0.01", drain_seconds=20.0) as server, ThreadPoolExecutor(4) as clients:
-        answers = [clients.submit(server.complete, f"d{i}", max_tokens=60) for i in range(4)]
+    with run_toy_server("toy:delay=0.01", drain_seconds=20.0) as server, ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(server.create_completion, f"d{i}", max_tokens=60) for i in range(4)]
         kept = http.client.HTTPConnection("127.0.0.1", server.port)
         until(lambda: len(server.engines[0].running) == 4)
         server.stop(wait=False)
         until(lambda: refused(server.port))
         texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
-        assert texts == [expected(f"d{i}", 60) for i in range(4)]
+        assert texts == [expected_text(f"d{i}", 60) for i in range(4)]
         server.stop()
         kept.close()
         assert server.engines[0].closed
@@ -243,7 +243,7 @@ def refused(port: int) -> bool:
 
 
 def test_the_time_for_draining_is_limited() -> None:
-    with served("toy:delay=0.01", drain_seconds=0.3) as server:
+    with run_toy_server("toy:delay=0.01", drain_seconds=0.3) as server:
         events: list[object] = []
         client = threading.Thread(
             target=lambda: events.extend(server.stream("/v1/completions", prompt="long", max_tokens=2000))
@@ -258,7 +258,7 @@ def test_the_time_for_draining_is_limited() -> None:
 
 
 def test_a_request_may_not_take_for_ever() -> None:
-    with served("toy:delay=0.01", request_seconds=0.3) as server:
+    with run_toy_server("toy:delay=0.01", request_seconds=0.3) as server:
         status, answer = server.post("/v1/completions", prompt="slow", max_tokens=2000)
         assert status == 504 and answer["error"]["code"] == "timeout"
         server.wait_idle(2.0)
@@ -266,12 +266,12 @@ def test_a_request_may_not_take_for_ever() -> None:
 
 def test_an_engine_that_cannot_start_ends_the_server() -> None:
     for processes in (False, True):
-        with pytest.raises(RuntimeError, match="is not there"), served("missing", processes=processes):
+        with pytest.raises(RuntimeError, match="is not there"), run_toy_server("missing", processes=processes):
             pass
 
 
 def test_keys() -> None:
-    with served(api_keys=("first-secret", "second-secret")) as server:
+    with run_toy_server(api_keys=("first-secret", "second-secret")) as server:
         for path in ("/v1/models", "/metrics"):
             assert server.request("GET", path)[0] == 401
             for wrong in (
@@ -285,16 +285,16 @@ def test_keys() -> None:
             for key in ("first-secret", "second-secret"):
                 assert server.request("GET", path, Authorization=f"Bearer {key}")[0] == 200
         assert server.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
-        assert health(server) == 200 and server.raw("GET", "/", None)[0] == 200
+        assert health(server) == 200 and server.request_raw("GET", "/", None)[0] == 200
 
 
 def test_names_of_other_hosts_are_refused_without_a_key() -> None:
-    with served() as server:
+    with run_toy_server() as server:
         assert server.request("GET", "/v1/models", Host="evil.example")[0] == 403
         assert server.request("GET", "/v1/models", Host="evil.example:8000")[0] == 403
         for name in ("localhost", "127.0.0.1:1234", "[::1]:80", "LOCALHOST:1"):
             assert server.request("GET", "/v1/models", Host=name)[0] == 200
-    with served(api_keys=("first-secret",)) as server:
+    with run_toy_server(api_keys=("first-secret",)) as server:
         assert (
             server.request("GET", "/v1/models", Host="proxy", Authorization="Bearer first-secret")[0] == 200
         )

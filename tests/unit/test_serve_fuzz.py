@@ -20,23 +20,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.serve_fuzz import BAD_BODIES, bad_body, bad_bytes
-from tests.serve_support import Served, served
-from thalweg.serve.protocol import GuardedProtocol
+from tests.serve_support import ServerThread, run_toy_server
+from thalweg.serve.protocol import HardenedProtocol
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/toy"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("toy:blocks=4096") as running:
+def server() -> Iterator[ServerThread]:
+    with run_toy_server("toy:blocks=4096") as running:
         yield running
         running.wait_idle()
         assert running.engines == running.engines[:1], "the engine that began is the one that ends"
-        assert running.complete("still here", max_tokens=2)
+        assert running.create_completion("still here", max_tokens=2)
 
 
-def send(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, object]:
-    status, _, answer = server.raw("POST", path, body, **headers)
+def send(server: ServerThread, path: str, body: bytes, **headers: str) -> tuple[int, object]:
+    status, _, answer = server.request_raw("POST", path, body, **headers)
     return status, answer
 
 
@@ -104,7 +104,7 @@ bodies = st.dictionaries(names | st.text(max_size=5), values, max_size=5)
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(PATHS), fields=bodies, good=st.booleans())
-def test_any_json_is_answered_in_form(server: Served, path: str, fields: dict, good: bool) -> None:
+def test_any_json_is_answered_in_form(server: ServerThread, path: str, fields: dict, good: bool) -> None:
     if good:  # the required field is there, so that what follows it is reached
         fields = {"prompt": "x", "max_tokens": 2, **fields} if path.endswith("/completions") else fields
         if "chat" in path:
@@ -118,7 +118,7 @@ def test_any_json_is_answered_in_form(server: Served, path: str, fields: dict, g
 
 @pytest.mark.parametrize("name", sorted(BAD_BODIES))
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_each_known_kind_of_bad_body(server: Served, path: str, name: str) -> None:
+def test_each_known_kind_of_bad_body(server: ServerThread, path: str, name: str) -> None:
     status, answer = send(server, path, BAD_BODIES[name])
     assert 400 <= status < 500 and in_form(status, answer), (name, status, answer)
 
@@ -155,18 +155,18 @@ def test_each_known_kind_of_bad_body(server: Served, path: str, name: str) -> No
         ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
-def test_the_message_names_the_field(server: Served, fields: dict, said: str) -> None:
+def test_the_message_names_the_field(server: ServerThread, fields: dict, said: str) -> None:
     status, answer = send(server, "/v1/completions", json.dumps({"prompt": "x", **fields}).encode())
     assert status == 400 and said in json.dumps(answer), answer
     assert len(answer["error"]["message"]) < 500  # type: ignore[index]
 
 
-def test_a_good_request_would_pass(server: Served) -> None:
+def test_a_good_request_would_pass(server: ServerThread) -> None:
     """Negative control: the same road with nothing wrong is 200."""
     assert send(server, "/v1/completions", b'{"prompt": "x", "max_tokens": 2, "user": "me"}')[0] == 200
 
 
-def test_other_ways_to_ask_wrongly(server: Served) -> None:
+def test_other_ways_to_ask_wrongly(server: ServerThread) -> None:
     good = b'{"prompt": "x"}'
     assert send(server, "/v1/completions", good, Content_Type="text/plain")[0] == 415
     assert send(server, "/v1/completions", good, Content_Encoding="gzip")[0] == 400
@@ -177,7 +177,7 @@ def test_other_ways_to_ask_wrongly(server: Served) -> None:
         assert status == 404 and in_form(status, answer), path
 
 
-def test_a_body_over_the_limit(server: Served) -> None:
+def test_a_body_over_the_limit(server: ServerThread) -> None:
     big = json.dumps({"prompt": "x" * 2**20}).encode()
     status, answer = send(server, "/v1/completions", big)
     assert status == 413 and in_form(status, answer)
@@ -190,7 +190,7 @@ def test_a_body_over_the_limit(server: Served) -> None:
     connection.close()
 
 
-def test_raw_bytes_on_the_socket(server: Served) -> None:
+def test_raw_bytes_on_the_socket(server: ServerThread) -> None:
     """Things that are not HTTP get a 4xx or a closed connection, never a 5xx."""
     random_state = random.Random(7)
     for i in range(120):
@@ -207,7 +207,7 @@ def test_raw_bytes_on_the_socket(server: Served) -> None:
                 assert status == 200 or 400 <= status < 500, first
 
 
-def test_random_bad_bodies(server: Served) -> None:
+def test_random_bad_bodies(server: ServerThread) -> None:
     random_state = random.Random(3)
     for _ in range(150):
         path, body = bad_body(random_state)
@@ -217,10 +217,10 @@ def test_random_bad_bodies(server: Served) -> None:
 
 def test_slow_and_half_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a header a moment, a body that never ends: each is closed in time, and others are served."""
-    from thalweg.serve.gate import GateLimits
+    from thalweg.serve.gate import BodyLimits
 
-    monkeypatch.setattr(GuardedProtocol, "header_seconds", 0.5)
-    with served(gate=GateLimits(body_seconds=0.5)) as server:
+    monkeypatch.setattr(HardenedProtocol, "header_seconds", 0.5)
+    with run_toy_server(gate=BodyLimits(timeout_seconds=0.5)) as server:
 
         def connect(data: bytes) -> socket.socket:
             sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
@@ -233,7 +233,7 @@ def test_slow_and_half_open_connections(monkeypatch: pytest.MonkeyPatch) -> None
         silent = [connect(b"") for _ in range(20)]
         slow = [connect(b"GET / HTTP/1.1\r\nHost: loc") for _ in range(20)]
         short = [connect(head + b"\r\n{") for _ in range(20)]
-        assert server.complete("meanwhile", max_tokens=2)
+        assert server.create_completion("meanwhile", max_tokens=2)
         feeder_done = threading.Event()
 
         def feed() -> None:
@@ -269,8 +269,8 @@ def whole_answer(sock: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 def test_a_body_that_nobody_reads_holds_no_connection(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuardedProtocol, "tail_seconds", 1.0)
-    with served() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    monkeypatch.setattr(HardenedProtocol, "tail_seconds", 1.0)
+    with run_toy_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         head = f"{method} /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n".encode()
         sock.sendall(head)
         assert whole_answer(sock).startswith(b"HTTP/1.1 ")
@@ -288,8 +288,8 @@ def test_a_body_that_nobody_reads_holds_no_connection(method: str, monkeypatch: 
 
 
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuardedProtocol, "max_connections", 30)
-    with served() as server:
+    monkeypatch.setattr(HardenedProtocol, "max_connections", 30)
+    with run_toy_server() as server:
         held = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(60)]
         time.sleep(0.2)
         refused = 0
@@ -301,4 +301,4 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         for sock in held:
             sock.close()
         time.sleep(0.2)
-        assert server.complete("room again", max_tokens=2)
+        assert server.create_completion("room again", max_tokens=2)

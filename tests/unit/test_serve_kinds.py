@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import thalweg
-from tests.serve_support import serving_with
-from tests.unit.infer_models import built, tiny
-from thalweg.infer import EngineOptions, load_engine
-from thalweg.serve.text import Text, load_tokenizer
+from tests.serve_support import run_server
+from tests.unit.infer_models import tiny_encoder, tiny_decoder
+from thalweg.infer import EngineConfig, load_engine
+from thalweg.serve.text import ChatTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,18 +35,18 @@ def ids_of(text: str) -> torch.Tensor:
     return torch.tensor([[int(word[1:]) for word in text.split()]])
 
 
-def options(**fields: Any) -> EngineOptions:
-    return EngineOptions(dtype="fp32", max_batch=4, max_length=96, kv_memory=2**21, **fields)
+def options(**fields: Any) -> EngineConfig:
+    return EngineConfig(dtype="fp32", max_batch=4, max_length=96, kv_memory=2**21, **fields)
 
 
 def test_a_model_that_listens(tmp_path: Path) -> None:
-    model = built("flan_t5")
+    model = tiny_encoder("flan_t5")
     folder = saved(tmp_path / "t5", model)
-    with serving_with(lambda: load_engine(folder, options()), lambda: Text(load_tokenizer(folder))) as server:
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         for text in TEXTS:
             want = model.generate(ids_of(text), max_new_tokens=9, do_sample=False)[0, 1:].tolist()
             said = " ".join(f"w{token}" for token in want)
-            answer = server.complete(text, max_tokens=9, temperature=0)
+            answer = server.create_completion(text, max_tokens=9, temperature=0)
             assert answer["choices"][0]["text"].split() == said.split()
             assert answer["usage"]["prompt_tokens"] == len(text.split())
             events = server.stream("/v1/completions", prompt=text, max_tokens=9, temperature=0)
@@ -62,11 +62,11 @@ def test_a_model_that_listens(tmp_path: Path) -> None:
 
 
 def test_an_encoder(tmp_path: Path) -> None:
-    model = built("bert")
+    model = tiny_encoder("bert")
     folder = saved(tmp_path / "bert", model)
     with torch.no_grad():
         want = [model(ids_of(text)).last_hidden_state[0].mean(0).tolist() for text in TEXTS]
-    with serving_with(lambda: load_engine(folder, options()), lambda: Text(load_tokenizer(folder))) as server:
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         status, answer = server.post("/v1/embeddings", input=TEXTS)
         assert status == 200 and answer["usage"]["prompt_tokens"] == 11
         for row, data in zip(want, answer["data"], strict=True):
@@ -83,9 +83,9 @@ def test_an_encoder(tmp_path: Path) -> None:
 
 def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = tiny("llama")
+    model = tiny_decoder("llama")
     folder = saved(tmp_path / "llama", model)
-    made = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    made = peft.get_peft_model(tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:
@@ -95,7 +95,7 @@ def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     def load() -> Any:
         return load_engine(folder, options(adapters={"poet": str(tmp_path / "poet")}))
 
-    with serving_with(load, lambda: Text(load_tokenizer(folder))) as server:
+    with run_server(load, lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         said = []
         for name, live in ((None, model), ("poet", made.eval())):
             tokens = live.generate(
@@ -103,7 +103,7 @@ def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
             )
             said.append(" ".join(f"w{token}" for token in tokens[0, 3:].tolist()))
             asked = {} if name is None else {"model": name}
-            answer = server.complete(TEXTS[0], max_tokens=9, temperature=0, ignore_eos=True, **asked)
+            answer = server.create_completion(TEXTS[0], max_tokens=9, temperature=0, ignore_eos=True, **asked)
             assert answer["choices"][0]["text"].split() == said[-1].split()
         assert said[0] != said[1]
         _, answer = server.request("GET", "/v1/models")

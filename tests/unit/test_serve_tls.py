@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve_support import Served, served
-from tests.toy_engine import expected
-from thalweg.serve.protocol import GuardedProtocol
+from tests.serve_support import ServerThread, run_toy_server
+from tests.toy_engine import expected_text
+from thalweg.serve.protocol import HardenedProtocol
 from thalweg.serve.server import ServeOptions
-from thalweg.serve.tls import Door
+from thalweg.serve.tls import HandshakeGuard
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl for a certificate")
 
@@ -34,12 +34,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def serving(files: tuple[str, str], model: str = "toy") -> Iterator[Served]:
-    with served(model, tls_cert=files[0], tls_key=files[1]) as server:
+def serving(files: tuple[str, str], model: str = "toy") -> Iterator[ServerThread]:
+    with run_toy_server(model, tls_cert=files[0], tls_key=files[1]) as server:
         yield server
 
 
-def ask(server: Served, files: tuple[str, str], prompt: str, pieces: int = 1) -> str:
+def ask(server: ServerThread, files: tuple[str, str], prompt: str, pieces: int = 1) -> str:
     """A completion over TLS, its request sent in pieces; the text."""
     body = json.dumps({"prompt": prompt, "max_tokens": 9}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -54,7 +54,7 @@ def ask(server: Served, files: tuple[str, str], prompt: str, pieces: int = 1) ->
     return json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
 
 
-def secure(server: Served, files: tuple[str, str]) -> ssl.SSLSocket:
+def secure(server: ServerThread, files: tuple[str, str]) -> ssl.SSLSocket:
     context = ssl.create_default_context(cafile=files[0])
     plain = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     return context.wrap_socket(plain, server_hostname="127.0.0.1")
@@ -76,15 +76,15 @@ def closed(sock: socket.socket, seconds: float) -> bool:
 def test_requests_and_streams_pass(files: tuple[str, str]) -> None:
     with serving(files) as server:
         for pieces in (1, 7):
-            assert ask(server, files, f"tls {pieces}", pieces) == expected(f"tls {pieces}", 9)
+            assert ask(server, files, f"tls {pieces}", pieces) == expected_text(f"tls {pieces}", 9)
 
 
 def test_handshakes_that_never_end_are_counted_and_closed(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six clients connect where four may, and say nothing, half of a greeting, or what is no TLS."""
-    monkeypatch.setattr(GuardedProtocol, "max_connections", 4)
-    monkeypatch.setattr(Door, "handshake_seconds", 2.0)
+    monkeypatch.setattr(HardenedProtocol, "max_connections", 4)
+    monkeypatch.setattr(HandshakeGuard, "handshake_seconds", 2.0)
     with serving(files, "toy:delay=0.01") as server:
         silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
         silent[0].sendall(b"\x16\x03\x01\x02\x00\x01\x00")
@@ -102,7 +102,7 @@ def test_handshakes_that_never_end_are_counted_and_closed(
         leaves.close()
         time.sleep(0.1)
         busy = [secure(server, files) for _ in range(3)]  # handshakes that ended: room for one more
-        assert ask(server, files, "after") == expected("after", 9)
+        assert ask(server, files, "after") == expected_text("after", 9)
         for sock in (*silent, beyond, wrong, *busy):
             sock.close()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.zero_init_support import SIZES, built, same, values
+from tests.unit.zero_init_support import SMALL_SIZES, build_plain_and_recorded, matches_plain, materialized_values
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import Init
 from thalweg.zero.init import has_meta_tensors, materialize_module
@@ -42,22 +42,22 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("small", SIZES)
+@pytest.mark.parametrize("small", SMALL_SIZES)
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "skip_init"])
 def test_layers_get_the_values_of_an_ordinary_build(name: str, small: int) -> None:
-    plain, model = built(LAYERS[name], small)
+    plain, model = build_plain_and_recorded(LAYERS[name], small)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert q.is_meta and q.device.type == "meta" and isinstance(q, nn.Parameter) and q.is_leaf
         for fact in ("shape", "dtype", "requires_grad"):
             assert getattr(p, fact) == getattr(q, fact)
         assert p.numel() == q.numel() and p.stride() == q.stride()
-    assert has_meta_tensors(model) and same(plain, model)
+    assert has_meta_tensors(model) and matches_plain(plain, model)
 
 
 def test_another_seed_gives_other_values() -> None:  # negative control
-    _, model = built(LAYERS["gpt"], 64)
+    _, model = build_plain_and_recorded(LAYERS["gpt"], 64)
     torch.manual_seed(8)
-    assert not same(gpt(), model)
+    assert not matches_plain(gpt(), model)
 
 
 class Filled(nn.Module):
@@ -82,16 +82,16 @@ FILLS = {
 }
 
 
-@pytest.mark.parametrize("small", SIZES)
+@pytest.mark.parametrize("small", SMALL_SIZES)
 @pytest.mark.parametrize("fill", FILLS)
 def test_initialisers_inside_and_after_the_context(fill: str, small: int) -> None:
-    assert same(*built(lambda: Filled(FILLS[fill]), small))
+    assert matches_plain(*build_plain_and_recorded(lambda: Filled(FILLS[fill]), small))
 
     def later(model: Filled) -> None:
         FILLS[fill](model.a.weight)
         model.b.weight.data.normal_()
 
-    assert same(*built(lambda: Filled(nn.init.zeros_), small, then=later))
+    assert matches_plain(*build_plain_and_recorded(lambda: Filled(nn.init.zeros_), small, after_build=later))
 
 
 class Awkward(nn.Module):
@@ -145,14 +145,14 @@ class Awkward(nn.Module):
             torch._foreach_mul_([self.frozen, self.old], 2.0)
 
 
-@pytest.mark.parametrize("small", SIZES)
+@pytest.mark.parametrize("small", SMALL_SIZES)
 def test_awkward_constructors(small: int) -> None:
-    plain, model = built(Awkward, small)
+    plain, model = build_plain_and_recorded(Awkward, small)
     assert model.head.weight is model.embedding.weight
-    assert same(plain, model)
+    assert matches_plain(plain, model)
 
 
-@pytest.mark.parametrize("small", SIZES)
+@pytest.mark.parametrize("small", SMALL_SIZES)
 def test_changes_after_the_context_count(small: int) -> None:
     def later(model: nn.Module) -> None:
         model.apply(lambda m: m.weight.data.mul_(2) if isinstance(m, nn.Linear) else None)
@@ -161,11 +161,11 @@ def test_changes_after_the_context_count(small: int) -> None:
             nn.init.trunc_normal_(block.mlp.up.weight)
         model.half()
 
-    assert same(*built(gpt, small, then=later))
+    assert matches_plain(*build_plain_and_recorded(gpt, small, after_build=later))
 
 
 def test_deepcopy_and_state_dict_have_the_values() -> None:
-    plain, model = built(gpt, 64)
+    plain, model = build_plain_and_recorded(gpt, 64)
     twin = copy.deepcopy(model)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -176,12 +176,12 @@ def test_deepcopy_and_state_dict_have_the_values() -> None:
         assert torch.equal(model.state_dict()[name].cpu(), tensor)
     assert twin.head.weight is twin.wte.weight and twin.wte.weight is not model.wte.weight
     twin.wte.weight.data.zero_()
-    assert same(plain, model)
-    assert (values(twin)["wte.weight"] == 0).all()
+    assert matches_plain(plain, model)
+    assert (materialized_values(twin)["wte.weight"] == 0).all()
 
 
 def test_numpy_is_read_only_and_a_forward_pass_is_refused() -> None:
-    plain, model = built(gpt, 64)
+    plain, model = build_plain_and_recorded(gpt, 64)
     assert (model.wte.weight.detach().numpy() == plain.wte.weight.detach().numpy()).all()
     with pytest.raises(ValueError, match="read-only"):
         model.wte.weight.detach().numpy()[0] = 1.0
@@ -193,7 +193,7 @@ def test_numpy_is_read_only_and_a_forward_pass_is_refused() -> None:
 
 
 def test_real_tensors_on_request() -> None:
-    plain, model = built(gpt, 64)
+    plain, model = build_plain_and_recorded(gpt, 64)
     assert torch.equal(model.wpe.weight.to("cpu", torch.float64), plain.wpe.weight.double())
     zeros = torch.zeros_like(model.wpe.weight, device="cpu")
     assert type(zeros) is Tensor and not zeros.is_meta and not zeros.any()
@@ -215,7 +215,7 @@ def test_row10_true_shapes_and_effective_initialisation() -> None:
     nn.init.ones_(model[0].weight)  # type: ignore[arg-type]
     with torch.no_grad():
         model[1].weight[3:5] = 7.0  # type: ignore[index]
-    found = values(model)
+    found = materialized_values(model)
     assert (found["0.weight"] == 1).all() and (found["1.weight"][3:5] == 7).all()
     assert found["1.weight"][5:].std() > 0.9
 
@@ -268,7 +268,7 @@ def test_nested_contexts_exceptions_and_disabled() -> None:
     torch.manual_seed(1)
     with Init():
         model = build(enabled=True)
-    assert all(p.is_meta for p in model.parameters()) and same(plain, model)
+    assert all(p.is_meta for p in model.parameters()) and matches_plain(plain, model)
     with pytest.raises(RuntimeError, match="boom"):
         fail()
     assert torch.get_default_dtype() is torch.float32
@@ -292,7 +292,7 @@ def test_dtype_is_that_of_an_ordinary_build_in_it() -> None:
     with Init(dtype=torch.bfloat16):
         model = gpt()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert same(plain, model)
+    assert matches_plain(plain, model)
     for wrong in (torch.int64, "bf16"):
         with pytest.raises(ValueError, match="floating dtype"):
             Init(dtype=wrong)  # type: ignore[arg-type]
@@ -333,7 +333,7 @@ def test_meta_device_models_are_initialised_by_their_modules(build: object) -> N
     torch.manual_seed(5)
     with torch.device("meta"):
         model = build()  # type: ignore[operator]
-    assert same(plain, model)
+    assert matches_plain(plain, model)
 
 
 class Tied(nn.Module):
@@ -361,7 +361,7 @@ def test_meta_device_model_without_a_way_to_initialise() -> None:
     assert type(model[0].weight) is nn.Parameter
     with torch.no_grad():
         model[1].scale = nn.Parameter(torch.ones(4))  # type: ignore[assignment]
-    assert len(values(model)) == 5
+    assert len(materialized_values(model)) == 5
 
 
 def test_mixing_with_meta_tensors_without_values_is_an_error() -> None:

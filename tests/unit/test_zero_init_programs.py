@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.unit.zero_init_support import built, same, values
+from tests.unit.zero_init_support import build_plain_and_recorded, matches_plain, materialized_values
 from thalweg.zero.pending import DeferredTensor, peek_value
 from thalweg.zero.record import storage_records
 from thalweg.zero.recorder import RecordMode
@@ -105,7 +105,7 @@ class Program(nn.Module):
 def test_random_programs(
     seed: int, length: int, shape: tuple[int, int], dtype: torch.dtype, small: int
 ) -> None:
-    assert same(*built(lambda: Program(seed, length, shape, dtype), small))
+    assert matches_plain(*build_plain_and_recorded(lambda: Program(seed, length, shape, dtype), small))
 
 
 @settings(deadline=None, max_examples=40)
@@ -143,13 +143,13 @@ def test_a_remembered_value_is_not_taken_for_an_earlier_version() -> None:
         return module
 
     for _ in range(3):
-        assert same(*built(build, 0))
+        assert matches_plain(*build_plain_and_recorded(build, 0))
 
 
 def test_a_lost_operation_is_noticed() -> None:  # negative control of the comparison
-    plain, model = built(lambda: Program(1, 20, (5, 6), torch.float32), 0)
+    plain, model = build_plain_and_recorded(lambda: Program(1, 20, (5, 6), torch.float32), 0)
     plain.tensors[1].data[0, 0] += 1e-6
-    assert not same(plain, model)
+    assert not matches_plain(plain, model)
 
 
 class TwoPasses(nn.Module):
@@ -165,7 +165,7 @@ class TwoPasses(nn.Module):
 def test_replay_holds_one_parameter_at_a_time() -> None:
     from thalweg.zero import replay
 
-    _, model = built(TwoPasses, 0)
+    _, model = build_plain_and_recorded(TwoPasses, 0)
     held: list[int] = []
     original = replay._Executor.run
 
@@ -176,7 +176,7 @@ def test_replay_holds_one_parameter_at_a_time() -> None:
 
     replay_real, replay._Executor = replay._Executor, Watched  # type: ignore[misc]
     try:
-        assert same(*built(TwoPasses, 0))
+        assert matches_plain(*build_plain_and_recorded(TwoPasses, 0))
     finally:
         replay._Executor = replay_real  # type: ignore[misc]
     assert original is replay_real.run and held and max(held) == 1
@@ -208,7 +208,7 @@ def test_a_long_chain_is_replayed_and_freed_without_recursion() -> None:
         with torch.no_grad():
             for _ in range(5_000):
                 model.weight[0].add_(1.0)
-    found = values(model)["weight"]
+    found = materialized_values(model)["weight"]
     assert found[0].min() > 4_900 and found[1:].abs().max() < 1
 
 

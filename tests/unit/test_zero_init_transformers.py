@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.zero_init_support import built, same, values
+from tests.unit.zero_init_support import build_plain_and_recorded, matches_plain, materialized_values
 from thalweg.zero import Init
 from thalweg.zero.init import has_meta_tensors
 
@@ -57,15 +57,15 @@ def _from_config(name: str, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("small", [0, 4096])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_config_gives_the_values_of_an_ordinary_build(name: str, small: int) -> None:
-    plain, model = built(lambda: _from_config(name), small)
+    plain, model = build_plain_and_recorded(lambda: _from_config(name), small)
     assert all(p.is_meta for p in model.parameters()) and has_meta_tensors(model)
-    assert same(plain, model)
+    assert matches_plain(plain, model)
 
 
 def test_from_config_in_bfloat16() -> None:
-    plain, model = built(lambda: _from_config("llama", dtype=torch.bfloat16), 64)
+    plain, model = build_plain_and_recorded(lambda: _from_config("llama", dtype=torch.bfloat16), 64)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert same(plain, model)
+    assert matches_plain(plain, model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -77,8 +77,8 @@ def test_resized_embeddings(name: str) -> None:
         model.resize_token_embeddings(210)  # type: ignore[operator]
         return model
 
-    assert same(*built(build, 64))
-    _, model = built(lambda: _from_config(name), 64)
+    assert matches_plain(*build_plain_and_recorded(build, 64))
+    _, model = build_plain_and_recorded(lambda: _from_config(name), 64)
     with pytest.raises(ValueError, match=r"zero\.Init"):  # outside: an error, not a silent loss
         model.resize_token_embeddings(210, mean_resizing=False)
 
@@ -89,17 +89,17 @@ def test_from_pretrained_inside_the_context(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)  # type: ignore[operator]
     with Init():
         model = kind.from_pretrained(tmp_path)
-    found = values(model)
+    found = materialized_values(model)
     assert all(torch.equal(found[name], p) for name, p in saved.named_parameters())
 
 
 def test_save_pretrained_before_initialize(tmp_path: Path) -> None:
     kind, _ = CONFIGS["gpt2"]
-    plain, model = built(lambda: _from_config("gpt2"), 64)
+    plain, model = build_plain_and_recorded(lambda: _from_config("gpt2"), 64)
     model.save_pretrained(tmp_path)
     loaded = dict(kind.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(loaded[name], p) for name, p in plain.named_parameters())
-    assert same(plain, model)
+    assert matches_plain(plain, model)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -109,4 +109,4 @@ def test_meta_device_models_are_initialised(name: str) -> None:
     torch.manual_seed(7)
     with torch.device("meta"):
         model = _from_config(name)
-    assert same(plain, model)
+    assert matches_plain(plain, model)

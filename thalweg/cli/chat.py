@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
-    from thalweg.serve.ask import events, post
+    from thalweg.serve.ask import iter_sse, post_json
     from thalweg.serve.errors import ApiError
 
     base = args.url if "://" in args.url else f"http://{args.url}"
@@ -92,13 +92,13 @@ def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator
         body: dict[str, Any] = {"messages": messages, "stream": True, "max_tokens": args.max_tokens}
         body |= {"temperature": args.temperature, "seed": args.seed}
         try:
-            response = post(url, body, args.api_key)
+            response = post_json(url, body, args.api_key)
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise
-            response = post(url, body | {"max_tokens": None}, args.api_key)  # as long as there is room
+            response = post_json(url, body | {"max_tokens": None}, args.api_key)  # as long as there is room
         with response:
-            for event in events(response):
+            for event in iter_sse(response):
                 yield from (choice["delta"].get("content") or "" for choice in event["choices"])
 
     return stream_reply
@@ -107,17 +107,17 @@ def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator
 def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.infer.api import Request, SamplingParams
     from thalweg.serve.errors import ApiError
-    from thalweg.serve.text import DEFAULT_STOP, Text
+    from thalweg.serve.text import FALLBACK_STOP, ChatTokenizer
 
     engine = build_engine_spec(args).load()
     if engine.facts.kind == "encoder" or engine.tokenizer is None:
         reason = "is an encoder: it writes nothing" if engine.tokenizer is not None else "has no tokenizer"
         raise ValueError(f"{args.model} {reason}; give a model that generates text")
-    chat_tokenizer = Text(engine.tokenizer)
+    chat_tokenizer = ChatTokenizer(engine.tokenizer)
 
     def stream_reply(messages: Messages) -> Iterator[str]:
         try:
-            prompt, special = chat_tokenizer.chat([dict(message) for message in messages], None, False, {})
+            prompt, special = chat_tokenizer.apply_chat_template([dict(message) for message in messages], None, False, {})
         except ApiError as error:
             raise ValueError(str(error)) from None
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
@@ -126,7 +126,7 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
             raise ValueError(
                 f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new"
             )
-        stop = (DEFAULT_STOP,) if chat_tokenizer.template is None else ()
+        stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         params = SamplingParams(
             max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
         )

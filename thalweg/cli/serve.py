@@ -114,15 +114,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_engine_spec(args: argparse.Namespace) -> Any:
     """Return what the engine's options ask for."""
-    from thalweg.infer.api import EngineOptions
-    from thalweg.serve.spawn import LOADER, EngineTask
+    from thalweg.infer.api import EngineConfig
+    from thalweg.serve.spawn import LOADER, EngineSpec
 
     if args.loader is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
     for model in [args.model, args.draft] if args.loader is None else []:
         if model is not None:
             check_model_path(model)
-    options = EngineOptions(
+    options = EngineConfig(
         dtype=args.dtype,
         quantize=args.quantize,
         max_length=args.max_length,
@@ -145,7 +145,7 @@ def build_engine_spec(args: argparse.Namespace) -> Any:
         pooling=args.pooling,
         trust_remote_code=args.trust_remote_code,
     )
-    return EngineTask(args.model, options, args.loader or LOADER)
+    return EngineSpec(args.model, options, args.loader or LOADER)
 
 
 def _parse_adapters(values: list[str]) -> dict[str, str]:
@@ -162,11 +162,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
     from thalweg.cli.serve_hosts import ClusterRole
-    from thalweg.serve.gate import GateLimits
+    from thalweg.serve.gate import BodyLimits
     from thalweg.serve.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, run
-    from thalweg.serve.spawn import InProcess
-    from thalweg.serve.text import Text, load_text
+    from thalweg.serve.spawn import ProcessLauncher
+    from thalweg.serve.text import ChatTokenizer, load_chat_tokenizer
 
     if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
@@ -182,14 +182,14 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=read_api_keys(args),
-        replicas=replicas,
-        deployment=args.deployment,
+        num_replicas=replicas,
+        deployment_name=args.deployment,
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
-        pool=PoolLimits(replicas * args.max_batch + args.max_queue, args.stall_seconds),
-        gate=GateLimits(body_bytes=args.body_bytes),
+        pool_limits=PoolLimits(replicas * args.max_batch + args.max_queue, args.stall_seconds),
+        body_limits=BodyLimits(max_bytes=args.body_bytes),
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:
@@ -202,10 +202,10 @@ def run(args: argparse.Namespace) -> int:
             if args.deployment:
                 stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
 
-        def make_tokenizer() -> Text:
-            return load_text(args.model, engine_spec.loader, template, args.trust_remote_code)
+        def make_tokenizer() -> ChatTokenizer:
+            return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        start_replica = stack.enter_context(cluster_role.listen(InProcess(engine_spec, _make_placements(args)), args.replicas))
+        start_replica = stack.enter_context(cluster_role.listen(ProcessLauncher(engine_spec, _make_placements(args)), args.replicas))
         run(options, start_replica, make_tokenizer, on_ready)
     return 0
 
@@ -251,7 +251,7 @@ def parse_size(text: str) -> int:
 def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     """Deal the cores to the replicas as `thalweg run` deals them to ranks; one replica is not bound."""
     from thalweg.launch.cores import cpu_quota, physical_cores, assign_cores, usable_cpus
-    from thalweg.serve.spawn import Place
+    from thalweg.serve.spawn import ReplicaResources
 
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
@@ -265,15 +265,15 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     if sys.platform.startswith("linux"):
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
     cpus = plan.cpus or ((),) * args.replicas
-    return tuple(Place(share, environ) for share in cpus)
+    return tuple(ReplicaResources(share, environ) for share in cpus)
 
 
 @contextlib.contextmanager
 def _registered_deployment(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
-    from thalweg.serve.mii import forget_deployment, record_deployment
+    from thalweg.serve.mii import unregister_deployment, register_deployment
 
-    record_deployment(name, url, keys[0] if keys else None)
+    register_deployment(name, url, keys[0] if keys else None)
     try:
         yield
     finally:
-        forget_deployment(name, os.getpid())
+        unregister_deployment(name, os.getpid())

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from thalweg.cli.telling import log_stderr
-from thalweg.serve.join import Lobby, Rank, Worker, parse_address
-from thalweg.serve.spawn import EngineTask, Place, Running
+from thalweg.serve.join import WorkerListener, LaunchRank, RemoteWorker, parse_address
+from thalweg.serve.spawn import EngineSpec, ReplicaResources, ReplicaHandle
 
 _LOOPBACK_PREFIXES = ("127.", "localhost", "::1")
 
@@ -27,16 +27,16 @@ class ClusterRole:
     is_worker: bool = False
     address: tuple[str, int] | None = None
     join_key: bytes = b""
-    launch_rank: Rank | None = None
+    launch_rank: LaunchRank | None = None
     num_replicas: int = 1
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ClusterRole:
         """Read it from the options, or from a launcher's job; ValueError where they disagree."""
         is_explicit = args.workers is not None or args.workers_at or args.join
-        launch_rank = None if is_explicit else Rank.of(os.environ)
+        launch_rank = None if is_explicit else LaunchRank.from_env(os.environ)
         if launch_rank is not None:
-            num_workers = 0 if launch_rank.rank else (launch_rank.world - 1) * args.replicas
+            num_workers = 0 if launch_rank.rank else (launch_rank.world_size - 1) * args.replicas
             return cls(num_workers, launch_rank.rank > 0, rank=launch_rank, replicas=args.replicas)
         if not is_explicit:
             return cls()
@@ -49,33 +49,33 @@ class ClusterRole:
         return cls(args.workers, False, parse_address(args.workers_at), read_join_key(args))
 
     @contextlib.contextmanager
-    def listen(self, start_local: Callable[[int], Running], num_local: int) -> Iterator[Callable[[int], Running]]:
+    def listen(self, start_local: Callable[[int], ReplicaHandle], num_local: int) -> Iterator[Callable[[int], ReplicaHandle]]:
         """Yield what starts replicas, here and on the workers."""
         if not self.num_workers:
             yield start_local
             return
         address, key, store = self.address, self.join_key, None
         if self.launch_rank is not None:
-            address, key = (_bind_address(self.launch_rank.addr), 0), secrets.token_bytes(32)
+            address, key = (_bind_address(self.launch_rank.master_addr), 0), secrets.token_bytes(32)
         assert address is not None
-        listener = Lobby(address, key, num_local, start_local)
+        listener = WorkerListener(address, key, num_local, start_local)
         try:
             if self.launch_rank is not None:
-                store = self.launch_rank.tell(listener.port, key)
+                store = self.launch_rank.publish_address(listener.port, key)
             log_stderr(f"waiting for {self.num_workers} replicas at port {listener.port}")
             yield listener
         finally:
             listener.close()
             del store
 
-    def run_worker(self, engine_spec: EngineTask, placements: tuple[Place, ...]) -> int:
+    def run_worker(self, engine_spec: EngineSpec, placements: tuple[ReplicaResources, ...]) -> int:
         """Be a worker until the server is gone, or a signal comes."""
         if self.launch_rank is not None:
-            address, key = self.launch_rank.ask()
+            address, key = self.launch_rank.wait_for_address()
         else:
             assert self.address is not None
             address, key = self.address, self.join_key
-        worker = Worker(address, key, engine_spec, placements, self.num_replicas)
+        worker = RemoteWorker(address, key, engine_spec, placements, self.num_replicas)
 
         def stop_worker(*_: Any) -> None:
             worker.stop()

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from thalweg.infer.api import (
     EngineCore,
-    EngineOptions,
+    EngineConfig,
     EngineStats,
-    ModelFacts,
+    ModelMetadata,
     Request,
     RequestOutput,
     SamplingParams,
-    Structure,
+    StructuredOutput,
     TokenLogprob,
 )
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EngineCore",
-    "EngineOptions",
+    "EngineConfig",
     "EngineStats",
-    "ModelFacts",
+    "ModelMetadata",
     "Request",
     "RequestOutput",
     "SamplingParams",
-    "Structure",
+    "StructuredOutput",
     "TokenLogprob",
     "load_engine",
 ]

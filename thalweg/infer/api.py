@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
-class Structure:
+class StructuredOutput:
     """What the generated text must look like: exactly one of the fields is set."""
 
     json_schema: str | None = None
@@ -34,8 +34,8 @@ class Structure:
     choices: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.json_schema, self.regex, self.choices) if x is not None]
-        if len(given) != 1:
+        set_fields = [x for x in (self.json_schema, self.regex, self.choices) if x is not None]
+        if len(set_fields) != 1:
             raise ValueError("a Structure needs exactly one of json_schema, regex, choices")
         if self.choices is not None and not self.choices:
             raise ValueError("choices is empty: name at least one text")
@@ -87,17 +87,17 @@ class SamplingParams:
     """The same for the tokens of the prompt, in the sequence's first output; turns prefix hits off."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    structure: Structure | None = None
+    structure: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, low, high in _FIELD_RANGES:
             value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
+            if value is None and name in _NULLABLE_FIELDS:
                 continue
-            whole = name in _WHOLE
-            good = _is_number(value) and (isinstance(value, int) or not whole)
-            if not good or value is None or not low <= value <= high:
-                kind = "a whole number" if whole else "a number"
+            must_be_int = name in _INTEGER_FIELDS
+            is_valid = _is_number(value) and (isinstance(value, int) or not must_be_int)
+            if not is_valid or value is None or not low <= value <= high:
+                kind = "a whole number" if must_be_int else "a number"
                 raise ValueError(f"{name} is {value!r}; it must be {kind} from {low} to {high}")
         if self.repetition_penalty <= 0:
             raise ValueError("repetition_penalty must be above 0; 1 leaves the logits as they are")
@@ -107,12 +107,12 @@ class SamplingParams:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError("stop must be a tuple of texts, none of them empty")
-        ends = self.stop_token_ids
-        if not isinstance(ends, list | tuple | set | frozenset) or not all(map(_is_token, ends)):
+        stop_ids = self.stop_token_ids
+        if not isinstance(stop_ids, list | tuple | set | frozenset) or not all(map(_is_token_id, stop_ids)):
             raise ValueError("stop_token_ids must be a tuple of token ids, whole numbers")
         biases = self.logit_bias
         if not isinstance(biases, Mapping) or not all(
-            _is_token(token) and _is_number(x) and abs(x) <= 100 for token, x in biases.items()
+            _is_token_id(token) and _is_number(x) and abs(x) <= 100 for token, x in biases.items()
         ):
             raise ValueError("logit_bias maps token ids to numbers from -100 to 100")
 
@@ -126,19 +126,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_token(value: object) -> bool:
+def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_MANY = 2**31 - 1
-_WHOLE = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs")
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, _MANY),
-    ("min_tokens", 0, _MANY),
+_INT32_MAX = 2**31 - 1
+_INTEGER_FIELDS = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs")
+_NULLABLE_FIELDS = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_FIELD_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, _INT32_MAX),
+    ("min_tokens", 0, _INT32_MAX),
     ("n", 1, 1024),
     ("temperature", 0, 100),
-    ("top_k", 0, _MANY),
+    ("top_k", 0, _INT32_MAX),
     ("top_p", 0, 1),
     ("min_p", 0, 1),
     ("repetition_penalty", 0, 100),
@@ -229,9 +229,9 @@ class EngineStats:
     """Prompt tokens that came from the prefix cache."""
     generated_tokens: int = 0
     preemptions: int = 0
-    guessed_tokens: int = 0
+    draft_tokens: int = 0
     """Tokens that were computed as guesses (``speculate``)."""
-    guessed_right: int = 0
+    accepted_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """Sequences that ended, by finish reason."""
 
@@ -242,7 +242,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelMetadata:
     """What a caller needs to know of the model."""
 
     name: str
@@ -262,7 +262,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineConfig:
     """How to load and run a model; the defaults suit a server.
 
     ``thalweg.infer.load_engine(model, options=EngineOptions(), tokenizer=None) -> EngineCore`` takes them
@@ -337,14 +337,14 @@ class EngineOptions:
             raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; prompt and answer need 2 tokens at least")
-        self._check_ranks()
+        self._check_parallel_degrees()
         if self.stream not in (None, "cpu", "nvme"):
             raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
         for name in ("block_size", "max_batch", "max_step_tokens"):
             if getattr(self, name) < (0 if name == "max_batch" and self.stream else 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
-    def _check_ranks(self) -> None:
+    def _check_parallel_degrees(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -358,7 +358,7 @@ class EngineOptions:
             )
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Processes that run one model."""
         return self.pipeline_parallel * max(self.tensor_parallel, self.expert_parallel)
 
@@ -367,7 +367,7 @@ class EngineOptions:
 class EngineCore(Protocol):
     """A model that works off requests.  Belongs to one thread."""
 
-    facts: ModelFacts
+    metadata: ModelMetadata
     tokenizer: Any
     """A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None."""
 

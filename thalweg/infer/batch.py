@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
-def token_list(prompt: Any) -> list[int]:
+def to_token_ids(prompt: Any) -> list[int]:
     """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
     try:
         return [index(token) for token in prompt]
@@ -24,15 +24,15 @@ def token_list(prompt: Any) -> list[int]:
         ) from None
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """``count`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
 
     slot: int
     start: int
-    count: int
+    num_tokens: int
 
 
-class Source(NamedTuple):
+class EncoderInput(NamedTuple):
     """What the sequence in ``slot`` listens to, whole."""
 
     slot: int
@@ -40,51 +40,51 @@ class Source(NamedTuple):
 
 
 @dataclass
-class Batch:
+class ModelInput:
     """The tokens of all spans one after the other, and the rows whose logits are wanted."""
 
     tokens: list[int]
-    spans: list[Span]
-    rows: Sequence[int]
+    spans: list[QuerySpan]
+    logit_indices: Sequence[int]
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """A model with its KV cache."""
 
     num_blocks: int
     """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
     block_size: int
-    tables: Any
+    block_tables: Any
     """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
 
-    sources: Any
+    encoder_block_tables: Any
     """The same for sources, whose blocks come from the same cache; no rows where the model has no encoder."""
 
-    source_lengths: Any
+    encoder_seq_lens: Any
     """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' sources."""
-    adapter_of: Any
+    lora_ids: Any
     """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
 
-    def encode(self, sources: Sequence[Source]) -> None:
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """Compute sources, where the model has an encoder; their slots' tables are written."""
         ...
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: ModelInput) -> Tensor:
         """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""
         ...
 
-    def best(self) -> tuple[list[int], list[float]] | None:
+    def argmax(self) -> tuple[list[int], list[float]] | None:
         """Return the most likely token of each row of the last run and its logit, where that is at hand.
 
         Of several equal ones the first; a logit that is NaN stands for a row that holds one.
         """
         ...
 
-    def release(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Forget what the slot's sequence has left outside of the blocks."""
         ...
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: ModelInput) -> Tensor:
         """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
         ...
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.infer.passing import Passing
-from thalweg.infer.swap import pack_model, restore
+from thalweg.infer.passing import ModuleOffloader
+from thalweg.infer.swap import quantize_linears, restore_linears
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
-_STEPPING = ("unet", "transformer", "transformer_2", "controlnet", "prior", "decoder")
+_DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "decoder")
 """Components that run at every step."""
 
 
@@ -66,8 +66,8 @@ def load_pipeline(folder: str | Path, dtype: str | None) -> Any:
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     except ImportError as error:
         raise ValueError(f"{folder} is a diffusion pipeline: install thalweg[diffusion]") from error
-    wanted: Any = {} if dtype is None else {"torch_dtype": parse_dtype(dtype)}
-    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **wanted)
+    extra_args: Any = {} if dtype is None else {"torch_dtype": parse_dtype(dtype)}
+    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **extra_args)
 
 
 class DiffusionEngine:
@@ -78,44 +78,44 @@ class DiffusionEngine:
 
     def __init__(self, pipeline: Any, options: DiffusionOptions) -> None:
         self.module, self.options = pipeline, options
-        self.passing: Passing | None = None
-        self._exchanged: list[tuple[nn.Module, str, nn.Module]] = []
+        self.offloader: ModuleOffloader | None = None
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._compiled: list[nn.Module] = []
-        parts = {key: part for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
-        if not parts:
+        components = {key: component for key, component in pipeline.components.items() if isinstance(component, nn.Module)}
+        if not components:
             raise ValueError(f"{type(pipeline).__name__} has no component with weights")
         if options.dtype is not None:
             pipeline.to(parse_dtype(options.dtype))
         device = torch.device(options.device or str(pipeline.device))
-        for part in parts.values():
+        for part in components.values():
             part.eval()
         if options.stream is None:
             pipeline.to(device)
         if options.quantize is not None:
             if device.type != "cpu":
                 raise ValueError(f"quantize: packed weights are for CPUs, and the pipeline is on {device}")
-            for part in parts.values():
-                self._exchanged += pack_model(part, options.quantize)
+            for part in components.values():
+                self._replaced += quantize_linears(part, options.quantize)
         if options.compile is not None:
-            self._compile(parts)
+            self._compile(components)
         if options.stream is not None:
-            for part in parts.values():
+            for part in components.values():
                 for owner in part.modules():
                     for name, buffer in list(owner.named_buffers(recurse=False)):
                         setattr(owner, name, buffer.to(device))
-            self.passing = Passing(
-                parts.values(), tier=options.stream, device=device, folder=options.stream_folder,
-                memory=options.stream_memory,
+            self.offloader = ModuleOffloader(
+                components.values(), offload_device=options.stream, device=device, folder=options.stream_folder,
+                max_bytes=options.stream_memory,
             )  # fmt: skip
 
-    def _compile(self, parts: Mapping[str, nn.Module]) -> None:
-        wanted = [parts[name] for name in _STEPPING if name in parts]
-        decoder = getattr(parts.get("vae"), "decoder", None)
+    def _compile(self, components: Mapping[str, nn.Module]) -> None:
+        modules = [components[name] for name in _DENOISERS if name in components]
+        decoder = getattr(components.get("vae"), "decoder", None)
         if isinstance(decoder, nn.Module):
-            wanted.append(decoder)
-        for module in wanted:
+            modules.append(decoder)
+        for module in modules:
             module.compile(**dict(self.options.compile or {}))
-        self._compiled = wanted
+        self._compiled = modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline."""
@@ -129,43 +129,43 @@ class DiffusionEngine:
 
     def close(self) -> None:
         """Give the pipeline its own weights and code back."""
-        if self.passing is not None:
-            self.passing.close()
-            self.passing = None
-        restore(self._exchanged)
+        if self.offloader is not None:
+            self.offloader.close()
+            self.offloader = None
+        restore_linears(self._replaced)
         for module in self._compiled:
             module._compiled_call_impl = None
-        self._exchanged, self._compiled = [], []
+        self._replaced, self._compiled = [], []
 
     destroy = close
 
 
-def options_of(wanted: dict[str, Any], bits: int | None, no_matter: set[str]) -> DiffusionOptions:
+def parse_options(settings: dict[str, Any], bits: int | None, ignored_keys: set[str]) -> DiffusionOptions:
     """Turn ``init_inference``'s keys into options; ``bits``: what ``quant`` asked for.
 
     Raises ValueError for keys that say nothing to a pipeline of diffusers.
     """
     fields: dict[str, Any] = {
-        key: wanted.pop(key)
+        key: settings.pop(key)
         for key in ("stream", "stream_folder", "stream_memory", "device")
-        if key in wanted
+        if key in settings
     }
-    asked = wanted.pop("dtype", None)
-    text = None if asked is None else str(asked).removeprefix("torch.").lower()
-    if text in ("int8", "int4"):
-        fields["quantize"] = text
-    elif text is not None and text != "auto":
-        fields["dtype"] = text
-    if "quantize" in wanted:
-        fields["quantize"] = wanted.pop("quantize")
+    requested_dtype = settings.pop("dtype", None)
+    dtype_text = None if requested_dtype is None else str(requested_dtype).removeprefix("torch.").lower()
+    if dtype_text in ("int8", "int4"):
+        fields["quantize"] = dtype_text
+    elif dtype_text is not None and dtype_text != "auto":
+        fields["dtype"] = dtype_text
+    if "quantize" in settings:
+        fields["quantize"] = settings.pop("quantize")
     if bits is not None:
         fields["quantize"] = f"int{bits}"
-    compiled = wanted.pop("compile", None)
-    graphs = wanted.pop("enable_cuda_graph", False)
+    compiled = settings.pop("compile", None)
+    graphs = settings.pop("enable_cuda_graph", False)
     if compiled or (graphs and torch.cuda.is_available()):
         more = {"mode": "reduce-overhead"} if graphs and torch.cuda.is_available() else {}
         fields["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}
-    unknown = [key for key in wanted if key not in no_matter]
+    unknown = [key for key in settings if key not in ignored_keys]
     if unknown:
         known = "dtype, quant, zero, stream, stream_folder, stream_memory, compile, enable_cuda_graph, device"
         raise ValueError(f"a diffusion pipeline does not know {', '.join(unknown)}; it knows {known}")

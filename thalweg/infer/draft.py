@@ -14,72 +14,72 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from thalweg.infer.batch import Batch, Runner, Span
-from thalweg.infer.sampler import draw_ahead
+from thalweg.infer.batch import ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.sampler import sample_draft_token
 from thalweg.infer.sequence import Sequence
 
 
-class Draft:
+class DraftModelProposer:
     """Guesses by ``runner``, which takes ``max_tokens`` at a time, among the model's ``vocab`` tokens.
 
     ``known``: how many tokens the draft has; others, of a model whose table is longer, are shown to it as 0.
     """
 
-    def __init__(self, runner: Runner, *, max_tokens: int, vocab: int, known: int) -> None:
-        self._runner, self._max_tokens, self._vocab, self._known = runner, max_tokens, vocab, known
+    def __init__(self, runner: ModelRunner, *, max_num_batched_tokens: int, vocab_size: int, draft_vocab_size: int) -> None:
+        self._runner, self._max_num_batched_tokens, self._vocab_size, self._draft_vocab_size = runner, max_num_batched_tokens, vocab_size, draft_vocab_size
 
-    def count(self, sequence: Sequence, most: int) -> int:
+    def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """As many as may be."""
-        return most
+        return limit
 
-    def guess(self, asked: list[tuple[Sequence, int]], tables: np.ndarray) -> list[list[int]]:
+    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
         """Run the draft once for each guess, all sequences together."""
-        for sequence, _ in asked:
-            self._runner.tables[sequence.slot] = tables[sequence.slot]
-            sequence.drafted = min(sequence.drafted, len(sequence.tokens) - 1)
-        rows = self._catch_up([sequence for sequence, _ in asked])
-        guesses: list[list[int]] = [[] for _ in asked]
-        going = list(range(len(asked)))
-        while going:
-            for place, row in zip(going, rows, strict=True):
-                sequence = asked[place][0]
-                guesses[place].append(draw_ahead(row[: self._vocab], sequence, len(guesses[place])))
-            going = [place for place in going if len(guesses[place]) < asked[place][1]]
-            if going:
+        for sequence, _ in requests:
+            self._runner.block_tables[sequence.slot] = block_tables[sequence.slot]
+            sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
+        rows = self._prefill_missing([sequence for sequence, _ in requests])
+        proposals: list[list[int]] = [[] for _ in requests]
+        active = list(range(len(requests)))
+        while active:
+            for index, row in zip(active, rows, strict=True):
+                sequence = requests[index][0]
+                proposals[index].append(sample_draft_token(row[: self._vocab_size], sequence, len(proposals[index])))
+            active = [place for place in active if len(proposals[place]) < requests[place][1]]
+            if active:
                 spans = [
-                    Span(asked[p][0].slot, len(asked[p][0].tokens) + len(guesses[p]) - 1, 1) for p in going
+                    QuerySpan(requests[p][0].slot, len(requests[p][0].tokens) + len(proposals[p]) - 1, 1) for p in active
                 ]
-                rows = self._runner.run(Batch([guesses[p][-1] for p in going], spans, range(len(going))))
-        for (sequence, count), found in zip(asked, guesses, strict=True):
-            assert len(found) == count
-            sequence.drafted = len(sequence.tokens) + count - 1
-        return guesses
+                rows = self._runner.run(ModelInput([proposals[p][-1] for p in active], spans, range(len(active))))
+        for (sequence, count), proposed in zip(requests, proposals, strict=True):
+            assert len(proposed) == count
+            sequence.num_draft_computed = len(sequence.tokens) + count - 1
+        return proposals
 
-    def _catch_up(self, sequences: list[Sequence]) -> list[Tensor]:
+    def _prefill_missing(self, sequences: list[Sequence]) -> list[Tensor]:
         """Compute what is missing of each sequence; return the logits of their last tokens."""
-        last: dict[int, Tensor] = {}
-        batch = Batch([], [], [])
-        rows: list[int] = []
+        last_logits: dict[int, Tensor] = {}
+        batch = ModelInput([], [], [])
+        sequence_indices: list[int] = []
         for number, sequence in enumerate(sequences):
-            while sequence.drafted < len(sequence.tokens):
-                room = self._max_tokens - len(batch.tokens)
-                part = sequence.tokens[sequence.drafted : sequence.drafted + room]
-                batch.spans.append(Span(sequence.slot, sequence.drafted, len(part)))
-                batch.tokens += part if max(part) < self._known else [t * (t < self._known) for t in part]
-                sequence.drafted += len(part)
-                if sequence.drafted == len(sequence.tokens):
-                    rows.append(number)
-                    batch.rows = [*batch.rows, len(batch.tokens) - 1]
-                if len(batch.tokens) == self._max_tokens:
-                    last |= self._run(batch, rows)
-                    batch, rows = Batch([], [], []), []
+            while sequence.num_draft_computed < len(sequence.tokens):
+                remaining = self._max_num_batched_tokens - len(batch.tokens)
+                chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
+                batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
+                batch.tokens += chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
+                sequence.num_draft_computed += len(chunk)
+                if sequence.num_draft_computed == len(sequence.tokens):
+                    sequence_indices.append(number)
+                    batch.logit_indices = [*batch.logit_indices, len(batch.tokens) - 1]
+                if len(batch.tokens) == self._max_num_batched_tokens:
+                    last_logits |= self._run(batch, sequence_indices)
+                    batch, sequence_indices = ModelInput([], [], []), []
         if batch.tokens:
-            last |= self._run(batch, rows)
-        return [last[number] for number in range(len(sequences))]
+            last_logits |= self._run(batch, sequence_indices)
+        return [last_logits[number] for number in range(len(sequences))]
 
-    def _run(self, batch: Batch, rows: list[int]) -> dict[int, Tensor]:
+    def _run(self, batch: ModelInput, sequence_indices: list[int]) -> dict[int, Tensor]:
         logits = self._runner.run(batch)
-        return {number: logits[at].clone() for at, number in enumerate(rows)}
+        return {number: logits[at].clone() for at, number in enumerate(sequence_indices)}
 
     def close(self) -> None:
         """Free the draft."""

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from thalweg.infer.api import EngineOptions
-from thalweg.infer.describe import Unsupported
+from thalweg.infer.api import EngineConfig
+from thalweg.infer.describe import UnsupportedModelError
 from thalweg.ops import native
 
-PROBE = 13  # tokens of the check at load
+NUM_PROBE_TOKENS = 13  # tokens of the check at load
 _TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def form_of(options: EngineOptions) -> str:
+def get_weight_format(options: EngineConfig) -> str:
     """Return what weights become: fp32, bf16, fp16, int8 or int4."""
     if options.quantize:
         return options.quantize
@@ -27,20 +27,20 @@ def form_of(options: EngineOptions) -> str:
     return "fp32" if native.unsupported_reason("bf16") else "bf16"
 
 
-def dtype_of(form: str, options: EngineOptions) -> str:
+def get_activation_dtype(weight_format: str, options: EngineConfig) -> str:
     """Return what activations are in beside weights in a form."""
-    return "fp32" if form == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
+    return "fp32" if weight_format == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
 
 
-def eager_dtype(form: str, on_cpu: bool) -> torch.dtype:
+def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
     """Return what plain operators compute in, for weights in a form."""
-    if form in ("int8", "int4") and on_cpu:
+    if weight_format in ("int8", "int4") and on_cpu:
         return torch.float32
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(weight_format, torch.bfloat16)
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Have a live model in eval mode for a block, and each of its modules as it was behind it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -52,15 +52,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def agree(got: Tensor, want: Tensor, dtype: torch.dtype, *, chooses: bool = False) -> None:
+def check_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_moe: bool = False) -> None:
     """Raise Unsupported unless what a description gives is what the model in ``dtype`` gave.
 
     ``chooses``: its tokens go to some of many experts.
     """
     # Of each token's numbers the mean error: the largest of a deep model's many in bf16 says little.
-    rows = (got - want).square().mean(1).sqrt()
+    rows = (actual - expected).square().mean(1).sqrt()
     # In few bits a token or two may go to other experts, where routers are undecided: the middle one counts.
-    worst = rows.median() if chooses and dtype != torch.float32 else rows.max()
-    error = (worst / want.std().clamp(min=1e-6)).item()
+    worst = rows.median() if is_moe and dtype != torch.float32 else rows.max()
+    error = (worst / expected.std().clamp(min=1e-6)).item()
     if not error < _TOLERANCE.get(dtype, 5e-2):
-        raise Unsupported(f"our description's logits are off by {error:.2g} standard deviations")
+        raise UnsupportedModelError(f"our description's logits are off by {error:.2g} standard deviations")

@@ -16,71 +16,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.infer.api import Structure
+from thalweg.infer.api import StructuredOutput
 
-_KEPT = 4 << 20  # bytes of compiled grammars' text
+_CACHE_BYTES = 4 << 20  # bytes of compiled grammars' text
 
 
-def available(tokenizer: Any) -> bool:
+def is_available(tokenizer: Any) -> bool:
     """Whether guides can be made here for a tokenizer: it must be one of the fast ones."""
     return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
-class Beyond(ValueError):
+class GrammarError(ValueError):
     """A structure that cannot be followed any further; the message begins with "the structure"."""
 
 
-class Guides:
+class GrammarCompiler:
     """Compiles structures for one tokenizer and a model with ``vocab`` outputs."""
 
-    def __init__(self, tokenizer: Any, vocab: int, eos: tuple[int, ...] = ()) -> None:
-        self._tokenizer, self._vocab = tokenizer, vocab
-        self._eos = list(eos) or [tokenizer.eos_token_id]
-        self._table: Any = None
-        self._grammars: dict[Structure, Grammar] = {}
-        self._changing = threading.Lock()
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = list(eos_token_ids) or [tokenizer.eos_token_id]
+        self._llg_tokenizer: Any = None
+        self._compiled: dict[StructuredOutput, CompiledGrammar] = {}
+        self._lock = threading.Lock()
 
-    def __contains__(self, structure: Structure) -> bool:
-        return structure in self._grammars
+    def __contains__(self, structure: StructuredOutput) -> bool:
+        return structure in self._compiled
 
-    def compile(self, structure: Structure) -> Grammar:
+    def compile(self, structure: StructuredOutput) -> CompiledGrammar:
         """Return a grammar; raises ValueError with the reason where the structure is not understood.
 
         May take seconds; any thread may call it.
         """
         import llguidance
 
-        found = self._grammars.get(structure)
-        if found is not None:
-            return found
-        with self._changing:
-            if self._table is None:
+        cached = self._compiled.get(structure)
+        if cached is not None:
+            return cached
+        with self._lock:
+            if self._llg_tokenizer is None:
                 from llguidance.hf import from_tokenizer
 
-                known = [token for token in self._eos if token is not None]
-                self._table = from_tokenizer(self._tokenizer, eos_token=known or None)
-        text = _grammar(structure)
-        matcher = llguidance.LLMatcher(self._table, text, log_level=0)  # other threads go on meanwhile
+                eos_token_ids = [token for token in self._eos_token_ids if token is not None]
+                self._llg_tokenizer = from_tokenizer(self._tokenizer, eos_token=eos_token_ids or None)
+        source = _grammar_source(structure)
+        matcher = llguidance.LLMatcher(self._llg_tokenizer, source, log_level=0)  # other threads go on meanwhile
         if matcher.is_error():
-            problem = str(matcher.get_error()).strip().splitlines()[0]
-            raise ValueError(f"the structure is not understood: {problem}")
-        made = Grammar(matcher, len(text), list(self._table.eos_tokens))
-        with self._changing:
-            self._grammars[structure] = made
-            while len(self._grammars) > 1 and sum(x.size for x in self._grammars.values()) > _KEPT:
-                self._grammars.pop(next(iter(self._grammars)))
-        return made
+            reason = str(matcher.get_error()).strip().splitlines()[0]
+            raise ValueError(f"the structure is not understood: {reason}")
+        compiled = CompiledGrammar(matcher, len(source), list(self._llg_tokenizer.eos_tokens))
+        with self._lock:
+            self._compiled[structure] = compiled
+            while len(self._compiled) > 1 and sum(x.size for x in self._compiled.values()) > _CACHE_BYTES:
+                self._compiled.pop(next(iter(self._compiled)))
+        return compiled
 
 
-def _grammar(structure: Structure) -> str:
+def _grammar_source(structure: StructuredOutput) -> str:
     import llguidance
 
     matcher = llguidance.LLMatcher
     try:
         if structure.json_schema is not None:
             # Spaces and indented lines, but not any number of blanks: a weak model would go on with them.
-            blanks: Any = {"whitespace_pattern": r" |\n {0,12}"}
-            return matcher.grammar_from_json_schema(structure.json_schema, defaults=blanks)
+            json_options: Any = {"whitespace_pattern": r" |\n {0,12}"}
+            return matcher.grammar_from_json_schema(structure.json_schema, defaults=json_options)
         if structure.regex is not None:
             return matcher.grammar_from_regex(structure.regex)
     except ValueError as error:
@@ -89,52 +89,52 @@ def _grammar(structure: Structure) -> str:
     return "start: " + " | ".join(json.dumps(choice) for choice in structure.choices)
 
 
-class Grammar:
+class CompiledGrammar:
     """What a request's text must look like."""
 
-    def __init__(self, matcher: Any, size: int, ends: list[int]) -> None:
-        self._matcher, self.size, self._ends = matcher, size, ends
+    def __init__(self, matcher: Any, size: int, eos_token_ids: list[int]) -> None:
+        self._matcher, self.size, self._eos_token_ids = matcher, size, eos_token_ids
 
-    def start(self, ends: frozenset[int]) -> Guide:
+    def new_state(self, stop_ids: frozenset[int]) -> GrammarState:
         """Return a guide for a sequence that these tokens end."""
         # A table has an end token even where the model has none: another one then stands in for it.
-        return Guide(self._matcher.deep_copy(), ends, self._ends)
+        return GrammarState(self._matcher.deep_copy(), stop_ids, self._eos_token_ids)
 
 
-class Guide:
+class GrammarState:
     """Follows one sequence."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int], known: list[int]) -> None:
-        self._matcher, self._ends = matcher, sorted(ends)
-        self._not_ends = [] if ends else known
+    def __init__(self, matcher: Any, stop_ids: frozenset[int], eos_token_ids: list[int]) -> None:
+        self._matcher, self._stop_ids = matcher, sorted(stop_ids)
+        self._forbidden_ids = [] if stop_ids else eos_token_ids
         self.finished = False
         """Whether the text is complete and nothing can follow."""
 
-    def mask(self, row: Tensor) -> None:
+    def apply_mask(self, logits: Tensor) -> None:
         """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
-        mask = torch.zeros(len(row), dtype=torch.bool)
-        mask[: len(allowed)] = allowed[: len(row)]
-        mask[self._not_ends] = False
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[: len(allowed)] = allowed[: len(logits)]
+        mask[self._forbidden_ids] = False
         if self._matcher.is_accepting() or not mask.any():
-            mask[self._ends] = True
+            mask[self._stop_ids] = True
         if not mask.any():
-            raise Beyond("the structure allows no further text, and the model has no end token")
-        row.masked_fill_(~mask, -math.inf)
+            raise GrammarError("the structure allows no further text, and the model has no end token")
+        logits.masked_fill_(~mask, -math.inf)
 
-    def accept(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         """The sequence goes on with a token."""
-        if token in self._ends:
+        if token in self._stop_ids:
             self.finished = True
             return
         self._matcher.consume_token(token)
         self._check()
         # A model that cannot say that it ends does so with the first complete text.
-        self.finished = bool(self._matcher.is_stopped() or (self._not_ends and self._matcher.is_accepting()))
+        self.finished = bool(self._matcher.is_stopped() or (self._forbidden_ids and self._matcher.is_accepting()))
 
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).strip().splitlines()[0][:200]
-            raise Beyond(f"the structure is too complex to follow: {reason}")
+            raise GrammarError(f"the structure is too complex to follow: {reason}")

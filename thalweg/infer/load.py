@@ -16,41 +16,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.infer.adapters import Adapters
-from thalweg.infer.api import EngineOptions, ModelFacts
-from thalweg.infer.batch import Batch, Runner, Source, Span
-from thalweg.infer.describe import Decoder, Experts, Unsupported
-from thalweg.infer.draft import Draft
-from thalweg.infer.eager import EagerRunner
-from thalweg.infer.embed import Embedder
-from thalweg.infer.engine import Engine
-from thalweg.infer.foreign import ForeignRunner, own_length
-from thalweg.infer.forms import PROBE, agree, dtype_of, eager_dtype, evaluating, form_of
-from thalweg.infer.guides import Guides, available
-from thalweg.infer.invariant import OneByOne
+from thalweg.infer.adapters import LoraManager
+from thalweg.infer.api import EngineConfig, ModelMetadata
+from thalweg.infer.batch import ModelInput, ModelRunner, EncoderInput, QuerySpan
+from thalweg.infer.describe import DecoderSpec, MoESpec, UnsupportedModelError
+from thalweg.infer.draft import DraftModelProposer
+from thalweg.infer.eager import TorchRunner
+from thalweg.infer.embed import EmbeddingEngine
+from thalweg.infer.engine import LLMEngine
+from thalweg.infer.foreign import TransformersRunner, get_max_length
+from thalweg.infer.forms import NUM_PROBE_TOKENS, check_logits_close, get_activation_dtype, get_compute_dtype, eval_mode, get_weight_format
+from thalweg.infer.guides import GrammarCompiler, is_available
+from thalweg.infer.invariant import BatchInvariantRunner
 from thalweg.infer.load_encoder import load_encoder
-from thalweg.infer.models import describe
-from thalweg.infer.pack import pack_experts, packing
-from thalweg.infer.source import kind_of, load_model, load_tokenizer, map_model
+from thalweg.infer.models import build_decoder_spec
+from thalweg.infer.pack import quantize_experts, linear_packer
+from thalweg.infer.source import get_model_kind, load_model, load_tokenizer, load_mmapped
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
-_BLOCK = 16
-_GUESSES = 4  # of a draft model in a step, unless asked otherwise
-_SHARE = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
+_BLOCK_SIZE = 16
+_DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
+_MEMORY_FRACTION = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
 
 
 def load_engine(
     model: str | Path | nn.Module,
-    options: EngineOptions | None = None,
+    options: EngineConfig | None = None,
     tokenizer: Any = None,
     *,
     runner: str | None = None,
-    source: Any = None,
-    draft: nn.Module | None = None,
-    peers: Any = None,
-) -> Engine | Embedder:
+    weights_id: Any = None,
+    draft_model: nn.Module | None = None,
+    workers: Any = None,
+) -> LLMEngine | EmbeddingEngine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
@@ -60,171 +60,171 @@ def load_engine(
     the options (``ranks.py``), by default processes that are started here.  Models that do
     not generate give an :class:`Embedder`.  Raises ValueError where the runner cannot run the model.
     """
-    options = options or EngineOptions()
+    options = options or EngineConfig()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {options.device}: torch sees no GPU here; leave it out for the processor")
-    if options.ranks > 1 and peers is None:
-        return _with_peers(model, options, tokenizer, runner)
+    if options.num_ranks > 1 and workers is None:
+        return _load_with_workers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    folder, key = None if isinstance(model, nn.Module) else model, source
+    folder, loaded_id = None if isinstance(model, nn.Module) else model, weights_id
     if not isinstance(model, nn.Module):
         tokenizer = tokenizer or load_tokenizer(model, options)
-        if options.stream or peers is not None:
-            model, key = map_model(model, options)
+        if options.stream or workers is not None:
+            model, loaded_id = load_mmapped(model, options)
         else:
             model = load_model(model, options)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
-    if peers is not None and (kind_of(model) != "causal" or options.adapters or draft or options.draft):
-        peers.close()
+    if workers is not None and (get_model_kind(model) != "causal" or options.adapters or draft_model or options.draft):
+        workers.close()
         raise ValueError(
             "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and"
             " draft; use 1"
         )
-    if kind_of(model) == "encoder":
-        return load_encoder(model, options, tokenizer, name=name, folder=folder, wanted=runner)
-    if draft is None and options.draft is not None:
-        _same_words(tokenizer, load_tokenizer(options.draft, options), options.draft)
-        draft = load_model(options.draft, options)
-    return _speaking(model, options, tokenizer, runner, key, name, draft, peers)
+    if get_model_kind(model) == "encoder":
+        return load_encoder(model, options, tokenizer, name=name, folder=folder, forced_runner=runner)
+    if draft_model is None and options.draft is not None:
+        _check_same_vocab(tokenizer, load_tokenizer(options.draft, options), options.draft)
+        draft_model = load_model(options.draft, options)
+    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
 
 
-def _same_words(mine: Any, other: Any, name: str) -> None:
-    if mine is not None and other is not None and mine.get_vocab() != other.get_vocab():
-        raise ValueError(f"draft: {name} has another vocabulary than the model: take one of the same family")
+def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
+    if tokenizer is not None and draft_tokenizer is not None and tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+        raise ValueError(f"draft: {draft_name} has another vocabulary than the model: take one of the same family")
 
 
-def _speaking(
+def _load_generator(
     model: Any,
-    options: EngineOptions,
+    options: EngineConfig,
     tokenizer: Any,
-    wanted: str | None,
-    key: Any,
+    forced_runner: str | None,
+    weights_id: Any,
     name: str,
-    draft: Any,
-    peers: Any,
-) -> Engine:
+    draft_model: Any,
+    workers: Any,
+) -> LLMEngine:
     """Return the engine of a model that generates."""
-    kind, form, config = kind_of(model), form_of(options), model.config
+    kind, weight_format, config = get_model_kind(model), get_weight_format(options), model.config
     if options.adapters and options.stream:
         raise ValueError("adapters: they need weights in memory; leave stream out")
     if kind == "seq2seq" and options.stream:
         raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
-    beside = None if draft is None else _draft_decoder(draft, kind, options)
-    made, max_length = _runner(model, options, form, wanted, key, beside, peers)
-    vocab = config.get_text_config().vocab_size
-    guesser = None if beside is None else _drafting(beside, made, options, form, max_length, vocab)
-    foreign = isinstance(made, ForeignRunner)
-    if options.batch_invariant and isinstance(getattr(made, "inner", made), EagerRunner):
-        made = OneByOne(made)
-    facts = ModelFacts(
+    draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
+    runner, max_length = _choose_runner(model, options, weight_format, forced_runner, weights_id, draft_spec, workers)
+    vocab_size = config.get_text_config().vocab_size
+    proposer = None if draft_spec is None else _make_proposer(draft_spec, runner, options, weight_format, max_length, vocab_size)
+    is_transformers = isinstance(runner, TransformersRunner)
+    if options.batch_invariant and isinstance(getattr(runner, "inner", runner), TorchRunner):
+        runner = BatchInvariantRunner(runner)
+    metadata = ModelMetadata(
         name=name,
         kind=kind,
         max_length=max_length,
-        vocab_size=vocab,
-        dtype=dtype_of(form, options),
+        vocab_size=vocab_size,
+        dtype=get_activation_dtype(weight_format, options),
         quantize=options.quantize,
-        eos_token_ids=tuple(token for token in _ends(model) if 0 <= token < vocab),
+        eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
         adapters=tuple(options.adapters),
     )
-    return Engine(
-        made,
-        facts,
+    return LLMEngine(
+        runner,
+        metadata,
         tokenizer,
-        max_batch=len(made.tables),
-        max_step_tokens=options.max_step_tokens,
-        prefix_cache=options.prefix_cache and not foreign,
+        max_num_seqs=len(runner.block_tables),
+        max_num_batched_tokens=options.max_step_tokens,
+        prefix_cache=options.prefix_cache and not is_transformers,
         # A foreign cache cannot take back a wrong guess.
-        speculate=0 if foreign else options.speculate or (_GUESSES if guesser is not None else 0),
-        guesser=guesser,
-        guides=Guides(tokenizer, facts.vocab_size, facts.eos_token_ids) if available(tokenizer) else None,
-        start=_starts(model) if kind == "seq2seq" else (),
+        num_speculative_tokens=0 if is_transformers else options.speculate or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0),
+        proposer=proposer,
+        grammar_compiler=GrammarCompiler(tokenizer, metadata.vocab_size, metadata.eos_token_ids) if is_available(tokenizer) else None,
+        decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
     )
 
 
-def _with_peers(model: Any, options: EngineOptions, tokenizer: Any, runner: str | None) -> Any:
+def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.ranks import saved, spawned
+    from thalweg.infer.ranks import saved_to_tempdir, spawn_workers
 
     if not isinstance(model, nn.Module):
-        return load_engine(model, options, tokenizer, runner=runner, peers=spawned(model, options))
-    with saved(model) as folder:
-        return load_engine(model, options, tokenizer, runner=runner, peers=spawned(folder, options))
+        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
+    with saved_to_tempdir(model) as folder:
+        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
 
 
-def _draft_decoder(draft: Any, kind: str, options: EngineOptions) -> Decoder:
+def _build_draft_spec(draft_model: Any, model_kind: str, options: EngineConfig) -> DecoderSpec:
     """Describe a draft model; ValueError where it cannot be one."""
-    if kind != "causal" or kind_of(draft) != "causal" or options.stream:
+    if model_kind != "causal" or get_model_kind(draft_model) != "causal" or options.stream:
         raise ValueError("draft: only a causal model in memory can have one, and it must be causal itself")
-    decoder = describe(draft)
-    _compare(draft, decoder)
-    return decoder
+    draft_spec = build_decoder_spec(draft_model)
+    _verify_spec(draft_model, draft_spec)
+    return draft_spec
 
 
-def _drafting(
-    decoder: Decoder, made: Runner, options: EngineOptions, form: str, length: int, vocab: int
-) -> Draft:
+def _make_proposer(
+    draft_spec: DecoderSpec, target_runner: ModelRunner, options: EngineConfig, weight_format: str, max_length: int, vocab_size: int
+) -> DraftModelProposer:
     """Return the guesser of a described draft model, with a cache like that of the runner it guesses for."""
-    if isinstance(made, ForeignRunner):
+    if isinstance(target_runner, TransformersRunner):
         raise ValueError("draft: a model that runs through its own code cannot take back wrong guesses")
-    if decoder.max_length < length:
+    if draft_spec.max_length < max_length:
         raise ValueError(
-            f"draft: it takes {decoder.max_length} tokens and the model {length}: set max_length"
+            f"draft: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_length"
         )
-    _length(decoder, replace(options, max_length=length))  # refuses what the draft rotates otherwise
-    runner, _ = _described(decoder, options, form, None, length=length, blocks=made.num_blocks)
-    return Draft(runner, max_tokens=options.max_step_tokens, vocab=vocab, known=decoder.vocab)
+    _max_length(draft_spec, replace(options, max_length=max_length))  # refuses what the draft rotates otherwise
+    runner, _ = _make_runner(draft_spec, options, weight_format, None, max_length=max_length, num_blocks=target_runner.num_blocks)
+    return DraftModelProposer(runner, max_num_batched_tokens=options.max_step_tokens, vocab_size=vocab_size, draft_vocab_size=draft_spec.vocab_size)
 
 
-def _starts(model: Any) -> tuple[int, ...]:
+def _decoder_start_ids(model: Any) -> tuple[int, ...]:
     """Return what a model that listens begins to speak with."""
-    holders = [getattr(model, "generation_config", None), model.config]
-    found = []
+    configs = [getattr(model, "generation_config", None), model.config]
+    ids = []
     for names in (("decoder_start_token_id", "bos_token_id"), ("forced_bos_token_id",)):
-        given = [getattr(holder, name, None) for name in names for holder in holders]
-        found += [int(token) for token in given if token is not None][:1]
-    if not found:
+        values = [getattr(holder, name, None) for name in names for holder in configs]
+        ids += [int(token) for token in values if token is not None][:1]
+    if not ids:
         raise ValueError("the model's config has no decoder_start_token_id: set it")
-    return tuple(found)
+    return tuple(ids)
 
 
-def _ends(model: Any) -> tuple[int, ...]:
-    for holder in (getattr(model, "generation_config", None), model.config):
-        ends = getattr(holder, "eos_token_id", None)
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     return ()
 
 
-def _runner(
+def _choose_runner(
     model: Any,
-    options: EngineOptions,
-    form: str,
-    wanted: str | None,
-    key: Any,
-    beside: Decoder | None,
-    peers: Any,
-) -> tuple[Runner, int]:
-    if peers is not None:
+    options: EngineConfig,
+    weight_format: str,
+    forced_runner: str | None,
+    weights_id: Any,
+    draft_spec: DecoderSpec | None,
+    workers: Any,
+) -> tuple[ModelRunner, int]:
+    if workers is not None:
         try:
-            return _parallel(model, options, form, wanted, peers)
+            return _make_parallel_runner(model, options, weight_format, forced_runner, workers)
         except BaseException:
-            peers.close()
+            workers.close()
             raise
     reasons = []
-    if wanted in (None, "native", "eager"):
+    if forced_runner in (None, "native", "eager"):
         try:
-            decoder = describe(model)
+            decoder = build_decoder_spec(model)
             if options.stream:
-                return _streamed(model, decoder, options, form, wanted, key)
-            _compare(model, decoder)
-            held = Adapters(options.adapters, model, decoder) if options.adapters else None
-            return _described(decoder, options, form, wanted, beside=beside, adapters=held)
-        except Unsupported as reason:
-            if wanted is not None:
+                return _make_offloaded_runner(model, decoder, options, weight_format, forced_runner, weights_id)
+            _verify_spec(model, decoder)
+            lora = LoraManager(options.adapters, model, decoder) if options.adapters else None
+            return _make_runner(decoder, options, weight_format, forced_runner, draft_spec=draft_spec, lora=lora)
+        except UnsupportedModelError as reason:
+            if forced_runner is not None:
                 raise
             reasons.append(str(reason))
     if options.stream:
@@ -236,176 +236,176 @@ def _runner(
     if options.quantize:
         if torch.device(options.device).type != "cpu":
             raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
-        from thalweg.infer.swap import packed_copy
+        from thalweg.infer.swap import quantized_copy
 
-        model = packed_copy(model, options.quantize)
+        model = quantized_copy(model, options.quantize)
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
-    length = own_length(model.config.get_text_config(), options.max_length)
-    return ForeignRunner(model, num_slots=options.max_batch, max_length=length), length
+    max_length = get_max_length(model.config.get_text_config(), options.max_length)
+    return TransformersRunner(model, num_slots=options.max_batch, max_length=max_length), max_length
 
 
-def _described(
-    decoder: Decoder,
-    options: EngineOptions,
-    form: str,
-    wanted: str | None,
+def _make_runner(
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    weight_format: str,
+    forced_runner: str | None,
     *,
-    length: int | None = None,
-    blocks: int | None = None,
-    beside: Decoder | None = None,
-    adapters: Adapters | None = None,
-) -> tuple[Runner, int]:
-    length = length or _length(decoder, options)
-    cache = _cache(options, form)
-    blocks = blocks or _num_blocks(decoder, options, length, cache, beside)
+    max_length: int | None = None,
+    num_blocks: int | None = None,
+    draft_spec: DecoderSpec | None = None,
+    lora: LoraManager | None = None,
+) -> tuple[ModelRunner, int]:
+    max_length = max_length or _max_length(decoder, options)
+    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
+    num_blocks = num_blocks or _num_kv_blocks(decoder, options, max_length, kv_cache_dtype, draft_spec)
     on_cpu = torch.device(options.device).type == "cpu"
-    if wanted != "eager" and on_cpu and form != "fp16":
+    if forced_runner != "eager" and on_cpu and weight_format != "fp16":
         try:
-            from thalweg.infer.native import NativeRunner
+            from thalweg.infer.native import CpuRunner
 
-            made = NativeRunner(
+            runner = CpuRunner(
                 decoder,
-                form=form,
-                num_blocks=blocks,
+                weight_format=weight_format,
+                num_blocks=num_blocks,
                 num_slots=options.max_batch,
-                max_length=length,
-                max_tokens=options.max_step_tokens,
-                cache=cache,
-                adapters=adapters,
+                max_length=max_length,
+                max_num_batched_tokens=options.max_step_tokens,
+                kv_cache_dtype=kv_cache_dtype,
+                lora=lora,
             )
-            return made, length
-        except Unsupported as reason:
-            if wanted == "native":
+            return runner, max_length
+        except UnsupportedModelError as reason:
+            if forced_runner == "native":
                 raise
             log.info("running on torch's operators: %s", reason)
-    made = EagerRunner(
-        pack_experts(decoder, form) if on_cpu else decoder,
-        dtype=eager_dtype(form, on_cpu),
-        num_blocks=blocks,
+    runner = TorchRunner(
+        quantize_experts(decoder, weight_format) if on_cpu else decoder,
+        dtype=get_compute_dtype(weight_format, on_cpu),
+        num_blocks=num_blocks,
         num_slots=options.max_batch,
-        max_length=length,
-        block_size=_BLOCK,
+        max_length=max_length,
+        block_size=_BLOCK_SIZE,
         device=options.device,
-        make_linear=packing(form) if on_cpu else None,
-        cache=cache,
-        adapters=adapters,
+        make_linear=linear_packer(weight_format) if on_cpu else None,
+        kv_cache_dtype=kv_cache_dtype,
+        lora=lora,
     )
-    return made, length
+    return runner, max_length
 
 
-def _parallel(
-    model: Any, options: EngineOptions, form: str, wanted: str | None, peers: Any
-) -> tuple[Runner, int]:
+def _make_parallel_runner(
+    model: Any, options: EngineConfig, weight_format: str, forced_runner: str | None, workers: Any
+) -> tuple[ModelRunner, int]:
     """Return rank 0's runner of a model that the peers have a part in."""
-    from thalweg.infer.parallel import Plan, lead, suits_kernels
-    from thalweg.infer.shard import Degrees, part
+    from thalweg.infer.parallel import RunnerConfig, start_driver, kernel_gap
+    from thalweg.infer.shard import ParallelConfig, shard_for_rank
 
-    degrees = Degrees.of(options)
+    parallel_config = ParallelConfig.from_options(options)
     try:
-        decoder = describe(model)
-        _compare(model, decoder, keep=False)
-        length = _length(decoder, options)
-    except Unsupported as reason:
+        decoder = build_decoder_spec(model)
+        _verify_spec(model, decoder, cache_weights=False)
+        max_length = _max_length(decoder, options)
+    except UnsupportedModelError as reason:
         raise ValueError(f"parts of a model on several ranks need a described one: {reason}") from None
-    cache = _cache(options, form)
-    assert degrees.size == peers.size, "there are as many ranks as the options ask for"
-    parts = [part(decoder, rank, degrees) for rank in range(0, degrees.size, degrees.places)]
-    why = suits_kernels(decoder, degrees, form, cache)
+    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
+    assert parallel_config.num_ranks == workers.size, "there are as many ranks as the options ask for"
+    stage_specs = [shard_for_rank(decoder, rank, parallel_config) for rank in range(0, parallel_config.num_ranks, parallel_config.ranks_per_stage)]
+    unsupported_reason = kernel_gap(decoder, parallel_config, weight_format, kv_cache_dtype)
     on_cpu = torch.device(options.device).type == "cpu"
-    fast = wanted != "eager" and on_cpu and form != "fp16" and not why
-    if not fast:
-        if wanted == "native":
-            raise Unsupported(why or "the native kernels are not for this")
-        log.info("running on torch's operators: %s", why or "as asked")
+    use_cpu_kernels = forced_runner != "eager" and on_cpu and weight_format != "fp16" and not unsupported_reason
+    if not use_cpu_kernels:
+        if forced_runner == "native":
+            raise UnsupportedModelError(unsupported_reason or "the native kernels are not for this")
+        log.info("running on torch's operators: %s", unsupported_reason or "as asked")
     # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
-    blocks = min(_num_blocks(x, options, length, cache, sharers=peers.size) for x in parts)
-    plan = Plan(
-        fast, form, cache, blocks, options.max_batch, length, options.max_step_tokens, degrees.tensor,
-        degrees.stages, degrees.experts,
+    num_blocks = min(_num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.size) for x in stage_specs)
+    runner_config = RunnerConfig(
+        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length, options.max_step_tokens, parallel_config.tensor_parallel,
+        parallel_config.pipeline_parallel, parallel_config.expert_parallel,
     )  # fmt: skip
-    return lead(decoder, plan, peers, options.device), length
+    return start_driver(decoder, runner_config, workers, options.device), max_length
 
 
-def _length(decoder: Decoder, options: EngineOptions) -> int:
+def _max_length(decoder: DecoderSpec, options: EngineConfig) -> int:
     """Return the longest sequence; relative positions have no end of their own."""
-    endless = decoder.encoder is not None and decoder.positions is None
-    most = max(decoder.max_length, options.max_length or 0) if endless else decoder.max_length
-    length = min(options.max_length or most, most)
-    reaches = [x.attention.rotary.reach for x in decoder.layers if x.attention.rotary is not None]
-    reach = min((x for x in reaches if x), default=length)
-    if length > reach:
-        raise Unsupported(f"positions that change with lengths above {reach}, which max_length may set")
-    return length
+    is_unbounded = decoder.encoder is not None and decoder.position_embeddings is None
+    model_max = max(decoder.max_length, options.max_length or 0) if is_unbounded else decoder.max_length
+    max_length = min(options.max_length or model_max, model_max)
+    rope_limits = [x.attention.rope.max_valid_length for x in decoder.layers if x.attention.rope is not None]
+    rope_limit = min((x for x in rope_limits if x), default=max_length)
+    if max_length > rope_limit:
+        raise UnsupportedModelError(f"positions that change with lengths above {rope_limit}, which max_length may set")
+    return max_length
 
 
-def _streamed(
-    model: Any, decoder: Decoder, options: EngineOptions, form: str, wanted: str | None, key: Any
-) -> tuple[Runner, int]:
+def _make_offloaded_runner(
+    model: Any, decoder: DecoderSpec, options: EngineConfig, weight_format: str, forced_runner: str | None, weights_id: Any
+) -> tuple[ModelRunner, int]:
     """Return a runner whose weights pass by (``stream.py``), or come from the model's own tensors."""
-    from thalweg.infer.native import NativeRunner, check
-    from thalweg.infer.stream import planned_batch, streamed_weights
+    from thalweg.infer.native import CpuRunner, check_supported
+    from thalweg.infer.stream import throughput_batch_size, build_streamed_weights
 
-    length = _length(decoder, options)
-    slots = options.max_batch or planned_batch(decoder, form, options, length)
-    cache = _cache(options, form)
-    blocks = _num_blocks(decoder, replace(options, max_batch=slots), length, cache)
-    shape: dict[str, Any] = {"num_blocks": blocks, "num_slots": slots, "max_length": length}
+    max_length = _max_length(decoder, options)
+    num_slots = options.max_batch or throughput_batch_size(decoder, weight_format, options, max_length)
+    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
+    num_blocks = _num_kv_blocks(decoder, replace(options, max_batch=num_slots), max_length, kv_cache_dtype)
+    shape: dict[str, Any] = {"num_blocks": num_blocks, "num_slots": num_slots, "max_length": max_length}
     try:
-        if wanted == "eager" or options.device != "cpu" or form == "fp16":
-            raise Unsupported("the native kernels are not for this")
-        check(decoder, form, cache)
-    except Unsupported as reason:
-        if wanted == "native":
+        if forced_runner == "eager" or options.device != "cpu" or weight_format == "fp16":
+            raise UnsupportedModelError("the native kernels are not for this")
+        check_supported(decoder, weight_format, kv_cache_dtype)
+    except UnsupportedModelError as reason:
+        if forced_runner == "native":
             raise
         if options.quantize:
             raise ValueError(f"{options.quantize} weights cannot be streamed here: {reason}") from None
         log.info("streaming through torch's operators: %s", reason)
-        dtype = eager_dtype(form, torch.device(options.device).type == "cpu")
-        _compare(model, decoder, keep=False)
-        plain = EagerRunner(
-            decoder, dtype=dtype, block_size=_BLOCK, device=options.device, keep=False, cache=cache, **shape
+        dtype = get_compute_dtype(weight_format, torch.device(options.device).type == "cpu")
+        _verify_spec(model, decoder, cache_weights=False)
+        torch_runner = TorchRunner(
+            decoder, dtype=dtype, block_size=_BLOCK_SIZE, device=options.device, cache_weights=False, kv_cache_dtype=kv_cache_dtype, **shape
         )
-        return plain, length
-    weights = streamed_weights(decoder, form, options, key)
+        return torch_runner, max_length
+    weights = build_streamed_weights(decoder, weight_format, options, weights_id)
     try:
         if not weights.file.complete:
-            _compare(model, decoder, keep=False)
-        made = NativeRunner(
-            decoder, form=form, max_tokens=options.max_step_tokens, cache=cache, weights=weights, **shape,
+            _verify_spec(model, decoder, cache_weights=False)
+        cpu_runner = CpuRunner(
+            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_step_tokens, kv_cache_dtype=kv_cache_dtype, weights=weights, **shape,
         )  # fmt: skip
-        weights.seal()
+        weights.finalize()
     except BaseException:
         weights.close()
         raise
-    return made, length
+    return cpu_runner, max_length
 
 
-def _cache(options: EngineOptions, form: str) -> str:
+def _kv_cache_dtype(options: EngineConfig, weight_format: str) -> str:
     """Return what keys and values are kept as."""
     if options.kv_cache_dtype != "auto":
         return options.kv_cache_dtype
-    return form if form in ("fp32", "fp16") else "bf16"
+    return weight_format if weight_format in ("fp32", "fp16") else "bf16"
 
 
-def _num_blocks(
-    decoder: Decoder,
-    options: EngineOptions,
-    length: int,
-    cache: str,
-    beside: Decoder | None = None,
-    sharers: int = 1,
+def _num_kv_blocks(
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    max_length: int,
+    kv_cache_dtype: str,
+    draft_spec: DecoderSpec | None = None,
+    num_processes: int = 1,
 ) -> int:
     """Return how many KV blocks the memory asked for, or a share of what is free, holds.
 
     ``beside``: a draft model, whose keys and values take part of the same memory.  ``sharers``: the processes
     that share what is free, each with as many blocks.
     """
-    size = {"fp32": 4, "int8": 1, "fp8": 1}.get(cache, 2)
-    scale = 4 if cache == "int8" else 0
-    layers = [*decoder.layers, *(() if beside is None else beside.layers)]
-    per_token = sum(2 * a.kv_heads * (a.dim * size + scale) for a in (x.attention for x in layers))
-    per_block = per_token * _BLOCK
-    one = -(-length // _BLOCK) * (1 if decoder.encoder is None else 2)
+    element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
+    scale_bytes = 4 if kv_cache_dtype == "int8" else 0
+    layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
+    per_token = sum(2 * a.num_kv_heads * (a.head_dim * element_size + scale_bytes) for a in (x.attention for x in layers))
+    per_block = per_token * _BLOCK_SIZE
+    blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
     if options.kv_memory is not None:
         blocks = options.kv_memory // per_block
         if blocks < 1:
@@ -414,26 +414,26 @@ def _num_blocks(
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if torch.device(options.device).type == "cuda":
         free = torch.cuda.mem_get_info(options.device)[0]
-    return max(one, min(one * options.max_batch, int(free * _SHARE) // (sharers * per_block)))
+    return max(blocks_per_seq, min(blocks_per_seq * options.max_batch, int(free * _MEMORY_FRACTION) // (num_processes * per_block)))
 
 
 @torch.inference_mode()
-def _compare(model: Any, decoder: Decoder, keep: bool = True) -> None:
+def _verify_spec(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None:
     """Raise Unsupported unless the description gives the model's own logits."""
     parameter = next(model.parameters())
-    tokens = torch.randint(decoder.vocab, (PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor([tokens], device=parameter.device)
-    given = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
-    with evaluating(model):
-        want = model(input_ids=ids, return_dict=True, **given).logits[0].float()
-    plain = EagerRunner(
-        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK,
-        device=parameter.device, keep=keep,
+    extra_inputs = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
+    with eval_mode(model):
+        expected = model(input_ids=ids, return_dict=True, **extra_inputs).logits[0].float()
+    reference = TorchRunner(
+        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK_SIZE,
+        device=parameter.device, cache_weights=cache_weights,
     )  # fmt: skip
     if decoder.encoder is not None:
-        plain.sources[0, 0], plain.source_lengths[0] = 1, PROBE
-        plain.encode([Source(0, tokens)])
+        reference.encoder_block_tables[0, 0], reference.encoder_seq_lens[0] = 1, NUM_PROBE_TOKENS
+        reference.run_encoder([EncoderInput(0, tokens)])
         tokens = tokens[::-1]
-    got = plain.run(Batch(tokens, [Span(0, 0, PROBE)], range(PROBE)))
-    chooses = any(isinstance(layer.mlp, Experts) for layer in decoder.layers)
-    agree(got, want, parameter.dtype, chooses=chooses)
+    actual = reference.run(ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS)))
+    is_moe = any(isinstance(layer.mlp, MoESpec) for layer in decoder.layers)
+    check_logits_close(actual, expected, parameter.dtype, is_moe=is_moe)

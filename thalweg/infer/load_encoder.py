@@ -6,91 +6,91 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.api import EngineOptions, ModelFacts
-from thalweg.infer.batch import Source
-from thalweg.infer.describe import Encoder, Unsupported
+from thalweg.infer.api import EngineConfig, ModelMetadata
+from thalweg.infer.batch import EncoderInput
+from thalweg.infer.describe import EncoderSpec, UnsupportedModelError
 from thalweg.infer.embed import (
-    MOST,
-    EagerEncoder,
-    Embedder,
+    MAX_NUM_SEQS,
+    TorchEncoder,
+    EmbeddingEngine,
     EncoderRunner,
-    ForeignEncoder,
-    pooling_of,
-    states_of,
+    TransformersEncoder,
+    load_pooling,
+    compute_hidden_states,
 )
-from thalweg.infer.forms import PROBE, agree, dtype_of, eager_dtype, form_of
-from thalweg.infer.models import describe_encoder
-from thalweg.infer.pack import packing
+from thalweg.infer.forms import NUM_PROBE_TOKENS, check_logits_close, get_activation_dtype, get_compute_dtype, get_weight_format
+from thalweg.infer.models import build_encoder_spec
+from thalweg.infer.pack import linear_packer
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
 
 def load_encoder(
-    model: Any, options: EngineOptions, tokenizer: Any, *, name: str, folder: Any, wanted: str | None
-) -> Embedder:
+    model: Any, options: EngineConfig, tokenizer: Any, *, name: str, folder: Any, forced_runner: str | None
+) -> EmbeddingEngine:
     """Return the engine of a live model that only listens; ``folder``: where it came from."""
     if options.stream:
         raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
     if options.adapters:
         raise ValueError("adapters: an encoder takes none; merge the adapter into the model")
-    pooling, form = pooling_of(folder, options), form_of(options)
+    pooling, weight_format = load_pooling(folder, options), get_weight_format(options)
     try:
-        if wanted == "foreign":
-            raise Unsupported("as asked")
-        encoder = describe_encoder(model)
-        made, length = _encoder(model, encoder, options, form, wanted)
-    except Unsupported as reason:
-        if wanted in ("native", "eager"):
+        if forced_runner == "foreign":
+            raise UnsupportedModelError("as asked")
+        encoder = build_encoder_spec(model)
+        runner, max_length = _make_encoder(model, encoder, options, weight_format, forced_runner)
+    except UnsupportedModelError as reason:
+        if forced_runner in ("native", "eager"):
             raise
         if options.quantize:
             if torch.device(options.device).type != "cpu":
                 raise ValueError(f"{options.quantize} weights need a described model: {reason}") from None
-            from thalweg.infer.swap import packed_copy
+            from thalweg.infer.swap import quantized_copy
 
-            model = packed_copy(model, options.quantize)
+            model = quantized_copy(model, options.quantize)
         log.info("running the model through its own code: %s", reason)
-        most = getattr(model.config, "max_position_embeddings", None) or 512
-        length = min(options.max_length or most, most)
-        made = ForeignEncoder(model, max_tokens=max(options.max_step_tokens, length))
-    facts = ModelFacts(
-        name=name, kind="encoder", max_length=length, vocab_size=model.config.vocab_size,
-        dtype=dtype_of(form, options), quantize=options.quantize,
+        model_max = getattr(model.config, "max_position_embeddings", None) or 512
+        max_length = min(options.max_length or model_max, model_max)
+        runner = TransformersEncoder(model, max_num_batched_tokens=max(options.max_step_tokens, max_length))
+    metadata = ModelMetadata(
+        name=name, kind="encoder", max_length=max_length, vocab_size=model.config.vocab_size,
+        dtype=get_activation_dtype(weight_format, options), quantize=options.quantize,
         pad_token_id=getattr(model.config, "pad_token_id", None),
     )  # fmt: skip
-    return Embedder(made, facts, tokenizer, pooling)
+    return EmbeddingEngine(runner, metadata, tokenizer, pooling)
 
 
-def _encoder(
-    model: Any, encoder: Encoder, options: EngineOptions, form: str, wanted: str | None
+def _make_encoder(
+    model: Any, encoder: EncoderSpec, options: EngineConfig, weight_format: str, forced_runner: str | None
 ) -> tuple[EncoderRunner, int]:
     parameter = next(model.parameters())
-    probe = torch.arange(PROBE) * 7 % encoder.vocab
-    want = states_of(model, probe.tolist())
-    length = encoder.max_length if options.max_length is None else options.max_length
-    length = length if encoder.positions is None else min(length, encoder.max_length)
-    tokens = max(options.max_step_tokens, length)
-    plain = EagerEncoder(
-        encoder, dtype=parameter.dtype, device=parameter.device, max_length=PROBE, max_tokens=PROBE
+    probe = torch.arange(NUM_PROBE_TOKENS) * 7 % encoder.vocab_size
+    expected = compute_hidden_states(model, probe.tolist())
+    max_length = encoder.max_length if options.max_length is None else options.max_length
+    max_length = max_length if encoder.position_embeddings is None else min(max_length, encoder.max_length)
+    max_num_batched_tokens = max(options.max_step_tokens, max_length)
+    reference = TorchEncoder(
+        encoder, dtype=parameter.dtype, device=parameter.device, max_length=NUM_PROBE_TOKENS, max_num_batched_tokens=NUM_PROBE_TOKENS
     )
-    agree(plain.run([Source(0, probe.tolist())]), want, parameter.dtype)
+    check_logits_close(reference.run([EncoderInput(0, probe.tolist())]), expected, parameter.dtype)
     on_cpu = torch.device(options.device).type == "cpu"
-    if wanted != "eager" and on_cpu and form != "fp16":
+    if forced_runner != "eager" and on_cpu and weight_format != "fp16":
         try:
-            from thalweg.infer.encode import NativeEncoder
-            from thalweg.infer.native import check
+            from thalweg.infer.encode import CpuEncoder
+            from thalweg.infer.native import check_supported
 
-            cache = "fp32" if form == "fp32" else "bf16"
-            check(encoder, form, cache)
-            return NativeEncoder(
-                encoder, form=form, cache=cache, max_length=length, max_tokens=tokens, most=MOST
-            ), length
-        except Unsupported as reason:
-            if wanted == "native":
+            kv_cache_dtype = "fp32" if weight_format == "fp32" else "bf16"
+            check_supported(encoder, weight_format, kv_cache_dtype)
+            return CpuEncoder(
+                encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=MAX_NUM_SEQS
+            ), max_length
+        except UnsupportedModelError as reason:
+            if forced_runner == "native":
                 raise
             log.info("running on torch's operators: %s", reason)
-    made = EagerEncoder(
-        encoder, dtype=eager_dtype(form, on_cpu), device=options.device, max_length=length,
-        max_tokens=tokens, make_linear=packing(form) if on_cpu else None,
+    runner = TorchEncoder(
+        encoder, dtype=get_compute_dtype(weight_format, on_cpu), device=options.device, max_length=max_length,
+        max_num_batched_tokens=max_num_batched_tokens, make_linear=linear_packer(weight_format) if on_cpu else None,
     )  # fmt: skip
-    return made, length
+    return runner, max_length

@@ -9,29 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.infer.adapters import Adapters
+from thalweg.infer.adapters import LoraManager
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Decoder,
-    Encoder,
-    Experts,
-    Layer,
-    Linear,
-    Norm,
-    Rotary,
+    MLPSpec,
+    AttentionSpec,
+    DecoderSpec,
+    EncoderSpec,
+    MoESpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    RopeTable,
 )
 
-_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-MakeLinear = Callable[[Linear], Callable[[Tensor], Tensor]]
+LinearFactory = Callable[[LinearSpec], Callable[[Tensor], Tensor]]
 
 
-class Operators:
+class TorchLayers:
     """Computes parts of layers in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``keep`` nothing of a linear layer outlives its product.  ``reach``: the longest sequence.
@@ -43,81 +43,81 @@ class Operators:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        reach: int,
-        make_linear: MakeLinear | None = None,
-        keep: bool = True,
-        adapters: Adapters | None = None,
+        max_length: int,
+        make_linear: LinearFactory | None = None,
+        cache_weights: bool = True,
+        lora: LoraManager | None = None,
     ) -> None:
-        self._adapters, self.who = adapters, torch.empty(0, dtype=torch.int64)
-        self.dtype, self.device, self.reach = dtype, torch.device(device), reach
-        self._make, self._keep = make_linear or self._plain, keep
+        self._lora, self.row_lora_ids = lora, torch.empty(0, dtype=torch.int64)
+        self.dtype, self.device, self.max_length = dtype, torch.device(device), max_length
+        self._make_linear, self._cache_weights = make_linear or self._plain_linear, cache_weights
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._cast: dict[int, Tensor] = {}
-        self._biases: dict[int, Tensor] = {}
+        self._device_tensors: dict[int, Tensor] = {}
+        self._relative_biases: dict[int, Tensor] = {}
 
-    def _plain(self, layer: Linear) -> Callable[[Tensor], Tensor]:
+    def _plain_linear(self, layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         weight = layer.weight.to(self.device, self.dtype)
         bias = None if layer.bias is None else layer.bias.to(self.device, self.dtype)
         return lambda x: F.linear(x, weight, bias)
 
-    def _linear(self, layer: Linear, x: Tensor) -> Tensor:
-        y = self._product(layer, x)
-        pairs = None if self._adapters is None else self._adapters.of(layer)
-        for number, pair in enumerate(pairs or ()):
-            rows = torch.where(self.who == number)[0]
+    def _linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
+        y = self._base_linear(layer, x)
+        lora_weights = None if self._lora is None else self._lora.weights_for(layer)
+        for number, pair in enumerate(lora_weights or ()):
+            rows = torch.where(self.row_lora_ids == number)[0]
             if pair is not None and len(rows):
-                down, up = (self._at(half) for half in pair)
+                down, up = (self._on_device(half) for half in pair)
                 y[rows] += (x[rows] @ down.t() @ up).to(y.dtype)
         return y
 
-    def _product(self, layer: Linear, x: Tensor) -> Tensor:
+    def _base_linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
         made = self._linears.get(id(layer))
-        if not self._keep:
-            return self._make(layer)(x)
+        if not self._cache_weights:
+            return self._make_linear(layer)(x)
         if made is None:
-            made = self._linears[id(layer)] = self._make(layer)
+            made = self._linears[id(layer)] = self._make_linear(layer)
         return made(x)
 
-    def _at(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _on_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return one of the model's tensors on our device, made once; the description keeps the key alive."""
-        found = self._cast.get(id(tensor))
-        if found is None:
-            found = self._cast[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
-        return found
+        moved = self._device_tensors.get(id(tensor))
+        if moved is None:
+            moved = self._device_tensors[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
+        return moved
 
-    def _rotate(self, r: Rotary, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = (self._at(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
+    def _apply_rope(self, r: RopeTable, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = (self._on_device(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
         pairs = cos.shape[-1]
-        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
         if r.interleaved:
-            a, b = turned[..., ::2], turned[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+            a, b = rotated[..., ::2], rotated[..., 1::2]
+            rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
         else:
-            a, b = turned[..., :pairs], turned[..., pairs:]
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+            a, b = rotated[..., :pairs], rotated[..., pairs:]
+            rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
     def _attend(
-        self, a: Attention, q: Tensor, k: Tensor, v: Tensor, start: int, causal: bool = True
+        self, a: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, causal: bool = True
     ) -> Tensor:
         """Attend q (T, heads, dim) at positions start.. to k, v (S, kv heads, dim); ``causal``: up to each
         one's own."""
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         count, length = q.shape[1], k.shape[1]
-        here = torch.arange(start, start + count, device=self.device)[:, None]
-        there = torch.arange(length, device=self.device)[None]
-        mask = there <= here if causal else torch.ones(count, length, dtype=torch.bool, device=self.device)
-        if a.window:
-            mask &= there > here - a.window
-        bias = self._bias(a, here, there)
+        query_pos = torch.arange(start, start + count, device=self.device)[:, None]
+        key_pos = torch.arange(length, device=self.device)[None]
+        mask = key_pos <= query_pos if causal else torch.ones(count, length, dtype=torch.bool, device=self.device)
+        if a.sliding_window:
+            mask &= key_pos > query_pos - a.sliding_window
+        bias = self._position_bias(a, query_pos, key_pos)
         if not a.softcap and bias is None:
-            plain = not causal or (count == 1 and (not a.window or length <= a.window))
-            group = a.heads != a.kv_heads
+            needs_no_mask = not causal or (count == 1 and (not a.sliding_window or length <= a.sliding_window))
+            enable_gqa = a.num_heads != a.num_kv_heads
             y = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=None if plain else mask, scale=a.scale, enable_gqa=group
+                q[None], k[None], v[None], attn_mask=None if needs_no_mask else mask, scale=a.scale, enable_gqa=enable_gqa
             )
             return y[0].transpose(0, 1)
-        k, v = (t.repeat_interleave(a.heads // a.kv_heads, 0) for t in (k, v))
+        k, v = (t.repeat_interleave(a.num_heads // a.num_kv_heads, 0) for t in (k, v))
         scores = (q @ k.transpose(1, 2)) * a.scale
         if a.softcap:
             scores = a.softcap * torch.tanh(scores / a.softcap)
@@ -126,108 +126,108 @@ class Operators:
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
         return (weights @ v).transpose(0, 1)
 
-    def _bias(self, a: Attention, here: Tensor, there: Tensor) -> Tensor | None:
+    def _position_bias(self, a: AttentionSpec, query_pos: Tensor, key_pos: Tensor) -> Tensor | None:
         """Return what is added to the scores (heads, T, S)."""
-        if a.slopes is not None:
-            return self._at(a.slopes)[:, None, None] * (there - here)
-        if a.relative is None:
+        if a.alibi_slopes is not None:
+            return self._on_device(a.alibi_slopes)[:, None, None] * (key_pos - query_pos)
+        if a.relative_bias is None:
             return None
-        if id(a.relative) not in self._biases:
-            self._biases[id(a.relative)] = a.relative.table(self.reach).to(self.device, self.dtype)
-        return self._biases[id(a.relative)][:, self.reach + there - here]
+        if id(a.relative_bias) not in self._relative_biases:
+            self._relative_biases[id(a.relative_bias)] = a.relative_bias.build_table(self.max_length).to(self.device, self.dtype)
+        return self._relative_biases[id(a.relative_bias)][:, self.max_length + key_pos - query_pos]
 
-    def _mlp(self, m: MLP | Experts, x: Tensor) -> Tensor:
-        if isinstance(m, Experts):
-            return self._experts(m, x)
+    def _mlp(self, m: MLPSpec | MoESpec, x: Tensor) -> Tensor:
+        if isinstance(m, MoESpec):
+            return self._moe(m, x)
         y = self._linear(m.up, x)
         if m.gated:
             gate, value = y.chunk(2, dim=-1)
-            return self._linear(m.down, _ACTS[m.activation](gate) * value)
-        return self._linear(m.down, _ACTS[m.activation](y))
+            return self._linear(m.down, _ACTIVATIONS[m.activation](gate) * value)
+        return self._linear(m.down, _ACTIVATIONS[m.activation](y))
 
-    def _experts(self, m: Experts, x: Tensor) -> Tensor:
-        chances = F.linear(x, self._at(m.router)).softmax(-1, dtype=torch.float32)
-        weight, chosen = chances.topk(m.top_k, dim=-1)
-        if m.normalise:
+    def _moe(self, m: MoESpec, x: Tensor) -> Tensor:
+        probs = F.linear(x, self._on_device(m.router)).softmax(-1, dtype=torch.float32)
+        weight, chosen = probs.topk(m.top_k, dim=-1)
+        if m.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = weight.to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
-            number = expert - m.first
-            if not 0 <= number < m.count:
+            number = expert - m.first_expert
+            if not 0 <= number < m.num_experts:
                 continue  # another rank's
-            token, place = torch.where(chosen == expert)
-            up, down = self._halves(m, number)
+            token, choice = torch.where(chosen == expert)
+            up, down = self._expert_linears(m, number)
             gate, value = up(x[token]).chunk(2, dim=-1)
-            y = down(_ACTS[m.activation](gate) * value)
-            out.index_add_(0, token, y * weight[token, place, None])
-        if m.shared is not None:
-            y = self._mlp(m.shared, x)
-            if m.shared_gate is not None:
-                y = y * F.linear(x, self._at(m.shared_gate)).sigmoid()
+            y = down(_ACTIVATIONS[m.activation](gate) * value)
+            out.index_add_(0, token, y * weight[token, choice, None])
+        if m.shared_expert is not None:
+            y = self._mlp(m.shared_expert, x)
+            if m.shared_expert_gate is not None:
+                y = y * F.linear(x, self._on_device(m.shared_expert_gate)).sigmoid()
             out = out + y
         return out
 
-    def _halves(self, m: Experts, number: int) -> Sequence[Callable[[Tensor], Tensor]]:
+    def _expert_linears(self, m: MoESpec, number: int) -> Sequence[Callable[[Tensor], Tensor]]:
         """Return an expert's two products."""
-        if m.packed is not None:
-            return m.packed[number]
-        if not self._keep:
+        if m.packed_experts is not None:
+            return m.packed_experts[number]
+        if not self._cache_weights:
             return [partial(F.linear, weight=t[number].to(self.device, self.dtype)) for t in (m.up, m.down)]
-        return [partial(F.linear, weight=self._at(t)[number]) for t in (m.up, m.down)]
+        return [partial(F.linear, weight=self._on_device(t)[number]) for t in (m.up, m.down)]
 
-    def _norm(self, n: Norm | None, x: Tensor) -> Tensor:
+    def _norm(self, n: NormSpec | None, x: Tensor) -> Tensor:
         if n is None:
             return x
-        weight = self._at(n.weight, torch.float32)
-        wide = x.float()
-        if n.style == "rms":
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + n.eps) * weight
+        weight = self._on_device(n.weight, torch.float32)
+        y = x.float()
+        if n.norm_type == "rms":
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + n.eps) * weight
         else:
             assert n.bias is not None
-            wide = F.layer_norm(wide, weight.shape, weight, self._at(n.bias, torch.float32), n.eps)
-        return wide.to(x.dtype)
+            y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
+        return y.to(x.dtype)
 
-    def _after(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    def _add_attention(self, layer: LayerSpec, x: Tensor, attended: Tensor) -> Tensor:
         """Add what attention gave to x."""
-        x = x + (attended if layer.post1 is None else self._norm(layer.post1, attended))
-        return x if layer.after1 is None else self._norm(layer.after1, x)
+        x = x + (attended if layer.post_attn_norm is None else self._norm(layer.post_attn_norm, attended))
+        return x if layer.attn_residual_norm is None else self._norm(layer.attn_residual_norm, x)
 
-    def _embedded(self, d: Decoder | Encoder, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, d: DecoderSpec | EncoderSpec, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the stack's input."""
-        x = F.embedding(tokens, self._at(d.embed))
+        x = F.embedding(tokens, self._on_device(d.embed))
         if d.embed_scale != 1.0:
             x = x * torch.tensor(d.embed_scale, dtype=x.dtype, device=x.device)
-        if d.positions is not None:
-            x = x + self._at(d.positions)[positions]
+        if d.position_embeddings is not None:
+            x = x + self._on_device(d.position_embeddings)[positions]
         return x if d.embed_norm is None else self._norm(d.embed_norm, x)
 
-    def encoded(self, e: Encoder, tokens: Sequence[int]) -> Tensor:
+    def encode_sequence(self, e: EncoderSpec, tokens: Sequence[int]) -> Tensor:
         """Return an encoder's last states (tokens, width) of one sequence."""
         positions = torch.arange(len(tokens), device=self.device)
         ids = torch.tensor(list(tokens), device=self.device)
-        x = self._embedded(e, ids, e.places(ids))
+        x = self._embed(e, ids, e.position_ids(ids))
         for layer in e.layers:
             a = layer.attention
-            qkv = self._linear(a.qkv, self._norm(layer.norm1, x)).view(
-                len(x), a.heads + 2 * a.kv_heads, a.dim
+            qkv = self._linear(a.qkv, self._norm(layer.attn_norm, x)).view(
+                len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim
             )
-            q, k, v = qkv.split([a.heads, a.kv_heads, a.kv_heads], dim=1)
+            q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
             if a.q_norm is not None:
                 q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
-            if a.rotary is not None:
-                q, k = self._rotate(a.rotary, q, positions), self._rotate(a.rotary, k, positions)
-            x = self._after(
+            if a.rope is not None:
+                q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
+            x = self._add_attention(
                 layer, x, self._linear(a.out, self._attend(a, q, k, v, 0, causal=False).flatten(1))
             )
-            inner = self._mlp(layer.mlp, self._norm(layer.norm2, x))
+            inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, x))
             x = self._norm(
-                layer.after2, x + (inner if layer.post2 is None else self._norm(layer.post2, inner))
+                layer.mlp_residual_norm, x + (inner if layer.post_mlp_norm is None else self._norm(layer.post_mlp_norm, inner))
             )
-        return self._norm(e.norm, x)
+        return self._norm(e.final_norm, x)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Drop the weights."""
         self._linears.clear()
-        self._cast.clear()
-        self._biases.clear()
+        self._device_tensors.clear()
+        self._relative_biases.clear()

@@ -8,33 +8,33 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from thalweg.infer.describe import Decoder, Experts, Linear
+from thalweg.infer.describe import DecoderSpec, MoESpec, LinearSpec
 from thalweg.ops.packed import pack_linear
 
 
-def packing(form: str) -> Callable[[Linear], Callable[[Tensor], Tensor]]:
+def linear_packer(weight_format: str) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
     """Return what packs a described layer for a form: fp32, bf16, fp16, int8, int4."""
 
-    def pack(layer: Linear) -> Callable[[Tensor], Tensor]:
-        if layer.outputs == 0:  # a rank without a part of a small vocabulary
+    def pack(layer: LinearSpec) -> Callable[[Tensor], Tensor]:
+        if layer.out_features == 0:  # a rank without a part of a small vocabulary
             return lambda x: x[:, :0]
-        return pack_linear(layer.weight, layer.bias, form)
+        return pack_linear(layer.weight, layer.bias, weight_format)
 
     return pack
 
 
-def pack_experts(decoder: Decoder, form: str) -> Decoder:
+def quantize_experts(decoder: DecoderSpec, weight_format: str) -> DecoderSpec:
     """Return the decoder with the experts' weights packed, for int8 and int4; other forms as they are.
 
     The packed ones alone are held then, so that a loaded model's own may be dropped.
     """
-    if form not in ("int8", "int4"):
+    if weight_format not in ("int8", "int4"):
         return decoder
-    make = packing(form)
+    pack = linear_packer(weight_format)
 
-    def packed(m: Experts) -> Experts:
-        halves = [(make(Linear(up)), make(Linear(down))) for up, down in zip(m.up, m.down, strict=True)]
-        return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed=halves)
+    def quantize(m: MoESpec) -> MoESpec:
+        packed_experts = [(pack(LinearSpec(up)), pack(LinearSpec(down))) for up, down in zip(m.up, m.down, strict=True)]
+        return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed=packed_experts)
 
-    layers = [replace(x, mlp=packed(x.mlp)) if isinstance(x.mlp, Experts) else x for x in decoder.layers]
+    layers = [replace(x, mlp=quantize(x.mlp)) if isinstance(x.mlp, MoESpec) else x for x in decoder.layers]
     return replace(decoder, layers=layers)

@@ -27,257 +27,257 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.api import EngineOptions
-from thalweg.infer.batch import Batch, Runner, Source, Span
-from thalweg.infer.describe import Decoder, Unsupported
-from thalweg.infer.eager import EagerRunner
-from thalweg.infer.models import describe
-from thalweg.infer.ranks import Line, Peers, RankLost, hung_up
-from thalweg.infer.shard import Degrees, part
-from thalweg.infer.source import map_model
-from thalweg.infer.team import Shape, Team, shared_handle
+from thalweg.infer.api import EngineConfig
+from thalweg.infer.batch import ModelInput, ModelRunner, EncoderInput, QuerySpan
+from thalweg.infer.describe import DecoderSpec, UnsupportedModelError
+from thalweg.infer.eager import TorchRunner
+from thalweg.infer.models import build_decoder_spec
+from thalweg.infer.ranks import WorkerChannel, WorkerGroup, WorkerDiedError, peer_closed
+from thalweg.infer.shard import ParallelConfig, shard_for_rank
+from thalweg.infer.source import load_mmapped
+from thalweg.infer.team import ShmShape, ShmCommunicator, create_memfd
 
-_BLOCK = 16
+_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunnerConfig:
     """What all ranks must agree on to lay down their runners."""
 
-    native: bool
-    form: str
-    cache: str
+    use_cpu_kernels: bool
+    weight_format: str
+    kv_cache_dtype: str
     num_blocks: int
     num_slots: int
     max_length: int
-    max_tokens: int
-    tensor: int
-    stages: int = 1
-    experts: int = 1
+    max_num_batched_tokens: int
+    tensor_parallel: int
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
-    def degrees(self) -> Degrees:
+    def parallel_config(self) -> ParallelConfig:
         """Into how many parts the model is cut."""
-        return Degrees(self.tensor, self.stages, self.experts)
+        return ParallelConfig(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
 
-class Lead:
+class DriverRunner:
     """Rank 0's runner: tells the others what to compute, and computes its own shard."""
 
-    def __init__(self, inner: Runner, team: Team, peers: Peers) -> None:
-        self.inner, self.team, self.peers = inner, team, peers
-        self.num_blocks, self.block_size, self.tables = inner.num_blocks, inner.block_size, inner.tables
-        self.sources, self.source_lengths = inner.sources, inner.source_lengths
-        self.adapter_of = inner.adapter_of
+    def __init__(self, inner: ModelRunner, comm: ShmCommunicator, workers: WorkerGroup) -> None:
+        self.inner, self.comm, self.workers = inner, comm, workers
+        self.num_blocks, self.block_size, self.block_tables = inner.num_blocks, inner.block_size, inner.block_tables
+        self.encoder_block_tables, self.encoder_seq_lens = inner.encoder_block_tables, inner.encoder_seq_lens
+        self.lora_ids = inner.lora_ids
         self.weight_bytes = getattr(inner, "weight_bytes", None)
-        fds = [line.sock.fileno() for line in peers.lines]
-        self._end = weakref.finalize(self, _end_lead, team, peers)
-        _watch(team, weakref.ref(self), fds)
+        fds = [line.sock.fileno() for line in workers.channels]
+        self._finalizer = weakref.finalize(self, _close_driver, comm, workers)
+        _monitor_peers(comm, weakref.ref(self), fds)
 
-    def encode(self, sources: Sequence[Source]) -> None:
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """No model that listens is shared out."""
         raise NotImplementedError
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits of the batch's rows.  Raises RankLost."""
-        self._tell("run", batch)
+        self._broadcast_step("run", batch)
         logits = self.inner.run(batch)
-        self._check()
+        self._raise_if_aborted()
         return logits
 
-    def best(self) -> tuple[list[int], list[float]] | None:
+    def argmax(self) -> tuple[list[int], list[float]] | None:
         """Return the most likely tokens where the inner runner has them."""
-        return self.inner.best()
+        return self.inner.argmax()
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states."""
-        self._tell("hidden", batch)
-        states = self.inner.hidden(batch)
-        self._check()
+        self._broadcast_step("hidden", batch)
+        states = self.inner.hidden_states(batch)
+        self._raise_if_aborted()
         return states
 
     @property
-    def lost(self) -> str:
+    def failure(self) -> str:
         """Which rank is gone, or an empty text."""
-        return self.peers.lost() if self.team.gone and self._end.alive else ""
+        return self.workers.failure_message() if self.comm.aborted and self._finalizer.alive else ""
 
-    def release(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Nothing is kept outside of the blocks."""
-        self.inner.release(slot)
+        self.inner.free_slot(slot)
 
     def close(self) -> None:
         """End the others and free the shard."""
-        self._end()
+        self._finalizer()
         self.inner.close()
 
-    def _tell(self, name: str, batch: Batch) -> None:
-        if self.team.gone:
-            raise RankLost(self.peers.lost())
-        rows = list(batch.rows)
-        self.peers.tell({"op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": rows})
+    def _broadcast_step(self, name: str, batch: ModelInput) -> None:
+        if self.comm.aborted:
+            raise WorkerDiedError(self.workers.failure_message())
+        rows = list(batch.logit_indices)
+        self.workers.broadcast({"op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": rows})
 
-    def _check(self) -> None:
-        if self.team.gone:
-            raise RankLost(self.peers.lost())
-
-
-def _end_lead(team: Team, peers: Peers) -> None:
-    with contextlib.suppress(RankLost, OSError):
-        peers.tell({"op": "close"})
-    peers.close()
-    team.leave()
+    def _raise_if_aborted(self) -> None:
+        if self.comm.aborted:
+            raise WorkerDiedError(self.workers.failure_message())
 
 
-class Follower:
+def _close_driver(comm: ShmCommunicator, workers: WorkerGroup) -> None:
+    with contextlib.suppress(WorkerDiedError, OSError):
+        workers.broadcast({"op": "close"})
+    workers.close()
+    comm.abort()
+
+
+class WorkerLoop:
     """Another rank's side: computes its shard when rank 0 says so."""
 
-    def __init__(self, runner: Runner, team: Team, line: Line) -> None:
-        self._runner, self._team, self._line = runner, team, line
-        _watch(team, weakref.ref(self), [line.sock.fileno()])
+    def __init__(self, runner: ModelRunner, comm: ShmCommunicator, channel: WorkerChannel) -> None:
+        self._runner, self._comm, self._channel = runner, comm, channel
+        _monitor_peers(comm, weakref.ref(self), [channel.sock.fileno()])
 
-    def work(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Compute steps until rank 0 says ``end`` or ``close``; returns that message.
 
         Raises RankLost when a rank is gone.
         """
         try:
             while True:
-                message = self._line.receive()
+                message = self._channel.receive()
                 if message["op"] not in ("run", "hidden"):
                     return message
-                spans = [Span(*span) for span in message["spans"]]
-                batch = Batch(message["tokens"], spans, message["rows"])
-                (self._runner.run if message["op"] == "run" else self._runner.hidden)(batch)
+                spans = [QuerySpan(*span) for span in message["spans"]]
+                batch = ModelInput(message["tokens"], spans, message["rows"])
+                (self._runner.run if message["op"] == "run" else self._runner.hidden_states)(batch)
         except BaseException:
-            self._team.leave()
+            self._comm.abort()
             raise
 
-    def result(self) -> Tensor:
+    def wait_result(self) -> Tensor:
         """Work until rank 0 has generated; return what it has, int64.  Raises what happened there."""
-        message = self.work()
+        message = self.run()
         if message["op"] == "close":
-            raise RankLost("rank 0 has closed the engine")
+            raise WorkerDiedError("rank 0 has closed the engine")
         if message["error"]:
             raise RuntimeError(f"rank 0: {message['error']}")
         return torch.tensor(message["tokens"])
 
     def close(self) -> None:
         """Hang up and free the shard."""
-        self._line.close()
+        self._channel.close()
         self._runner.close()
 
 
 @contextlib.contextmanager
-def telling(runner: Any) -> Iterator[dict[str, Any]]:
+def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     """Let launched followers know the end of the block: ``tokens`` of the dict it fills in, or its error."""
-    told: dict[str, Any] = {}
-    while not isinstance(runner, Lead) and hasattr(runner, "inner"):
+    result: dict[str, Any] = {}
+    while not isinstance(runner, DriverRunner) and hasattr(runner, "inner"):
         runner = runner.inner
-    if not isinstance(runner, Lead) or runner.peers.started:
-        yield told
+    if not isinstance(runner, DriverRunner) or runner.workers.is_spawned:
+        yield result
         return
     try:
-        yield told
+        yield result
     except BaseException as error:
-        with contextlib.suppress(RankLost):  # those who are there still wait
-            runner.peers.tell({"op": "end", "error": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(WorkerDiedError):  # those who are there still wait
+            runner.workers.broadcast({"op": "end", "error": f"{type(error).__name__}: {error}"})
         raise
-    runner.peers.tell({"op": "end", "error": None, "tokens": told["tokens"].tolist()})
+    runner.workers.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def lead(decoder: Decoder, plan: Plan, peers: Peers, device: str) -> Lead:
+def start_driver(decoder: DecoderSpec, config: RunnerConfig, workers: WorkerGroup, device: str) -> DriverRunner:
     """Return rank 0's runner of a decoder; every peer is in :func:`follow`."""
-    shape = Shape(
-        plan.max_tokens, decoder.width, decoder.vocab, plan.num_slots, -(-plan.max_length // _BLOCK),
-        plan.stages,
+    shape = ShmShape(
+        config.max_num_batched_tokens, decoder.hidden_size, decoder.vocab_size, config.num_slots, -(-config.max_length // _BLOCK_SIZE),
+        config.pipeline_parallel,
     )  # fmt: skip
-    handle = shared_handle()
+    shm_fd = create_memfd()
     try:
-        team = Team(0, plan.degrees.places, shape, handle)
-        message = {"plan": asdict(plan), "shape": asdict(shape)}
-        for rank, line in enumerate(peers.lines, 1):
+        comm = ShmCommunicator(0, config.parallel_config.ranks_per_stage, shape, shm_fd)
+        message = {"plan": asdict(config), "shape": asdict(shape)}
+        for rank, channel in enumerate(workers.channels, 1):
             try:
-                line.send(message)
-                line.send_handle(handle)
+                channel.send(message)
+                channel.send_fd(shm_fd)
             except OSError:
-                raise RankLost(peers.cause(rank)) from None
-        inner = _lay(part(decoder, 0, plan.degrees), plan, team, device, peers.threads)
-        for rank, answer in enumerate(peers.hear(), 1):
+                raise WorkerDiedError(workers.exit_cause(rank)) from None
+        inner = _build_runner(shard_for_rank(decoder, 0, config.parallel_config), config, comm, device, workers.num_threads)
+        for rank, answer in enumerate(workers.gather(), 1):
             if answer.get("error"):
                 raise RuntimeError(f"inference rank {rank}: {answer['error']}")
     except BaseException:
-        peers.close()
+        workers.close()
         raise
     finally:
-        os.close(handle)
-    return Lead(inner, team, peers)
+        os.close(shm_fd)
+    return DriverRunner(inner, comm, workers)
 
 
-def follow(decoder: Decoder, line: Line, rank: int, size: int, device: str, threads: int = 0) -> Follower:
+def start_worker(decoder: DecoderSpec, channel: WorkerChannel, rank: int, num_ranks: int, device: str, num_threads: int = 0) -> WorkerLoop:
     """Return another rank's part of :func:`lead`."""
-    message = line.receive()
-    handle = line.receive_handle()
-    plan, shape = Plan(**message["plan"]), Shape(**message["shape"])
+    message = channel.receive()
+    shm_fd = channel.receive_fd()
+    config, shape = RunnerConfig(**message["plan"]), ShmShape(**message["shape"])
     try:
-        assert plan.degrees.size == size, "the plan is for as many ranks as there are"
-        stage, place = divmod(rank, plan.degrees.places)
-        team = Team(place, plan.degrees.places, shape, handle, stage)
-        runner = _lay(part(decoder, rank, plan.degrees), plan, team, device, threads)
+        assert config.parallel_config.num_ranks == num_ranks, "the plan is for as many ranks as there are"
+        stage, rank_in_stage = divmod(rank, config.parallel_config.ranks_per_stage)
+        comm = ShmCommunicator(rank_in_stage, config.parallel_config.ranks_per_stage, shape, shm_fd, stage)
+        runner = _build_runner(shard_for_rank(decoder, rank, config.parallel_config), config, comm, device, num_threads)
     except Exception as error:
-        line.send({"error": f"{type(error).__name__}: {error}"})
+        channel.send({"error": f"{type(error).__name__}: {error}"})
         raise
     finally:
-        os.close(handle)
-    line.send({"error": None})
-    return Follower(runner, team, line)
+        os.close(shm_fd)
+    channel.send({"error": None})
+    return WorkerLoop(runner, comm, channel)
 
 
-def suits_kernels(decoder: Decoder, degrees: Degrees, form: str, cache: str) -> str:
+def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_format: str, kv_cache_dtype: str) -> str:
     """Return why the native kernels cannot run the parts, or an empty text."""
-    from thalweg.infer.native import check
+    from thalweg.infer.native import check_supported
 
     try:
-        check(decoder, form, cache)
-        for rank in range(degrees.size):
-            check(part(decoder, rank, degrees), form, cache)
-    except Unsupported as reason:
+        check_supported(decoder, weight_format, kv_cache_dtype)
+        for rank in range(parallel_config.num_ranks):
+            check_supported(shard_for_rank(decoder, rank, parallel_config), weight_format, kv_cache_dtype)
+    except UnsupportedModelError as reason:
         return str(reason)
     return ""
 
 
-def _lay(part: Decoder, plan: Plan, team: Team, device: str, threads: int) -> Runner:
-    shape: dict[str, Any] = {
-        "num_blocks": plan.num_blocks, "num_slots": plan.num_slots, "max_length": plan.max_length,
-        "cache": plan.cache, "team": team,
+def _build_runner(decoder: DecoderSpec, config: RunnerConfig, comm: ShmCommunicator, device: str, num_threads: int) -> ModelRunner:
+    common_args: dict[str, Any] = {
+        "num_blocks": config.num_blocks, "num_slots": config.num_slots, "max_length": config.max_length,
+        "cache": config.kv_cache_dtype, "team": comm,
     }  # fmt: skip
-    if plan.native:
-        from thalweg.infer.native import NativeRunner
+    if config.use_cpu_kernels:
+        from thalweg.infer.native import CpuRunner
 
-        return NativeRunner(part, form=plan.form, max_tokens=plan.max_tokens, threads=threads, **shape)
-    from thalweg.infer.pack import pack_experts, packing
+        return CpuRunner(decoder, weight_format=config.weight_format, max_num_batched_tokens=config.max_num_batched_tokens, num_threads=num_threads, **common_args)
+    from thalweg.infer.pack import quantize_experts, linear_packer
 
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu:
-        part = pack_experts(part, plan.form)
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(plan.form, torch.bfloat16)
-    if plan.form in ("int8", "int4"):
+        decoder = quantize_experts(decoder, config.weight_format)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.weight_format, torch.bfloat16)
+    if config.weight_format in ("int8", "int4"):
         dtype = torch.float32
-    make = packing(plan.form) if on_cpu else None
-    return EagerRunner(part, dtype=dtype, block_size=_BLOCK, device=device, make_linear=make, **shape)
+    make_linear = linear_packer(config.weight_format) if on_cpu else None
+    return TorchRunner(decoder, dtype=dtype, block_size=_BLOCK_SIZE, device=device, make_linear=make_linear, **common_args)
 
 
-def _watch(team: Team, owner: weakref.ref[Any], fds: Sequence[int]) -> None:
+def _monitor_peers(comm: ShmCommunicator, owner: weakref.ref[Any], fds: Sequence[int]) -> None:
     """Tell the team when a line is dead, for as long as its owner lives."""
 
-    def watch() -> None:
-        while not team.gone:
-            dead = hung_up(fds, 300)
+    def monitor() -> None:
+        while not comm.aborted:
+            dead = peer_closed(fds, 300)
             if owner() is None:
                 return
             if dead:
-                team.leave()
+                comm.abort()
 
-    threading.Thread(target=watch, daemon=True, name="thalweg-team").start()
+    threading.Thread(target=monitor, daemon=True, name="thalweg-team").start()
 
 
 def main(argument: str) -> int:
@@ -285,13 +285,13 @@ def main(argument: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fields = json.loads(argument)
     torch.set_num_threads(fields["threads"])
-    options = EngineOptions(**fields["options"])
-    line = Line(socket.socket(fileno=fields["fd"]))
-    model = map_model(fields["model"], options)[0]
-    with contextlib.suppress(RankLost):  # rank 0 is gone, and with it the reason to be
-        follower = follow(describe(model), line, fields["rank"], fields["size"], "cpu", fields["threads"])
+    options = EngineConfig(**fields["options"])
+    channel = WorkerChannel(socket.socket(fileno=fields["fd"]))
+    model = load_mmapped(fields["model"], options)[0]
+    with contextlib.suppress(WorkerDiedError):  # rank 0 is gone, and with it the reason to be
+        worker_loop = start_worker(build_decoder_spec(model), channel, fields["rank"], fields["size"], "cpu", fields["threads"])
         del model
-        assert follower.work()["op"] == "close"
+        assert worker_loop.run()["op"] == "close"
     return 0
 
 

@@ -28,65 +28,65 @@ from thalweg.store.io import IoFuture
 from thalweg.store.nvme import SwapFile
 from thalweg.store.regions import PAGE, round_up
 
-_LINE = 64
-_SHARE = 0.25  # of the free memory, where nobody says how much
-_FRACTION = 4  # parts in memory at a time, at least: one computes, others are on their way
+_ALIGNMENT = 64
+_MEMORY_FRACTION = 0.25  # of the free memory, where nobody says how much
+_MIN_UNITS_IN_MEMORY = 4  # parts in memory at a time, at least: one computes, others are on their way
 
 
-class Place(NamedTuple):
+class ParamLocation(NamedTuple):
     """A parameter of a module, and where it lies among its part's bytes."""
 
-    owner: nn.Module
+    module: nn.Module
     name: str
-    at: int
+    offset: int
     shape: torch.Size
     dtype: torch.dtype
-    trained: bool
+    requires_grad: bool
 
-    def view(self, flat: Tensor) -> Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         """Return it out of its part's bytes."""
         nbytes = self.shape.numel() * self.dtype.itemsize
-        return flat[self.at : self.at + nbytes].view(self.dtype).view(self.shape)
+        return buffer[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
 
-    def fill(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         """Let the module have a value."""
-        setattr(self.owner, self.name, nn.Parameter(value, requires_grad=self.trained))
+        setattr(self.module, self.name, nn.Parameter(value, requires_grad=self.requires_grad))
 
 
 @dataclass(eq=False)
-class Part:
+class OffloadUnit:
     """A module, and where its parameters lie; they become other objects each time they come."""
 
     module: nn.Module
-    places: list[Place]
+    params: list[ParamLocation]
     nbytes: int
     offset: int = 0
     """Where its bytes begin in the file."""
-    host: Tensor | None = None
-    depth: int = 0
+    host_buffer: Tensor | None = None
+    num_active_calls: int = 0
     """How many calls of it are under way."""
 
 
 @dataclass
-class _Coming:
+class _PendingFetch:
     """A part's bytes on their way."""
 
-    flat: Tensor
-    ticket: IoFuture | None = None
+    buffer: Tensor
+    future: IoFuture | None = None
     event: Any = None
 
     def wait(self, device: torch.device) -> Tensor:
         """Return them on the device."""
-        if self.ticket is not None:
-            self.ticket.wait()
+        if self.future is not None:
+            self.future.wait()
         if self.event is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(self.event)
-            self.flat.record_stream(stream)
-        return self.flat.to(device)
+            self.buffer.record_stream(stream)
+        return self.buffer.to(device)
 
 
-class Passing:
+class ModuleOffloader:
     """Takes the parameters of ``roots`` out of memory until :meth:`close`.
 
     ``tier``: ``cpu`` or ``nvme``, where they are kept; ``folder``: below which the file is; ``memory``: bytes
@@ -97,122 +97,122 @@ class Passing:
         self,
         roots: Iterable[nn.Module],
         *,
-        tier: str,
+        offload_device: str,
         device: torch.device | str = "cpu",
         folder: str | Path | None = None,
-        memory: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.memory = memory or int(_SHARE * (available_host_memory() or 2**32))
-        self.parts = [part for root in roots for part in _cut(root, self.memory // _FRACTION)]
-        self.held = self.most_held = 0
+        self.max_bytes = max_bytes or int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
+        self.units = [unit for root in roots for unit in _partition(root, self.max_bytes // _MIN_UNITS_IN_MEMORY)]
+        self.resident_bytes = self.peak_resident_bytes = 0
         self._hooks: list[Any] = []
-        self._after: dict[Part, Part] = {}
-        self._last: Part | None = None
-        self._ahead: dict[Part, _Coming] = {}
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._next_unit: dict[OffloadUnit, OffloadUnit] = {}
+        self._last_unit: OffloadUnit | None = None
+        self._pending: dict[OffloadUnit, _PendingFetch] = {}
+        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         on_host = self.device.type == "cpu"
-        self._mapped = tier == "cpu" and on_host
+        self._is_mapped = offload_device == "cpu" and on_host
         self._file: SwapFile | None = None
-        if tier == "nvme" or on_host:
-            total = sum(round_up(part.nbytes) for part in self.parts)
-            self._file = SwapFile(_folder(folder), max(total, PAGE))
-        for part in self.parts:
-            self._put(part)
-        if not self._mapped:
-            ours: weakref.ref[Passing] = weakref.ref(self)
-            for part in self.parts:
+        if offload_device == "nvme" or on_host:
+            total = sum(round_up(part.nbytes) for part in self.units)
+            self._file = SwapFile(_resolve_folder(folder), max(total, PAGE))
+        for part in self.units:
+            self._offload(part)
+        if not self._is_mapped:
+            self_ref: weakref.ref[ModuleOffloader] = weakref.ref(self)
+            for part in self.units:
                 self._hooks += [
-                    part.module.register_forward_pre_hook(_before(ours, part)),
-                    part.module.register_forward_hook(_behind(ours, part), always_call=True),
+                    part.module.register_forward_pre_hook(_pre_forward_hook(self_ref, part)),
+                    part.module.register_forward_hook(_post_forward_hook(self_ref, part), always_call=True),
                 ]
 
-    def _put(self, part: Part) -> None:
+    def _offload(self, unit: OffloadUnit) -> None:
         """Move a part's parameters to where they are kept."""
-        flat = _aligned(part.nbytes)
-        for place in part.places:
-            place.view(flat).copy_(getattr(place.owner, place.name).detach())
+        buffer = _page_aligned(unit.nbytes)
+        for param in unit.params:
+            param.view(buffer).copy_(getattr(param.module, param.name).detach())
         if self._file is None:
-            part.host = flat.pin_memory()
-            return self._empty(part)
-        part.offset = self._file.allocate(part.nbytes)
-        self._file.write(part.offset, flat).wait()
-        if not self._mapped:
-            return self._empty(part)
-        mapped = self._file.view(part.offset, (part.nbytes,), torch.uint8)
-        return _attach(part, mapped)
+            unit.host_buffer = buffer.pin_memory()
+            return self._set_placeholders(unit)
+        unit.offset = self._file.allocate(unit.nbytes)
+        self._file.write(unit.offset, buffer).wait()
+        if not self._is_mapped:
+            return self._set_placeholders(unit)
+        mapped = self._file.view(unit.offset, (unit.nbytes,), torch.uint8)
+        return _assign_params(unit, mapped)
 
-    def _empty(self, part: Part) -> None:
-        for place in part.places:  # shape, dtype and device stay: code asks for them
-            place.fill(torch.empty(1, dtype=place.dtype, device=self.device).expand(place.shape))
+    def _set_placeholders(self, unit: OffloadUnit) -> None:
+        for param in unit.params:  # shape, dtype and device stay: code asks for them
+            param.assign(torch.empty(1, dtype=param.dtype, device=self.device).expand(param.shape))
 
     # Calls
 
-    def bring(self, part: Part) -> None:
+    def fetch(self, unit: OffloadUnit) -> None:
         """Let a part have its parameters."""
-        part.depth += 1
-        if part.depth > 1:
+        unit.num_active_calls += 1
+        if unit.num_active_calls > 1:
             return
-        if self._last is not None:
-            self._after[self._last] = part
-        self._last = part
-        if part not in self._ahead:
-            self._forget()
-            self._ahead[part] = self._begin(part)
-        _attach(part, self._ahead.pop(part).wait(self.device))
-        following = self._after.get(part)
-        while following is not None and following.depth == 0 and following not in self._ahead:
-            if self.held + following.nbytes > self.memory:
+        if self._last_unit is not None:
+            self._next_unit[self._last_unit] = unit
+        self._last_unit = unit
+        if unit not in self._pending:
+            self._cancel_prefetch()
+            self._pending[unit] = self._start_fetch(unit)
+        _assign_params(unit, self._pending.pop(unit).wait(self.device))
+        following = self._next_unit.get(unit)
+        while following is not None and following.num_active_calls == 0 and following not in self._pending:
+            if self.resident_bytes + following.nbytes > self.max_bytes:
                 break
-            self._ahead[following] = self._begin(following)
-            following = self._after.get(following)
+            self._pending[following] = self._start_fetch(following)
+            following = self._next_unit.get(following)
 
-    def drop(self, part: Part) -> None:
+    def evict(self, unit: OffloadUnit) -> None:
         """Take them away again."""
-        part.depth -= 1
-        if part.depth == 0:
-            self._empty(part)
-            self.held -= part.nbytes
+        unit.num_active_calls -= 1
+        if unit.num_active_calls == 0:
+            self._set_placeholders(unit)
+            self.resident_bytes -= unit.nbytes
 
-    def _begin(self, part: Part) -> _Coming:
-        self.held += part.nbytes
-        self.most_held = max(self.most_held, self.held)
-        if part.host is not None:
-            assert self._stream is not None, "only a GPU has its weights on the host"
-            with torch.cuda.stream(self._stream):
-                flat = part.host.to(self.device, non_blocking=True)
-                return _Coming(flat, event=self._stream.record_event())
+    def _start_fetch(self, unit: OffloadUnit) -> _PendingFetch:
+        self.resident_bytes += unit.nbytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+        if unit.host_buffer is not None:
+            assert self._copy_stream is not None, "only a GPU has its weights on the host"
+            with torch.cuda.stream(self._copy_stream):
+                buffer = unit.host_buffer.to(self.device, non_blocking=True)
+                return _PendingFetch(buffer, event=self._copy_stream.record_event())
         assert self._file is not None, "what is not on the host is in the file"
-        flat = _aligned(part.nbytes)
-        return _Coming(flat, ticket=self._file.read(part.offset, flat))
+        buffer = _page_aligned(unit.nbytes)
+        return _PendingFetch(buffer, future=self._file.read(unit.offset, buffer))
 
-    def _forget(self) -> None:
+    def _cancel_prefetch(self) -> None:
         """Something else came than last time: drop what is on its way."""
-        for part, coming in self._ahead.items():
-            coming.wait(self.device)
-            self.held -= part.nbytes
-        self._ahead.clear()
+        for unit, pending_fetch in self._pending.items():
+            pending_fetch.wait(self.device)
+            self.resident_bytes -= unit.nbytes
+        self._pending.clear()
 
     def close(self) -> None:
         """Put all parameters back into memory."""
         for hook in self._hooks:
             hook.remove()
-        self._forget()
-        for part in self.parts:
-            if self._mapped:
-                for place in part.places:
-                    place.fill(getattr(place.owner, place.name).detach().clone())
+        self._cancel_prefetch()
+        for unit in self.units:
+            if self._is_mapped:
+                for param in unit.params:
+                    param.assign(getattr(param.module, param.name).detach().clone())
             else:
-                _attach(part, self._begin(part).wait(self.device))
-        self.parts = []
+                _assign_params(unit, self._start_fetch(unit).wait(self.device))
+        self.units = []
         if self._file is not None:
             self._file.close()
 
 
-def _folder(given: str | Path | None) -> str | Path:
+def _resolve_folder(requested: str | Path | None) -> str | Path:
     """Return a folder on a disk, which that for temporary files often is not."""
-    if given is not None:
-        return given
+    if requested is not None:
+        return requested
     base = get_cache_dir()
     if base is None:
         raise ValueError("there is no cache directory for streamed weights: set stream_folder")
@@ -221,31 +221,31 @@ def _folder(given: str | Path | None) -> str | Path:
     return made
 
 
-def _before(owner: weakref.ref[Passing], part: Part) -> Any:
+def _pre_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
     def hook(module: nn.Module, arguments: Any) -> None:
-        passing = owner()
-        assert passing is not None, "the engine whose weights these are has been dropped: keep it"
-        passing.bring(part)
+        offloader = offloader_ref()
+        assert offloader is not None, "the engine whose weights these are has been dropped: keep it"
+        offloader.fetch(unit)
 
     return hook
 
 
-def _behind(owner: weakref.ref[Passing], part: Part) -> Any:
+def _post_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
     def hook(module: nn.Module, arguments: Any, result: Any) -> None:
-        passing = owner()
-        if passing is not None:
-            passing.drop(part)
+        offloader = offloader_ref()
+        if offloader is not None:
+            offloader.evict(unit)
 
     return hook
 
 
-def _cut(root: nn.Module, most: int) -> list[Part]:
+def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:
     """Return the parts of a module: the largest modules in it of up to ``most`` bytes that are called.
 
     The root is never one, as it may be used by other methods than ``forward``.
     """
-    found: list[nn.Module] = []
-    kept = {id(p) for p in root.parameters(recurse=False)}
+    modules: list[nn.Module] = []
+    resident_ids = {id(p) for p in root.parameters(recurse=False)}
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -253,49 +253,49 @@ def _cut(root: nn.Module, most: int) -> list[Part]:
             if size == 0:
                 continue
             container = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            whole = isinstance(child, nn.MultiheadAttention) or not any(
+            is_indivisible = isinstance(child, nn.MultiheadAttention) or not any(
                 p.nbytes for grandchild in child.children() for p in grandchild.parameters()
             )  # the first reaches into its own children
-            if not container and (size <= most or whole):
-                found.append(child)
+            if not container and (size <= max_bytes or is_indivisible):
+                modules.append(child)
             else:
-                kept.update(id(p) for p in child.parameters(recurse=False))
+                resident_ids.update(id(p) for p in child.parameters(recurse=False))
                 visit(child)
 
     visit(root)
-    users: dict[int, int] = dict.fromkeys(kept, 2)  # one that somebody else has too stays in memory
-    for module in found:
+    num_users: dict[int, int] = dict.fromkeys(resident_ids, 2)  # one that somebody else has too stays in memory
+    for module in modules:
         for parameter in module.parameters():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    parts = (Part(module, *_places(module, users)) for module in found)
-    return [part for part in parts if part.places]
+            num_users[id(parameter)] = num_users.get(id(parameter), 0) + 1
+    units = (OffloadUnit(module, *_locate_params(module, num_users)) for module in modules)
+    return [part for part in units if part.params]
 
 
-def _places(module: nn.Module, users: dict[int, int]) -> tuple[list[Place], int]:
+def _locate_params(module: nn.Module, num_users: dict[int, int]) -> tuple[list[ParamLocation], int]:
     """Return where a module's own parameters are to lie, and the bytes of all."""
-    places: list[Place] = []
+    locations: list[ParamLocation] = []
     starts: dict[int, int] = {}
     total = 0
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            if users[id(parameter)] > 1:
+            if num_users[id(parameter)] > 1:
                 continue
             if id(parameter) not in starts:
                 starts[id(parameter)] = total
-                total += -(-parameter.nbytes // _LINE) * _LINE
-            at = starts[id(parameter)]
-            kept = parameter.shape, parameter.dtype, parameter.requires_grad
-            places.append(Place(owner, name, at, *kept))
-    return places, total
+                total += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset = starts[id(parameter)]
+            attributes = parameter.shape, parameter.dtype, parameter.requires_grad
+            locations.append(ParamLocation(owner, name, offset, *attributes))
+    return locations, total
 
 
-def _aligned(nbytes: int) -> Tensor:
+def _page_aligned(nbytes: int) -> Tensor:
     """Return uint8 memory that begins at a page, so that reading may bypass the page cache."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE
     return memory[start : start + nbytes]
 
 
-def _attach(part: Part, flat: Tensor) -> None:
-    for place in part.places:
-        place.fill(place.view(flat))
+def _assign_params(unit: OffloadUnit, buffer: Tensor) -> None:
+    for param in unit.params:
+        param.assign(param.view(buffer))

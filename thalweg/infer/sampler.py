@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.api import SamplingParams, TokenLogprob
-from thalweg.infer.guides import Beyond
+from thalweg.infer.guides import GrammarError
 from thalweg.infer.sequence import Sequence
 
-_CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
-_COLDEST = 1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
+_NUM_CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
+_MIN_TEMPERATURE = 1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledToken:
     """The chosen token; ``error`` where the model's output was not finite or its structure is beyond us."""
 
     token: int
@@ -33,30 +33,30 @@ class Choice:
     error: str | None = None
 
 
-Best = tuple[list[int], list[float]]
+ArgmaxResult = tuple[list[int], list[float]]
 
 
-def find_best(logits: Tensor) -> Best:
+def argmax(logits: Tensor) -> ArgmaxResult:
     """Return the most likely token of each row of logits (rows, vocab), and its logit."""
     values, tokens = logits.max(dim=1)
     return tokens.tolist(), values.tolist()
 
 
-def choose_one(row: Tensor, token: int, value: float, sequence: Sequence) -> Choice:
+def sample_token(row: Tensor, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
     """Choose a sequence's next token from fp32 logits (vocab,), whose largest is ``value``, at ``token``."""
     params = sequence.params
-    if not math.isfinite(value):
-        return Choice(0, error="the model's output was not a finite number")
+    if not math.isfinite(max_logit):
+        return SampledToken(0, error="the model's output was not a finite number")
     try:
-        if not _plain(sequence):
-            token = _draw(_processed(row, sequence), sequence)
-        _remember(sequence, token)
-    except Beyond as error:
-        return Choice(0, error=str(error))
-    return Choice(token, None if params.logprobs is None else score(row, token, params.logprobs))
+        if not _is_plain_greedy(sequence):
+            token = _draw(_process_logits(row, sequence), sequence)
+        _update_state(sequence, token)
+    except GrammarError as error:
+        return SampledToken(0, error=str(error))
+    return SampledToken(token, None if params.logprobs is None else token_logprob(row, token, params.logprobs))
 
 
-def _plain(sequence: Sequence) -> bool:
+def _is_plain_greedy(sequence: Sequence) -> bool:
     """Whether the most likely token is the choice as it stands."""
     p = sequence.params
     return (
@@ -65,103 +65,103 @@ def _plain(sequence: Sequence) -> bool:
         and not p.presence_penalty
         and not p.frequency_penalty
         and not p.logit_bias
-        and sequence.guide is None
-        and sequence.generated >= p.min_tokens
+        and sequence.grammar is None
+        and sequence.num_generated_tokens >= p.min_tokens
     )
 
 
-def _processed(row: Tensor, sequence: Sequence) -> Tensor:
+def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
     """Apply what changes the logits themselves; returns a new tensor."""
     p = sequence.params
     row = row.clone()
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
-        seen, counts = _history(sequence, row.shape[0])
+        seen, counts = _token_history(sequence, row.shape[0])
         if p.repetition_penalty != 1:
-            weaker = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
-            row = torch.where(seen, weaker, row)
+            penalized = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
+            row = torch.where(seen, penalized, row)
         row -= counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
     for token, bias in p.logit_bias.items():
         row[token] += bias
-    if sequence.guide is not None:
-        sequence.guide.mask(row)
-    if sequence.generated < p.min_tokens and sequence.ends:
-        longer = row.clone()
-        longer[list(sequence.ends)] = -math.inf
-        row = longer if longer.max() > -math.inf else row  # a structure may allow nothing but the end
+    if sequence.grammar is not None:
+        sequence.grammar.mask(row)
+    if sequence.num_generated_tokens < p.min_tokens and sequence.stop_ids:
+        without_stops = row.clone()
+        without_stops[list(sequence.stop_ids)] = -math.inf
+        row = without_stops if without_stops.max() > -math.inf else row  # a structure may allow nothing but the end
     return row
 
 
-def _history(sequence: Sequence, vocab: int) -> tuple[Tensor, Tensor]:
-    if sequence.seen is None or sequence.counts is None:
-        sequence.seen = torch.zeros(vocab, dtype=torch.bool)
-        sequence.seen[torch.tensor(sequence.tokens)] = True
-        output = torch.tensor(sequence.tokens[sequence.begun :], dtype=torch.int64)
-        sequence.counts = torch.bincount(output, minlength=vocab).float()
-    return sequence.seen, sequence.counts
+def _token_history(sequence: Sequence, vocab_size: int) -> tuple[Tensor, Tensor]:
+    if sequence.context_mask is None or sequence.output_token_counts is None:
+        sequence.context_mask = torch.zeros(vocab_size, dtype=torch.bool)
+        sequence.context_mask[torch.tensor(sequence.tokens)] = True
+        output = torch.tensor(sequence.tokens[sequence.num_initial_tokens :], dtype=torch.int64)
+        sequence.output_token_counts = torch.bincount(output, minlength=vocab_size).float()
+    return sequence.context_mask, sequence.output_token_counts
 
 
-def _remember(sequence: Sequence, token: int) -> None:
-    if sequence.seen is not None and sequence.counts is not None:
-        sequence.seen[token] = True
-        sequence.counts[token] += 1
-    if sequence.guide is not None:
-        sequence.guide.accept(token)
+def _update_state(sequence: Sequence, token: int) -> None:
+    if sequence.context_mask is not None and sequence.output_token_counts is not None:
+        sequence.context_mask[token] = True
+        sequence.output_token_counts[token] += 1
+    if sequence.grammar is not None:
+        sequence.grammar.accept(token)
 
 
-def _draw(row: Tensor, sequence: Sequence, ahead: int = 0) -> int:
+def _draw(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:
     p = sequence.params
     if p.greedy:
         return int(row.argmax())
-    row = row / max(p.temperature, _COLDEST)
-    where: Tensor | None = None
+    row = row / max(p.temperature, _MIN_TEMPERATURE)
+    token_ids: Tensor | None = None
     if p.top_k or p.top_p < 1 or p.min_p:
-        row, where = _kept(row, p)
-    chances = row.softmax(dim=0).double().cumsum(dim=0)
-    at = torch.searchsorted(chances, uniform(sequence, ahead) * chances[-1:], right=True)
-    index = min(int(at), row.shape[0] - 1)
-    return index if where is None else int(where[index])
+        row, token_ids = _filter_top(row, p)
+    cumulative = row.softmax(dim=0).double().cumsum(dim=0)
+    position = torch.searchsorted(cumulative, seeded_uniform(sequence, num_ahead) * cumulative[-1:], right=True)
+    index = min(int(position), row.shape[0] - 1)
+    return index if token_ids is None else int(token_ids[index])
 
 
-def _kept(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
+def _filter_top(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
     """Return the logits, best first, that top-k, top-p and min-p leave over, and their tokens."""
-    vocab = row.shape[0]
-    count = min(p.top_k or max(_CANDIDATES, 1), vocab)
-    values, where = row.topk(count)
-    everything = values.logsumexp(0) if p.top_k else row.logsumexp(0)
-    chances = (values - everything).exp()
-    if not p.top_k and count < vocab and (chances.sum() < p.top_p or chances[-1] >= p.min_p * chances[0] > 0):
-        values, where = row.sort(descending=True)
-        chances = (values - everything).exp()
-    keep = torch.ones_like(chances, dtype=torch.bool)
+    vocab_size = row.shape[0]
+    num_candidates = min(p.top_k or max(_NUM_CANDIDATES, 1), vocab_size)
+    values, token_ids = row.topk(num_candidates)
+    log_total = values.logsumexp(0) if p.top_k else row.logsumexp(0)
+    probs = (values - log_total).exp()
+    if not p.top_k and num_candidates < vocab_size and (probs.sum() < p.top_p or probs[-1] >= p.min_p * probs[0] > 0):
+        values, token_ids = row.sort(descending=True)
+        probs = (values - log_total).exp()
+    mask = torch.ones_like(probs, dtype=torch.bool)
     if p.top_p < 1:
-        before = chances.cumsum(0) - chances
-        keep &= before < p.top_p
+        preceding = probs.cumsum(0) - probs
+        mask &= preceding < p.top_p
     if p.min_p:
-        keep &= chances >= p.min_p * chances[0]
-    keep[0] = True
-    return values[keep], where[keep]
+        mask &= probs >= p.min_p * probs[0]
+    mask[0] = True
+    return values[mask], token_ids[mask]
 
 
-def draw_ahead(row: Tensor, sequence: Sequence, ahead: int) -> int:
+def sample_draft_token(row: Tensor, sequence: Sequence, num_ahead: int) -> int:
     """Draw from other logits (vocab,) what this sequence may draw ``ahead`` tokens from now; a guess.
 
     Penalties, biases and structure are left out: they would need the guesses before it.
     """
-    return _draw(row, sequence, ahead)
+    return _draw(row, sequence, num_ahead)
 
 
-def uniform(sequence: Sequence, ahead: int = 0) -> float:
+def seeded_uniform(sequence: Sequence, num_ahead: int = 0) -> float:
     """Return the number in [0, 1) that this sequence's draw ``ahead`` tokens from now uses."""
     low = sequence.seed & (2**64 - 1)
-    packed = struct.pack("<QQQ", low, sequence.index, sequence.generated + ahead)
+    packed = struct.pack("<QQQ", low, sequence.index, sequence.num_generated_tokens + num_ahead)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little") / 2**56
 
 
-def score(row: Tensor, token: int, count: int) -> TokenLogprob:
+def token_logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
     """Return a token's log-probability under raw logits (vocab,), and the ``count`` most likely ones."""
-    scores = row.float().log_softmax(dim=0)
+    logprobs = row.float().log_softmax(dim=0)
     top: tuple[tuple[int, float], ...] = ()
-    if count:
-        values, where = scores.topk(min(count, scores.shape[0]))
-        top = tuple(zip(where.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token, float(scores[token]), top)
+    if num_top:
+        values, token_ids = logprobs.topk(min(num_top, logprobs.shape[0]))
+        top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)

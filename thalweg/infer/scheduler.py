@@ -18,26 +18,26 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from thalweg.infer.batch import Batch, Runner, Span
+from thalweg.infer.batch import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.blocks import BlockPool
 from thalweg.infer.sequence import Sequence
-from thalweg.infer.speculate import ROWS, Guesser
+from thalweg.infer.speculate import MAX_STEP_ROWS, Proposer
 
 
 @dataclass
-class Plan:
+class SchedulerOutput:
     """A step: what to compute, and whose logits the rows are."""
 
-    batch: Batch
-    parts: list[tuple[Sequence, int]] = field(default_factory=list)
+    model_input: ModelInput
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     """Each span's sequence and its number of tokens, guesses not counted."""
     sampled: list[Sequence] = field(default_factory=list)
     """Sequences that get a token; their rows are the last ones of the logits, in order."""
-    guesses: dict[int, list[int]] = field(default_factory=dict)
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
     """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
-    scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    prompt_scoring: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
-    sources: list[Sequence] = field(default_factory=list)
+    encoder_sequences: list[Sequence] = field(default_factory=list)
     """Sequences whose sources are to be computed before the step."""
 
 
@@ -46,231 +46,231 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: Runner,
-        pool: BlockPool,
+        runner: ModelRunner,
+        block_pool: BlockPool,
         *,
-        max_batch: int,
-        max_tokens: int,
-        speculate: int = 0,
-        guesser: Guesser | None = None,
-        adapters: tuple[str, ...] = (),
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
+        proposer: Proposer | None = None,
+        adapter_names: tuple[str, ...] = (),
     ) -> None:
-        self._adapters = {name: number for number, name in enumerate(adapters)}
-        self.pool, self._runner, self._speculate = pool, runner, speculate
-        self._guesser = guesser if speculate else None
-        self._max_batch, self._max_tokens = max_batch, max_tokens
+        self._adapter_ids = {name: number for number, name in enumerate(adapter_names)}
+        self.block_pool, self._runner, self._num_speculative_tokens = block_pool, runner, num_speculative_tokens
+        self._proposer = proposer if num_speculative_tokens else None
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._slots = list(range(max_batch - 1, -1, -1))
-        self.preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by rank."""
-        bisect.insort(self.waiting, sequence, key=lambda s: s.rank)
+        bisect.insort(self.waiting, sequence, key=lambda s: s.sort_key)
 
-    def drop(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free what it holds."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self._free(sequence)
+            self._free_resources(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def borrow(self) -> int:
+    def acquire_slot(self) -> int:
         """Hand out a slot to somebody who computes by himself; there is one while not all are running."""
-        return self._slots.pop()
+        return self._free_slots.pop()
 
-    def give_back(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         """Take a borrowed slot back."""
-        self._runner.release(slot)
-        self._slots.append(slot)
+        self._runner.free_slot(slot)
+        self._free_slots.append(slot)
 
-    def plan(self) -> Plan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """Choose the next step's tokens; None when there is nothing to run."""
-        chosen: list[tuple[Sequence, int]] = []
-        sources: list[Sequence] = []
-        budget = self._max_tokens
-        preempted = self.preemptions
+        scheduled: list[tuple[Sequence, int]] = []
+        encoder_sequences: list[Sequence] = []
+        budget = self._max_num_batched_tokens
+        num_preempted_before = self.num_preemptions
         for sequence in list(self.running):
-            if budget and sequence.slot >= 0 and len(sequence.tokens) - sequence.computed == 1:
-                if not self._grow(sequence, chosen):
+            if budget and sequence.slot >= 0 and len(sequence.tokens) - sequence.num_computed_tokens == 1:
+                if not self._allocate_decode(sequence, scheduled):
                     continue
-                chosen.append((sequence, 1))
+                scheduled.append((sequence, 1))
                 budget -= 1
         for sequence in self.running:
-            left = len(sequence.tokens) - sequence.computed
-            if budget and left > 1:
-                count = min(left, budget)
-                chosen.append((sequence, count))
+            remaining = len(sequence.tokens) - sequence.num_computed_tokens
+            if budget and remaining > 1:
+                count = min(remaining, budget)
+                scheduled.append((sequence, count))
                 budget -= count
-        if preempted == self.preemptions:
-            budget = self._admit(budget, chosen, sources)
-        return self._lay(chosen, budget, sources) if chosen else None
+        if num_preempted_before == self.num_preemptions:
+            budget = self._admit(budget, scheduled, encoder_sequences)
+        return self._build_output(scheduled, budget, encoder_sequences) if scheduled else None
 
-    def _grow(self, sequence: Sequence, chosen: list[tuple[Sequence, int]]) -> bool:
+    def _allocate_decode(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
         """Make room for the sequence's next token; False when it had to be put back itself."""
-        wanted = -(-len(sequence.tokens) // self.pool.size)
-        while len(sequence.blocks) < wanted:
-            if not self.pool.available:
-                busy = {id(s) for s, _ in chosen}
-                victim = max((s for s in self.running if id(s) not in busy), key=lambda s: s.rank)
-                self._put_back(victim)
+        num_blocks_needed = -(-len(sequence.tokens) // self.block_pool.block_size)
+        while len(sequence.blocks) < num_blocks_needed:
+            if not self.block_pool.num_free:
+                scheduled_ids = {id(s) for s, _ in scheduled}
+                victim = max((s for s in self.running if id(s) not in scheduled_ids), key=lambda s: s.sort_key)
+                self._preempt(victim)
                 if victim is sequence:
                     return False
                 continue
-            self._assign(sequence, [self.pool.take()])
+            self._append_blocks(sequence, [self.block_pool.allocate()])
         return True
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._free(sequence)
-        self.preemptions += 1
+        self._free_resources(sequence)
+        self.num_preemptions += 1
         self.add(sequence)
 
-    def _free(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        self.pool.release(sequence.source_blocks)
-        self._runner.release(sequence.slot)
-        self._slots.append(sequence.slot)
-        sequence.blocks, sequence.source_blocks, sequence.slot, sequence.computed = [], [], -1, 0
-        sequence.recorded, sequence.before, sequence.drafted = 0, sequence.root, 0
+    def _free_resources(self, sequence: Sequence) -> None:
+        self.block_pool.release(sequence.blocks)
+        self.block_pool.release(sequence.encoder_blocks)
+        self._runner.free_slot(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
+        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = 0, sequence.prefix_root, 0
 
-    def _assign(self, sequence: Sequence, blocks: Iterable[int]) -> None:
+    def _append_blocks(self, sequence: Sequence, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._runner.tables[sequence.slot, len(sequence.blocks)] = block
+            self._runner.block_tables[sequence.slot, len(sequence.blocks)] = block
             sequence.blocks.append(block)
 
-    def _admit(self, budget: int, chosen: list[tuple[Sequence, int]], sources: list[Sequence]) -> int:
+    def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
 
         Sources have a budget of their own, which one that comes first may exceed.
         """
-        listening = self._max_tokens
-        while budget and self._slots and self.waiting:
-            sequence = next((s for s in self.waiting if self._ready(s)), None)
+        encoder_budget = self._max_num_batched_tokens
+        while budget and self._free_slots and self.waiting:
+            sequence = next((s for s in self.waiting if self._prefix_is_ready(s)), None)
             if sequence is None:
                 return budget
-            found, idle = self._prefix(sequence)
-            heard, idle_too = self._heard(sequence)
-            unheard = 0 if heard else -(-len(sequence.source) // self.pool.size)
-            if unheard and sources and len(sequence.source) > listening:
+            prefix_blocks, num_evictable = self._find_prefix(sequence)
+            encoder_blocks, num_encoder_evictable = self._find_encoder_prefix(sequence)
+            num_new_encoder_blocks = 0 if encoder_blocks else -(-len(sequence.encoder_prompt) // self.block_pool.block_size)
+            if num_new_encoder_blocks and encoder_sequences and len(sequence.encoder_prompt) > encoder_budget:
                 return budget
-            fresh = -(-len(sequence.tokens) // self.pool.size) - len(found)
-            wanted = fresh + unheard + idle + idle_too
+            num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
+            num_blocks_needed = num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
             # One block for each that will still grow, lest it be put back a moment later.
-            growing = sum(len(s.blocks) * self.pool.size < s.limit - 1 for s in self.running)
-            if wanted + growing > self.pool.available and self.running:
+            num_growing = sum(len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running)
+            if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
                 return budget
-            assert wanted <= self.pool.available, "the engine refuses what can never fit"
+            assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
-            sequence.slot = self._slots.pop()
-            self._runner.adapter_of[sequence.slot] = self._adapters.get(sequence.request.adapter or "", -1)
-            self.pool.share(found)
-            self.pool.share(heard)
-            self._assign(sequence, found)
-            self._assign(sequence, (self.pool.take() for _ in range(fresh)))
-            sequence.source_blocks = heard or [self.pool.take() for _ in range(unheard)]
-            self._runner.source_lengths[sequence.slot] = len(sequence.source)
-            if sequence.source:
-                self._runner.sources[sequence.slot, : len(sequence.source_blocks)] = sequence.source_blocks
-            if unheard:
-                sources.append(sequence)
-                listening -= len(sequence.source)
-            sequence.computed = len(found) * self.pool.size
+            sequence.slot = self._free_slots.pop()
+            self._runner.lora_ids[sequence.slot] = self._adapter_ids.get(sequence.request.adapter or "", -1)
+            self.block_pool.incref(prefix_blocks)
+            self.block_pool.incref(encoder_blocks)
+            self._append_blocks(sequence, prefix_blocks)
+            self._append_blocks(sequence, (self.block_pool.allocate() for _ in range(num_new_blocks)))
+            sequence.encoder_blocks = encoder_blocks or [self.block_pool.allocate() for _ in range(num_new_encoder_blocks)]
+            self._runner.encoder_seq_lens[sequence.slot] = len(sequence.encoder_prompt)
+            if sequence.encoder_prompt:
+                self._runner.encoder_block_tables[sequence.slot, : len(sequence.encoder_blocks)] = sequence.encoder_blocks
+            if num_new_encoder_blocks:
+                encoder_sequences.append(sequence)
+                encoder_budget -= len(sequence.encoder_prompt)
+            sequence.num_computed_tokens = len(prefix_blocks) * self.block_pool.block_size
             if not sequence.admitted:
-                cached = len(sequence.source) if heard else sequence.computed
-                sequence.admitted, sequence.cached = True, min(cached, sequence.num_prompt)
+                num_cached_tokens = len(sequence.encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
+                sequence.admitted, sequence.num_cached_tokens = True, min(num_cached_tokens, sequence.num_prompt_tokens)
             self.running.append(sequence)
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            chosen.append((sequence, count))
+            count = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
+            scheduled.append((sequence, count))
             budget -= count
         return budget
 
-    def _heard(self, sequence: Sequence) -> tuple[list[int], int]:
+    def _find_encoder_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
-        if not sequence.source or not self.pool.remember:
+        if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
             return [], 0
-        return self.pool.match(sequence.source, sequence.source_root, whole=True)
+        return self.block_pool.find_prefix(sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True)
 
-    def _guess(self, chosen: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
+    def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
         """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
-        if self._guesser is None:
+        if self._proposer is None:
             return {}
-        asked = []
-        rows = sum(count for _, count in chosen)
-        for sequence, count in chosen:
-            room = sequence.limit - len(sequence.tokens) - 1
-            most = min(self._speculate, sequence.trust, room, budget, ROWS - rows)
-            if count > 1 or not sequence.generated or most < 1:
+        requests = []
+        num_rows = sum(count for _, count in scheduled)
+        for sequence, count in scheduled:
+            remaining = sequence.max_length - len(sequence.tokens) - 1
+            max_draft = min(self._num_speculative_tokens, sequence.draft_budget, remaining, budget, MAX_STEP_ROWS - num_rows)
+            if count > 1 or not sequence.num_generated_tokens or max_draft < 1:
                 continue
-            wanted = self._room(sequence, self._guesser.count(sequence, most))
-            if wanted:
-                asked.append((sequence, wanted))
-                rows, budget = rows + wanted, budget - wanted
-        if not asked:
+            num_draft = self._reserve_blocks(sequence, self._proposer.num_proposals(sequence, max_draft))
+            if num_draft:
+                requests.append((sequence, num_draft))
+                num_rows, budget = num_rows + num_draft, budget - num_draft
+        if not requests:
             return {}
-        found = self._guesser.guess(asked, self._runner.tables)
-        return {id(sequence): guesses for (sequence, _), guesses in zip(asked, found, strict=True)}
+        proposals = self._proposer.propose(requests, self._runner.block_tables)
+        return {id(sequence): guesses for (sequence, _), guesses in zip(requests, proposals, strict=True)}
 
-    def _room(self, sequence: Sequence, count: int) -> int:
+    def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
         """Return for how many of ``count`` guesses there are blocks, and assign these."""
         while count:
-            missing = -(-(len(sequence.tokens) + count) // self.pool.size) - len(sequence.blocks)
-            if missing <= 0:
+            num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(sequence.blocks)
+            if num_missing <= 0:
                 break
-            if missing < self.pool.available:
-                self._assign(sequence, [self.pool.take() for _ in range(missing)])
+            if num_missing < self.block_pool.num_free:
+                self._append_blocks(sequence, [self.block_pool.allocate() for _ in range(num_missing)])
                 break
             count -= 1
         return count
 
-    def _prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        if not self.pool.remember or sequence.params.prompt_logprobs is not None:
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        if not self.block_pool.prefix_caching or sequence.params.prompt_logprobs is not None:
             return [], 0
-        return self.pool.match(sequence.tokens, sequence.root)
+        return self.block_pool.find_prefix(sequence.tokens, sequence.prefix_root)
 
-    def _ready(self, sequence: Sequence) -> bool:
+    def _prefix_is_ready(self, sequence: Sequence) -> bool:
         """Whether it need not wait any more for the first sample of its request to compute the prompt."""
-        leader = sequence.leader
-        return leader is None or leader.done or not self.pool.remember or leader.generated > 0
+        owner = sequence.prefix_owner
+        return owner is None or owner.done or not self.block_pool.prefix_caching or owner.num_generated_tokens > 0
 
-    def _lay(self, chosen: list[tuple[Sequence, int]], budget: int, sources: list[Sequence]) -> Plan:
-        plan = Plan(Batch([], [], []), chosen, sources=sources)
-        batch, first, last = plan.batch, [], []
-        guessed = self._guess(chosen, budget)
-        for sequence, count in chosen:
-            start, at = sequence.computed, len(batch.tokens)
-            guesses = guessed.get(id(sequence), [])
-            batch.spans.append(Span(sequence.slot, start, count + len(guesses)))
-            batch.tokens += sequence.tokens[start : start + count]
-            batch.tokens += guesses
+    def _build_output(self, scheduled: list[tuple[Sequence, int]], budget: int, encoder_sequences: list[Sequence]) -> SchedulerOutput:
+        output = SchedulerOutput(ModelInput([], [], []), scheduled, encoder_sequences=encoder_sequences)
+        model_input, prompt_rows, sample_rows = output.model_input, [], []
+        proposals = self._propose(scheduled, budget)
+        for sequence, count in scheduled:
+            start, offset = sequence.num_computed_tokens, len(model_input.tokens)
+            draft_tokens = proposals.get(id(sequence), [])
+            model_input.spans.append(QuerySpan(sequence.slot, start, count + len(draft_tokens)))
+            model_input.tokens += sequence.tokens[start : start + count]
+            model_input.tokens += draft_tokens
             if sequence.params.prompt_logprobs is not None:
                 # What was scored before it was put back is not scored once more.
                 begin = max(start, len(sequence.prompt_logprobs) - 1)
-                end = min(start + count, sequence.num_prompt - 1)
+                end = min(start + count, sequence.num_prompt_tokens - 1)
                 if begin < end:
-                    plan.scored.append((sequence, begin, end - begin))
-                    first += range(at + begin - start, at + end - start)
+                    output.prompt_scoring.append((sequence, begin, end - begin))
+                    prompt_rows += range(offset + begin - start, offset + end - start)
             if start + count == len(sequence.tokens):
-                if guesses:
-                    plan.guesses[len(plan.sampled)] = guesses
-                plan.sampled.append(sequence)
-                last += range(at + count - 1, at + count + len(guesses))
-        batch.rows = first + last
-        return plan
+                if draft_tokens:
+                    output.draft_tokens[len(output.sampled)] = draft_tokens
+                output.sampled.append(sequence)
+                sample_rows += range(offset + count - 1, offset + count + len(draft_tokens))
+        model_input.logit_indices = prompt_rows + sample_rows
+        return output
 
-    def advance(self, plan: Plan) -> None:
+    def commit(self, output: SchedulerOutput) -> None:
         """Note that a step has been computed: its blocks can be found from now on."""
-        size = self.pool.size
-        for sequence in plan.sources:
-            before = sequence.source_root
-            for number, block in enumerate(sequence.source_blocks):
-                before = self.pool.record(block, before, sequence.source[number * size : (number + 1) * size])
-        for sequence, count in plan.parts:
-            sequence.computed += count
-            while (sequence.recorded + 1) * size <= sequence.computed:
-                start = sequence.recorded * size
-                sequence.before = self.pool.record(
-                    sequence.blocks[sequence.recorded], sequence.before, sequence.tokens[start : start + size]
+        block_size = self.block_pool.block_size
+        for sequence in output.encoder_sequences:
+            parent = sequence.encoder_prefix_root
+            for number, block in enumerate(sequence.encoder_blocks):
+                parent = self.block_pool.cache_block(block, parent, sequence.encoder_prompt[number * block_size : (number + 1) * block_size])
+        for sequence, count in output.scheduled:
+            sequence.num_computed_tokens += count
+            while (sequence.num_cached_blocks + 1) * block_size <= sequence.num_computed_tokens:
+                start = sequence.num_cached_blocks * block_size
+                sequence.last_block_id = self.block_pool.cache_block(
+                    sequence.blocks[sequence.num_cached_blocks], sequence.last_block_id, sequence.tokens[start : start + block_size]
                 )
-                sequence.recorded += 1
+                sequence.num_cached_blocks += 1

@@ -21,48 +21,48 @@ class Sequence:
     request: Request
     index: int
     arrival: int
-    limit: int
+    max_length: int
     """Length at which it ends."""
-    ends: frozenset[int]
+    stop_ids: frozenset[int]
     """Tokens that end it."""
-    start: tuple[int, ...] = ()
+    decoder_start_ids: tuple[int, ...] = ()
     """Where the model listens: the tokens that it begins to speak with; the prompt is its ``source`` then."""
-    stream: Any = None
+    detokenizer: Any = None
     """The :class:`~thalweg.infer.text.TextStream` of its output, where the engine has a tokenizer."""
-    leader: Sequence | None = None
+    prefix_owner: Sequence | None = None
     """The request's first sample, whose prompt this one waits for in order to share it."""
     tokens: list[int] = field(default_factory=list)
-    computed: int = 0
+    num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
-    source_blocks: list[int] = field(default_factory=list)
+    encoder_blocks: list[int] = field(default_factory=list)
     slot: int = -1
-    cached: int = 0
+    num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when it was first admitted."""
     admitted: bool = False
-    recorded: int = 0
-    before: Hashable = None
+    num_cached_blocks: int = 0
+    last_block_id: Hashable = None
     """Identity of its last recorded block."""
     seed: int = 0
-    seen: Tensor | None = None
+    context_mask: Tensor | None = None
     """(vocab,) whether a token is in prompt or output; made where a penalty asks for it."""
-    counts: Tensor | None = None
+    output_token_counts: Tensor | None = None
     """(vocab,) how often a token was generated."""
-    guide: Any = None
-    lookup: Any = None
+    grammar: Any = None
+    ngram_index: Any = None
     """The :class:`~thalweg.infer.speculate.Lookup` of its tokens, where the engine guesses by these."""
-    drafted: int = 0
+    num_draft_computed: int = 0
     """Tokens that a draft model has in its cache."""
-    trust: int = 1 << 30
+    draft_budget: int = 1 << 30
     """Guesses that seem worth while: one more than the last ones that were right."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    told_prompt: bool = False
+    sent_prompt_logprobs: bool = False
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.start or self.request.prompt)
-        given = self.params.seed
-        self.seed = secrets.randbits(64) if given is None else given
-        self.before = self.root
+        self.tokens = list(self.decoder_start_ids or self.request.prompt)
+        requested_seed = self.params.seed
+        self.seed = secrets.randbits(64) if requested_seed is None else requested_seed
+        self.last_block_id = self.prefix_root
 
     @property
     def params(self) -> SamplingParams:
@@ -70,36 +70,36 @@ class Sequence:
         return self.request.params
 
     @property
-    def num_prompt(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.prompt)
 
     @property
-    def begun(self) -> int:
+    def num_initial_tokens(self) -> int:
         """Tokens that were there before the first generated one."""
-        return len(self.start) or len(self.request.prompt)
+        return len(self.decoder_start_ids) or len(self.request.prompt)
 
     @property
-    def generated(self) -> int:
+    def num_generated_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.begun
+        return len(self.tokens) - self.num_initial_tokens
 
     @property
-    def source(self) -> Sequence_[int]:
+    def encoder_prompt(self) -> Sequence_[int]:
         """What the model listens to; empty where it does not."""
-        return self.request.prompt if self.start else ()
+        return self.request.prompt if self.decoder_start_ids else ()
 
     @property
-    def root(self) -> Hashable:
+    def prefix_root(self) -> Hashable:
         """What the first block's identity follows: prefixes are shared among equals only."""
-        return (self.request.cache_salt, self.request.adapter, tuple(self.source))
+        return (self.request.cache_salt, self.request.adapter, tuple(self.encoder_prompt))
 
     @property
-    def source_root(self) -> Hashable:
+    def encoder_prefix_root(self) -> Hashable:
         """The same for the blocks of the source, which are shared whole or not at all."""
-        return ("source", self.root)
+        return ("source", self.prefix_root)
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Lower goes first."""
         return (self.request.priority, self.arrival, self.index)

@@ -15,18 +15,18 @@ import numpy as np
 
 from thalweg.infer.sequence import Sequence
 
-_LONGEST, _SHORTEST = 4, 2  # tokens that must be the same before a guess
-ROWS = 12  # of a step, guesses included: as many meet the weights at the price of one
+_MAX_NGRAM, _MIN_NGRAM = 4, 2  # tokens that must be the same before a guess
+MAX_STEP_ROWS = 12  # of a step, guesses included: as many meet the weights at the price of one
 
 
-class Guesser(Protocol):
+class Proposer(Protocol):
     """Guesses what decoding sequences say next; wrong guesses cost time alone."""
 
-    def count(self, sequence: Sequence, most: int) -> int:
+    def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Return how many guesses there will be for a sequence, up to ``most`` (at least 1)."""
         ...
 
-    def guess(self, asked: list[tuple[Sequence, int]], tables: np.ndarray) -> list[list[int]]:
+    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
         """Return as many guesses as asked for; ``tables`` has the blocks of the tokens and of the guesses."""
         ...
 
@@ -35,43 +35,43 @@ class Guesser(Protocol):
         ...
 
 
-class Lookup:
+class NgramIndex:
     """Where each run of tokens of one sequence was last followed by another token."""
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        self._seen = 0
-        self.found: list[int] = []
+        self._next_position: dict[tuple[int, ...], int] = {}
+        self._num_indexed = 0
+        self.proposed: list[int] = []
 
-    def guess(self, tokens: list[int], count: int) -> list[int]:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
         """Return up to ``count`` tokens that may follow."""
-        for end in range(max(self._seen, 1), len(tokens)):
-            for length in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._after[tuple(tokens[end - length : end])] = end
-        self._seen = len(tokens)
-        for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
-            start = self._after.get(tuple(tokens[-length:]))
+        for end in range(max(self._num_indexed, 1), len(tokens)):
+            for length in range(_MIN_NGRAM, min(_MAX_NGRAM, end) + 1):
+                self._next_position[tuple(tokens[end - length : end])] = end
+        self._num_indexed = len(tokens)
+        for length in range(min(_MAX_NGRAM, len(tokens)), _MIN_NGRAM - 1, -1):
+            start = self._next_position.get(tuple(tokens[-length:]))
             if start is not None:
-                found = tokens[start : start + count]
-                while len(found) < count:  # what repeats itself goes on doing so
-                    found += found[: count - len(found)]
-                return found
+                proposed = tokens[start : start + count]
+                while len(proposed) < count:  # what repeats itself goes on doing so
+                    proposed += proposed[: count - len(proposed)]
+                return proposed
         return []
 
 
-class Lookups:
+class NgramProposer:
     """Guesses by each sequence's own :class:`Lookup`."""
 
-    def count(self, sequence: Sequence, most: int) -> int:
+    def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Look up, and keep what was found until it is asked for."""
-        if sequence.lookup is None:
-            sequence.lookup = Lookup()
-        sequence.lookup.found = sequence.lookup.guess(sequence.tokens, most)
-        return len(sequence.lookup.found)
+        if sequence.ngram_index is None:
+            sequence.ngram_index = NgramIndex()
+        sequence.ngram_index.found = sequence.ngram_index.guess(sequence.tokens, limit)
+        return len(sequence.ngram_index.found)
 
-    def guess(self, asked: list[tuple[Sequence, int]], tables: np.ndarray) -> list[list[int]]:
+    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
         """Return what was found."""
-        return [sequence.lookup.found[:count] for sequence, count in asked]
+        return [sequence.ngram_index.found[:count] for sequence, count in requests]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -31,165 +31,165 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.infer.shard import vocab_part
+from thalweg.infer.shard import vocab_range
 
-_LINE = 128  # bytes from one rank's counter to the next, as ops/native/meeting.py has it
+_COUNTER_STRIDE = 128  # bytes from one rank's counter to the next, as ops/native/meeting.py has it
 _PAGE = 4096
-_SPINS, _LONG = 100, 10_000
+_NUM_SPINS, _MAX_YIELDS = 100, 10_000
 
 
 @dataclass(frozen=True)
-class Shape:
+class ShmShape:
     """What the memory has to hold: rows of a step, their width, the vocabulary, the block tables; for how
     many stages."""
 
-    tokens: int
-    width: int
-    vocab: int
-    slots: int
-    table: int
-    stages: int = 1
+    max_tokens: int
+    hidden_size: int
+    vocab_size: int
+    num_slots: int
+    blocks_per_slot: int
+    num_stages: int = 1
 
 
-class Team:
+class ShmCommunicator:
     """One rank's view of the memory behind ``handle`` (a memfd; it stays the caller's).
 
     ``rank`` of the ``size`` ranks of the ``stage``.
     """
 
-    def __init__(self, rank: int, size: int, shape: Shape, handle: int, stage: int = 0) -> None:
-        self.rank, self.size, self.shape, self.stage = rank, size, shape, stage
-        self.first, self.last, self._steps = stage == 0, stage == shape.stages - 1, 0
-        width, vocab = -(-shape.width // 32) * 32, -(-shape.vocab // 32) * 32
-        part = _up(4 * shape.tokens * width)
-        parts = 2 * size * part if size > 1 else 0
-        relayed = part if shape.stages > 1 else 0
-        lines = 1 + shape.stages * (1 + size)  # a word for the end; each stage's steps and counters
-        sizes = [_up(lines * _LINE), _up(4 * shape.slots * shape.table), shape.stages * parts, relayed]
-        sizes.append(_up(4 * shape.tokens * vocab))
+    def __init__(self, rank: int, world_size: int, shape: ShmShape, fd: int, stage: int = 0) -> None:
+        self.rank, self.world_size, self.shape, self.stage = rank, world_size, shape, stage
+        self.is_first_stage, self.is_last_stage, self._num_steps = stage == 0, stage == shape.num_stages - 1, 0
+        width, vocab = -(-shape.hidden_size // 32) * 32, -(-shape.vocab_size // 32) * 32
+        partial_bytes = _align_to_page(4 * shape.max_tokens * width)
+        reduce_bytes = 2 * world_size * partial_bytes if world_size > 1 else 0
+        activation_bytes = partial_bytes if shape.num_stages > 1 else 0
+        num_counters = 1 + shape.num_stages * (1 + world_size)  # a word for the end; each stage's steps and counters
+        sizes = [_align_to_page(num_counters * _COUNTER_STRIDE), _align_to_page(4 * shape.num_slots * shape.blocks_per_slot), shape.num_stages * reduce_bytes, activation_bytes]
+        sizes.append(_align_to_page(4 * shape.max_tokens * vocab))
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        if os.fstat(handle).st_size < starts[-1]:
-            os.ftruncate(handle, starts[-1])
-        self._memory = mmap.mmap(handle, starts[-1])
-        cells = np.frombuffer(self._memory, np.int64, lines * _LINE // 8)[:: _LINE // 8]
-        self._gone, self._done = cells[:1], cells[1 : 1 + shape.stages]
-        ours = 1 + shape.stages + stage * size
-        self._counters = cells[ours : ours + size]
-        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._meeting = [self._base + ours * _LINE, rank, size, self._base]
-        self.tables = np.frombuffer(
-            self._memory, np.int32, shape.slots * shape.table, starts[1]
-        ).reshape(shape.slots, shape.table)  # fmt: skip
-        self._sets = []
-        for turn in range(2 if size > 1 else 0):
+        if os.fstat(fd).st_size < starts[-1]:
+            os.ftruncate(fd, starts[-1])
+        self._memory = mmap.mmap(fd, starts[-1])
+        counters = np.frombuffer(self._memory, np.int64, num_counters * _COUNTER_STRIDE // 8)[:: _COUNTER_STRIDE // 8]
+        self._aborted_flag, self._steps_done = counters[:1], counters[1 : 1 + shape.num_stages]
+        first_counter = 1 + shape.num_stages + stage * world_size
+        self._counters = counters[first_counter : first_counter + world_size]
+        self._base_address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._barrier_args = [self._base_address + first_counter * _COUNTER_STRIDE, rank, world_size, self._base_address]
+        self.block_tables = np.frombuffer(
+            self._memory, np.int32, shape.num_slots * shape.blocks_per_slot, starts[1]
+        ).reshape(shape.num_slots, shape.blocks_per_slot)  # fmt: skip
+        self._reduce_buffers = []
+        for buffer_index in range(2 if world_size > 1 else 0):
             flat = torch.frombuffer(
-                self._memory, dtype=torch.float32, offset=starts[2] + stage * parts + turn * size * part,
-                count=size * part // 4,
+                self._memory, dtype=torch.float32, offset=starts[2] + stage * reduce_bytes + buffer_index * world_size * partial_bytes,
+                count=world_size * partial_bytes // 4,
             )  # fmt: skip
-            rows = flat.view(size, part // 4)[:, : shape.tokens * width]
-            self._sets.append(rows.unflatten(1, (shape.tokens, width)))
-        if relayed:
-            self._states = self._floats(starts[3], shape.tokens, shape.width)
-        self.logits = self._floats(starts[4], shape.tokens, vocab)
-        self._turn = 0
+            rows = flat.view(world_size, partial_bytes // 4)[:, : shape.max_tokens * width]
+            self._reduce_buffers.append(rows.unflatten(1, (shape.max_tokens, width)))
+        if activation_bytes:
+            self._activations = self._float_view(starts[3], shape.max_tokens, shape.hidden_size)
+        self.logits = self._float_view(starts[4], shape.max_tokens, vocab)
+        self._buffer_index = 0
 
-    def _floats(self, start: int, rows: int, columns: int) -> Tensor:
+    def _float_view(self, start: int, rows: int, columns: int) -> Tensor:
         flat = torch.frombuffer(self._memory, dtype=torch.float32, offset=start, count=rows * columns)
         return flat.view(rows, columns)
 
     # From stage to stage
 
-    def begin(self) -> None:
+    def wait_prev_stage(self) -> None:
         """Begin a step: wait until the stage before this one has done it."""
-        self._steps += 1
-        if not self.first:
-            self._wait(self._done[self.stage - 1 : self.stage], self._steps)
+        self._num_steps += 1
+        if not self.is_first_stage:
+            self._wait(self._steps_done[self.stage - 1 : self.stage], self._num_steps)
 
-    def states(self, count: int) -> Tensor:
+    def activations(self, count: int) -> Tensor:
         """Return what the stage before has left, fp32 (count, width)."""
-        return self._states[:count]
+        return self._activations[:count]
 
-    def end(self, states: Tensor | None = None) -> None:
+    def publish(self, activations: Tensor | None = None) -> None:
         """End a step, leaving states (tokens, width) where another stage reads them."""
         if self.rank == 0:  # all ranks of a stage have the same
-            if states is not None:
-                self._states[: len(states)] = states
-            self._done[self.stage] = self._steps
+            if activations is not None:
+                self._activations[: len(activations)] = activations
+            self._steps_done[self.stage] = self._num_steps
 
-    def finish(self) -> None:
+    def wait_last_stage(self) -> None:
         """Wait until the last stage has done the step."""
-        self._wait(self._done[-1:], self._steps)
+        self._wait(self._steps_done[-1:], self._num_steps)
 
     # For tapes
 
-    def meeting(self) -> list[int]:
+    def barrier_args(self) -> list[int]:
         """Return the arguments of the kernel ``meet``."""
-        return self._meeting
+        return self._barrier_args
 
-    def parts(self) -> Tensor:
+    def next_reduce_buffers(self) -> Tensor:
         """Return the next set of parts (size, tokens, width padded to 32), fp32; ours is ``[rank]``."""
-        self._turn = 1 - self._turn
-        return self._sets[self._turn]
+        self._buffer_index = 1 - self._buffer_index
+        return self._reduce_buffers[self._buffer_index]
 
     @property
-    def first_token(self) -> int:
+    def vocab_start(self) -> int:
         """Where this rank's part of the vocabulary begins."""
-        return vocab_part(self.shape.vocab, self.rank, self.size)[0]
+        return vocab_range(self.shape.vocab_size, self.rank, self.world_size)[0]
 
     # For operators
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here, or one is gone."""
-        mine = self._counters[self.rank] + 1
-        self._counters[self.rank] = mine
-        self._wait(self._counters, mine)
+        target = self._counters[self.rank] + 1
+        self._counters[self.rank] = target
+        self._wait(self._counters, target)
 
-    def _wait(self, counters: np.ndarray, wanted: int) -> None:
+    def _wait(self, counters: np.ndarray, target: int) -> None:
         spins = 0
-        while (counters < wanted).any() and not self.gone:
+        while (counters < target).any() and not self.aborted:
             spins += 1
-            if spins > _SPINS:
-                time.sleep(0 if spins < _LONG else 5e-5)
+            if spins > _NUM_SPINS:
+                time.sleep(0 if spins < _MAX_YIELDS else 5e-5)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x (tokens, width), the same bits on each."""
-        if self.size == 1:
+        if self.world_size == 1:
             return x
-        if x.is_cuda and dist.is_initialized() and dist.get_world_size() == self.size:
+        if x.is_cuda and dist.is_initialized() and dist.get_world_size() == self.world_size:
             dist.all_reduce(x)
             return x
         rows, columns = x.shape
-        every = self.parts()[:, :rows, :columns]
-        every[self.rank].copy_(x)
-        self.meet()
-        total = every[0].clone()
-        for rank in range(1, self.size):
-            total += every[rank]
+        partials = self.next_reduce_buffers()[:, :rows, :columns]
+        partials[self.rank].copy_(x)
+        self.barrier()
+        total = partials[0].clone()
+        for rank in range(1, self.world_size):
+            total += partials[rank]
         return total.to(x.device, x.dtype)
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather_logits(self, partial: Tensor) -> Tensor:
         """Return fp32 logits (rows, vocab), put together from all ranks' columns, on the CPU."""
-        start, rows = self.first_token, len(part)
-        self.logits[:rows, start : start + part.shape[1]] = part
-        self.meet()
-        return self.logits[:rows, : self.shape.vocab]
+        start, rows = self.vocab_start, len(partial)
+        self.logits[:rows, start : start + partial.shape[1]] = partial
+        self.barrier()
+        return self.logits[:rows, : self.shape.vocab_size]
 
     # Ends
 
     @property
-    def gone(self) -> bool:
+    def aborted(self) -> bool:
         """Whether a rank is gone: nobody waits any more, and results are void."""
-        return bool(self._gone[0])
+        return bool(self._aborted_flag[0])
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Say that a rank is gone."""
-        self._gone[0] = 1
+        self._aborted_flag[0] = 1
 
 
-def shared_handle() -> int:
+def create_memfd() -> int:
     """Return a memfd for a :class:`Team`, which makes it as long as it must be."""
     return os.memfd_create("thalweg-team", os.MFD_CLOEXEC)
 
 
-def _up(nbytes: int) -> int:
+def _align_to_page(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE

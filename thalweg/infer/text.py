@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_UNKNOWN = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
-_INCOMPLETE = 3  # bytes that a character may lack its last one of; tokens that they can lie in
-_WINDOW = 32  # tokens that are decoded again for each new one, at most
+_REPLACEMENT_CHAR = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
+_MAX_INCOMPLETE = 3  # bytes that a character may lack its last one of; tokens that they can lie in
+_MAX_WINDOW = 32  # tokens that are decoded again for each new one, at most
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one sequence's output; give it the tokens one by one.
 
     Text is held back while its last character is incomplete and while its end may be the beginning of a stop
@@ -28,81 +28,81 @@ class TextStream:
         stop: Sequence[str],
         *,
         include_stop: bool,
-        skip_special: bool,
-        before: Sequence[int] = (),
+        skip_special_tokens: bool,
+        prompt_tokens: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._include, self._skip = include_stop, skip_special
-        self._tokens = list(before[-_INCOMPLETE - 1 :])
+        self._include_stop, self._skip_special_tokens = include_stop, skip_special_tokens
+        self._tokens = list(prompt_tokens[-_MAX_INCOMPLETE - 1 :])
         try:
-            if self._decode(self._tokens).endswith(_UNKNOWN):
+            if self._decode(self._tokens).endswith(_REPLACEMENT_CHAR):
                 self._tokens = []  # an incomplete character stays the prompt's
         except (IndexError, TypeError, ValueError):  # tokens that the model has and the tokenizer has not
             self._tokens = []
-        self._start = self._sent = 0  # ``_sent``: characters that went out after ``_read``
-        self._read = len(self._tokens)
-        self._held = ""
+        self._prefix_offset = self._num_sent_chars = 0  # ``_sent``: characters that went out after ``_read``
+        self._read_offset = len(self._tokens)
+        self._pending = ""
 
-    def push(self, token: int, look: bool = True) -> tuple[str, str | None]:
+    def append(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Take a token; return new text and, where one has been reached, the stop string.
 
         ``look``: whether stop strings count yet (they do not before ``min_tokens``).
         """
         self._tokens.append(token)
-        self._held += self._decoded()
-        if not look or not self._stop:
-            text, self._held = self._held, ""
+        self._pending += self._decode_new()
+        if not check_stop or not self._stop:
+            text, self._pending = self._pending, ""
             return text, None
-        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
-        if found:
-            at, stop = min(found)
-            text = self._held[: at + len(stop) if self._include else at]
-            self._held = ""
+        matches = [(self._pending.find(stop), stop) for stop in self._stop if stop in self._pending]
+        if matches:
+            position, stop = min(matches)
+            text = self._pending[: position + len(stop) if self._include_stop else position]
+            self._pending = ""
             return text, stop
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        num_pending = max((_stop_overlap(self._pending, stop) for stop in self._stop), default=0)
+        text, self._pending = self._pending[: len(self._pending) - num_pending], self._pending[len(self._pending) - num_pending :]
         return text, None
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """Return what was held back."""
-        text, self._held = self._held, ""
-        return text + self._decoded(final=True)
+        text, self._pending = self._pending, ""
+        return text + self._decode_new(final=True)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
-    def _decoded(self, final: bool = False) -> str:
+    def _decode_new(self, final: bool = False) -> str:
         """Decode the tokens since the last whole character, next to a few before them."""
-        before = len(self._decode(self._tokens[self._start : self._read])) + self._sent
-        now = self._decode(self._tokens[self._start :])
-        if now.endswith(_UNKNOWN) and not final:
-            trailing = len(now) - len(now.rstrip(_UNKNOWN))
-            settled = now[: len(now) - min(trailing, _INCOMPLETE)]
-            text = settled[before:]
-            self._sent += len(text)
-            if len(self._tokens) - self._read > _WINDOW:
-                text += self._move(now)
+        num_known_chars = len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
+        decoded = self._decode(self._tokens[self._prefix_offset :])
+        if decoded.endswith(_REPLACEMENT_CHAR) and not final:
+            num_incomplete = len(decoded) - len(decoded.rstrip(_REPLACEMENT_CHAR))
+            complete = decoded[: len(decoded) - min(num_incomplete, _MAX_INCOMPLETE)]
+            text = complete[num_known_chars:]
+            self._num_sent_chars += len(text)
+            if len(self._tokens) - self._read_offset > _MAX_WINDOW:
+                text += self._advance_window(decoded)
             return text
-        if len(now) <= before:
+        if len(decoded) <= num_known_chars:
             return ""
         # The next call decodes from what is new now: leading spaces depend on what comes before.
-        self._start, self._read, self._sent = self._read, len(self._tokens), 0
-        return now[before:]
+        self._prefix_offset, self._read_offset, self._num_sent_chars = self._read_offset, len(self._tokens), 0
+        return decoded[num_known_chars:]
 
-    def _move(self, now: str) -> str:
+    def _advance_window(self, decoded: str) -> str:
         """Let the window begin later, at a token that no character reaches into; return what that settles."""
-        end = len(self._tokens) - _INCOMPLETE
-        for cut in range(end, end - _INCOMPLETE, -1):
-            part = self._decode(self._tokens[self._start : cut])
-            if not now.startswith(part):  # ``cut`` is within a character
+        end = len(self._tokens) - _MAX_INCOMPLETE
+        for split in range(end, end - _MAX_INCOMPLETE, -1):
+            prefix = self._decode(self._tokens[self._prefix_offset : split])
+            if not decoded.startswith(prefix):  # ``cut`` is within a character
                 continue
-            went = len(self._decode(self._tokens[self._start : self._read])) + self._sent
-            self._start, self._read, self._sent = cut - 1, cut, max(0, went - len(part))
-            return part[went:]
+            num_sent = len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
+            self._prefix_offset, self._read_offset, self._num_sent_chars = split - 1, split, max(0, num_sent - len(prefix))
+            return prefix[num_sent:]
         return ""
 
 
-def _overlap(text: str, stop: str) -> int:
+def _stop_overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

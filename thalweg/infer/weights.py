@@ -15,39 +15,39 @@ from typing import Protocol
 
 import torch
 
-from thalweg.infer.describe import MLP, Decoder, Encoder, Layer, Linear
+from thalweg.infer.describe import MLPSpec, DecoderSpec, EncoderSpec, LayerSpec, LinearSpec
 from thalweg.ops import native
 from thalweg.store.paged import EvictableMemory
 
-LINE = 64  # bytes: every part of a packed weight begins on a cache line
+CACHE_LINE = 64  # bytes: every part of a packed weight begins on a cache line
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWeight:
     """Packed weights of outputs ``start`` to ``stop``: addresses of them and of their scales (0: there are
     none), and the bytes of both."""
 
     start: int
     stop: int
-    weight: int
-    scale: int
+    weight_address: int
+    scale_address: int
     nbytes: int
-    fresh: bool = False
+    starts_segment: bool = False
     """Whether a segment begins here."""
 
 
-class Weights(Protocol):
+class WeightStore(Protocol):
     """Keeps packed weights."""
 
-    def put(self, layer: Linear, form: str) -> Iterator[Packed]:
+    def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Take the next layer's weights; yield its ranges of outputs in order."""
         ...
 
-    def run(self, tapes: Sequence[native.Program], first: int) -> None:
+    def run(self, programs: Sequence[native.Program], first_segment: int) -> None:
         """Run the tapes of segments ``first`` and on, each when its weights are there."""
         ...
 
-    def skip(self, first: int) -> None:
+    def skip(self, first_segment: int) -> None:
         """The segments from ``first`` to the last are not needed this time."""
         ...
 
@@ -56,81 +56,81 @@ class Weights(Protocol):
         ...
 
 
-def linears(layer: Layer) -> list[Linear]:
+def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
     """Return a layer's linear layers in the order in which a runner lays them down."""
-    a, m, cross = layer.attention, layer.mlp, layer.cross
-    assert isinstance(m, MLP), "mixtures have runners of their own"
-    if layer.parallel:
+    a, m, cross = layer.attention, layer.mlp, layer.cross_attention
+    assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+    if layer.parallel_residual:
         return [a.qkv, m.up, a.out, m.down]
     return [a.qkv, a.out, *(() if cross is None else (cross.q, cross.out)), m.up, m.down]
 
 
-def every(stack: Decoder | Encoder, form: str, mixtures: bool = False) -> list[tuple[Linear, str]]:
+def all_linears(spec: DecoderSpec | EncoderSpec, weight_format: str, include_moe: bool = False) -> list[tuple[LinearSpec, str]]:
     """Return all linear layers of a model whose weights are in a form, each with its own form.
 
     ``mixtures``: of layers with a mixture, those of the attention.
     """
-    found = []
-    for layer in stack.layers:
-        alone = mixtures and not isinstance(layer.mlp, MLP)
-        found += [
-            (x, form) for x in ((layer.attention.qkv, layer.attention.out) if alone else linears(layer))
+    linears = []
+    for layer in spec.layers:
+        attention_only = include_moe and not isinstance(layer.mlp, MLPSpec)
+        linears += [
+            (x, weight_format) for x in ((layer.attention.qkv, layer.attention.out) if attention_only else layer_linears(layer))
         ]
-    if isinstance(stack, Encoder):
-        return found
-    found.append((stack.head, head_form(form)))
-    if stack.encoder is not None:
-        found += every(stack.encoder, form)
-        found += [(layer.cross.kv, form) for layer in stack.layers if layer.cross is not None]
-    return found
+    if isinstance(spec, EncoderSpec):
+        return linears
+    linears.append((spec.lm_head, lm_head_format(weight_format)))
+    if spec.encoder is not None:
+        linears += all_linears(spec.encoder, weight_format)
+        linears += [(layer.cross_attention.kv, weight_format) for layer in spec.layers if layer.cross_attention is not None]
+    return linears
 
 
-def head_form(form: str) -> str:
+def lm_head_format(weight_format: str) -> str:
     """Return the form of the head for weights in a form: int4 keeps it in int8."""
-    return "int8" if form == "int4" else form
+    return "int8" if weight_format == "int4" else weight_format
 
 
-def line_up(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     """Round up to whole cache lines."""
-    return -(-nbytes // LINE) * LINE
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
 
-def packed_bytes(outputs: int, inputs: int, form: str) -> int:
+def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int:
     """Return the bytes that a packed layer takes, its parts on lines of their own."""
-    return sum(line_up(size) for size in native.packed_nbytes(outputs, inputs, form).values())
+    return sum(align_up(size) for size in native.packed_nbytes(out_features, in_features, weight_format).values())
 
 
-class Resident:
+class InMemoryWeights:
     """All weights in one piece of memory, on huge pages where the system has them."""
 
-    def __init__(self, stack: Decoder | Encoder, form: str) -> None:
-        total = sum(packed_bytes(x.outputs, x.inputs, kind) for x, kind in every(stack, form))
+    def __init__(self, spec: DecoderSpec | EncoderSpec, weight_format: str) -> None:
+        total = sum(packed_bytes(x.out_features, x.in_features, kind) for x, kind in all_linears(spec, weight_format))
         self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
-        self._at = 0
+        self._offset = 0
 
-    def put(self, layer: Linear, form: str) -> Iterator[Packed]:
+    def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Pack into the memory, in one range."""
-        start = {}
-        for part, size in native.packed_nbytes(layer.outputs, layer.inputs, form).items():
-            start[part] = self._at
-            self._at += line_up(size)
-        place = dict(start)
-        for block in native.iter_packed_blocks((layer.outputs, layer.inputs), layer.copy_rows, form):
-            for part, piece in block.items():
-                self._bytes[place[part] : place[part] + piece.numel()] = piece
-                place[part] += piece.numel()
+        starts = {}
+        for name, size in native.packed_nbytes(layer.out_features, layer.in_features, weight_format).items():
+            starts[name] = self._offset
+            self._offset += align_up(size)
+        cursors = dict(starts)
+        for block in native.iter_packed_blocks((layer.out_features, layer.in_features), layer.copy_rows, weight_format):
+            for name, piece in block.items():
+                self._bytes[cursors[name] : cursors[name] + piece.numel()] = piece
+                cursors[name] += piece.numel()
         base = self._bytes.data_ptr()
-        scale = base + start["scale"] if "scale" in start else 0
-        nbytes = sum(place[part] - start[part] for part in start)
-        yield Packed(0, layer.outputs, base + start["weight"], scale, nbytes)
+        scale = base + starts["scale"] if "scale" in starts else 0
+        nbytes = sum(cursors[part] - starts[part] for part in starts)
+        yield PackedWeight(0, layer.out_features, base + starts["weight"], scale, nbytes)
 
-    def run(self, tapes: Sequence[native.Program], first: int) -> None:
+    def run(self, programs: Sequence[native.Program], first_segment: int) -> None:
         """Run the tapes."""
-        for tape in tapes:
-            tape.run()
+        for program in programs:
+            program.run()
 
-    def skip(self, first: int) -> None:
+    def skip(self, first_segment: int) -> None:
         """Nothing is under way."""
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ import types
 from typing import Any
 
 
-class _Callable(types.ModuleType):
+class _CallableModule(types.ModuleType):
     """``thalweg.serve`` is this package and, as in MII, a function: :func:`thalweg.serve.mii.serve`."""
 
     def __call__(self, model: str, deployment_name: str | None = None, **options: Any) -> Any:
@@ -48,4 +48,4 @@ class _Callable(types.ModuleType):
         return serve(model, deployment_name, **options)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

@@ -12,160 +12,160 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from thalweg.serve import lower
-from thalweg.serve.chat import chat
-from thalweg.serve.completions import completions
-from thalweg.serve.embeddings import embeddings
+from thalweg.serve.chat import create_chat_completion
+from thalweg.serve.completions import create_completion
+from thalweg.serve.embeddings import create_embedding
 from thalweg.serve.errors import ApiError, bad_request, unavailable
-from thalweg.serve.generation import ClientGone, Generation, Service, start_stream, unless_gone
-from thalweg.serve.schema import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, parse
+from thalweg.serve.generation import ClientDisconnected, Generation, AppState, sse_response, run_until_disconnect
+from thalweg.serve.schema import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, parse_body
 
-_PAGE_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-_READ = ["GET", "HEAD"]
+_READ_METHODS = ["GET", "HEAD"]
 
 
-def build_app(service: Service, deployment: str | None = None) -> FastAPI:
+def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAPI:
     """Return the application; ``deployment`` is the name under ``/mii/``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    _add_errors(app, service)
-    _add_openai(app, service)
-    _add_operations(app, service)
+    _add_error_handlers(app, app_state)
+    _add_openai_routes(app, app_state)
+    _add_operations_routes(app, app_state)
 
     @app.post("/mii/{name:path}")
-    async def mii(name: str, http: Request) -> Response:
-        if name != (deployment or service.model):
-            raise ApiError(404, f"there is no deployment {name[:100]!r}: use {deployment or service.model}")
-        return await _mii(service, http)
+    async def mii(name: str, http_request: Request) -> Response:
+        if name != (deployment_name or app_state.model_name):
+            raise ApiError(404, f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
+        return await _mii_response(app_state, http_request)
 
     return app
 
 
-def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.api_route("/v1/models", methods=_READ)
+def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
+    @app.api_route("/v1/models", methods=_READ_METHODS)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.models]}
+        return {"object": "list", "data": [_model_card(app_state, name) for name in app_state.model_names]}
 
-    @app.api_route("/v1/models/{name:path}", methods=_READ)
+    @app.api_route("/v1/models/{name:path}", methods=_READ_METHODS)
     async def model(name: str) -> dict[str, Any]:
-        service.adapter(name)
-        return _model(service, name)
+        app_state.resolve_adapter(name)
+        return _model_card(app_state, name)
 
     @app.post("/v1/completions")
-    async def complete(http: Request) -> Response:
-        _needs(service, "text generation", generating=True)
-        return await completions(service, parse(CompletionRequest, await http.body()), http)
+    async def completions_endpoint(http_request: Request) -> Response:
+        _require_model_kind(app_state, "text generation", generative=True)
+        return await create_completion(app_state, parse_body(CompletionRequest, await http_request.body()), http_request)
 
     @app.post("/v1/chat/completions")
-    async def converse(http: Request) -> Response:
-        _needs(service, "chat", generating=True)
-        return await chat(service, parse(ChatRequest, await http.body()), http)
+    async def chat_completions_endpoint(http_request: Request) -> Response:
+        _require_model_kind(app_state, "chat", generative=True)
+        return await create_chat_completion(app_state, parse_body(ChatRequest, await http_request.body()), http_request)
 
     @app.post("/v1/embeddings")
-    async def embed(http: Request) -> Response:
-        _needs(service, "embeddings", generating=False)
-        return await embeddings(service, parse(EmbeddingRequest, await http.body()), http)
+    async def embeddings_endpoint(http_request: Request) -> Response:
+        _require_model_kind(app_state, "embeddings", generative=False)
+        return await create_embedding(app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request)
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
+def _add_operations_routes(app: FastAPI, app_state: AppState) -> None:
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
-    @app.api_route("/health", methods=_READ)
+    @app.api_route("/health", methods=_READ_METHODS)
     async def health() -> Response:
-        healthy, reason = service.pool.health()
+        healthy, reason = app_state.pool.health()
         if not healthy:
             raise unavailable(reason, "unhealthy")
-        return JSONResponse({"status": "ok", "replicas": len(service.pool.ready())})
+        return JSONResponse({"status": "ok", "replicas": len(app_state.pool.ready_replicas())})
 
-    @app.api_route("/metrics", methods=_READ)
+    @app.api_route("/metrics", methods=_READ_METHODS)
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(app_state.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @app.api_route("/", methods=_READ)
+    @app.api_route("/", methods=_READ_METHODS)
     async def root() -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+        return HTMLResponse(page, headers={"content-security-policy": _CONTENT_SECURITY_POLICY})
 
 
-def _add_errors(app: FastAPI, service: Service) -> None:
+def _add_error_handlers(app: FastAPI, app_state: AppState) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body(), error.status, headers=error.headers)
 
     @app.exception_handler(HTTPException)
-    async def http_error(http: Request, error: HTTPException) -> Response:
-        known = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
-        text = f"{http.method} {http.url.path[:200]}: {error.detail.lower()}; {known}"
+    async def http_error(http_request: Request, error: HTTPException) -> Response:
+        known_paths = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
+        text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
         return JSONResponse(
             ApiError(error.status_code, text).body(), error.status_code, headers=error.headers
         )
 
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, __: ClientGone) -> Response:
-        service.metrics.cancelled()
+    @app.exception_handler(ClientDisconnected)
+    async def client_disconnected(_: Request, __: ClientDisconnected) -> Response:
+        app_state.metrics.count_cancelled()
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, __: Exception) -> Response:  # the log has the traceback
+    async def internal_error(_: Request, __: Exception) -> Response:  # the log has the traceback
         return JSONResponse(ApiError(500, "the server failed on this request").body(), 500)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model_card(app_state: AppState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": app_state.created,
         "owned_by": "thalweg",
-        "max_model_len": service.facts.max_length,
-        "parent": None if name == service.model else service.model,
+        "max_model_len": app_state.model_info.max_length,
+        "parent": None if name == app_state.model_name else app_state.model_name,
     }
 
 
-def _needs(service: Service, what: str, generating: bool) -> None:
-    if (service.facts.kind != "encoder") != generating:
-        other = "/v1/completions" if service.facts.kind != "encoder" else "/v1/embeddings"
-        raise bad_request(f"{service.model} cannot do {what}: use {other}", "model")
+def _require_model_kind(app_state: AppState, task: str, generative: bool) -> None:
+    if (app_state.model_info.kind != "encoder") != generative:
+        other_path = "/v1/completions" if app_state.model_info.kind != "encoder" else "/v1/embeddings"
+        raise bad_request(f"{app_state.model_name} cannot do {task}: use {other_path}", "model")
 
 
-async def _mii(service: Service, http: Request) -> Response:
+async def _mii_response(app_state: AppState, http_request: Request) -> Response:
     """DeepSpeed-MII's REST form: a list of ``{generated_text, prompt_length, generated_length, ...}``."""
-    ask = parse(MiiRequest, await http.body())
-    _needs(service, "text generation", generating=True)
-    texts = [ask.prompts] if isinstance(ask.prompts, str) else ask.prompts
+    request = parse_body(MiiRequest, await http_request.body())
+    _require_model_kind(app_state, "text generation", generative=True)
+    texts = [request.prompts] if isinstance(request.prompts, str) else request.prompts
     if not texts:
         raise bad_request("prompts is empty: send at least one", "prompts")
-    service.pool.check(len(texts))
-    if ask.stream and len(texts) > 1:
+    app_state.pool.check_capacity(len(texts))
+    if request.stream and len(texts) > 1:
         raise bad_request("stream takes one prompt at a time: send the others apart", "stream")
-    prompts = await lower.prompts(list(texts), service.text, service.facts, "prompts")
-    requests = [lower.request(p, lower.mii_params(ask, len(p), service.facts)) for p in prompts]
-    if ask.stream:
-        before = texts[0] if ask.return_full_text else ""
-        return await start_stream(service, http.receive, _mii_stream(Generation(service, requests), before))
-    samples = await unless_gone(http.receive, Generation(service, requests).collect())
-    answer = []
-    for text, prompt, (sample,) in zip(texts, prompts, samples, strict=True):
-        answer.append(
+    prompts = await lower.tokenize_prompts(list(texts), app_state.tokenizer, app_state.model_info, "prompts")
+    requests = [lower.make_engine_request(p, lower.mii_sampling_params(request, len(p), app_state.model_info)) for p in prompts]
+    if request.stream:
+        prefix = texts[0] if request.return_full_text else ""
+        return await sse_response(app_state, http_request.receive, _mii_chunks(Generation(app_state, requests), prefix))
+    results = await run_until_disconnect(http_request.receive, Generation(app_state, requests).collect())
+    responses = []
+    for text, prompt, (result,) in zip(texts, prompts, results, strict=True):
+        responses.append(
             {
-                "generated_text": text + sample.text if ask.return_full_text else sample.text,
+                "generated_text": text + result.text if request.return_full_text else result.text,
                 "prompt_length": len(prompt),
-                "generated_length": sample.num_tokens,
-                "finish_reason": sample.finish_reason,
+                "generated_length": result.num_tokens,
+                "finish_reason": result.finish_reason,
             }
         )
-    return JSONResponse(answer)
+    return JSONResponse(responses)
 
 
-async def _mii_stream(generation: Generation, before: str) -> AsyncGenerator[dict[str, Any]]:
+async def _mii_chunks(generation: Generation, prefix: str) -> AsyncGenerator[dict[str, Any]]:
     async with contextlib.aclosing(generation.stream()) as outputs:
         async for _, output in outputs:
-            if before or output.text or output.finished:
+            if prefix or output.text or output.finished:
                 yield {
-                    "generated_text": before + output.text,
+                    "generated_text": prefix + output.text,
                     "prompt_length": output.num_prompt_tokens,
                     "generated_length": output.num_generated_tokens,
                     "finish_reason": output.finish_reason,
                 }
-            before = ""
+            prefix = ""

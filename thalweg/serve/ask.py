@@ -13,32 +13,32 @@ from typing import Any
 
 from thalweg.serve.errors import ApiError
 
-_HERE = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-def post(url: str, body: dict[str, Any], key: str | None = None) -> http.client.HTTPResponse:
+def post_json(url: str, body: dict[str, Any], api_key: str | None = None) -> http.client.HTTPResponse:
     """Send ``body``; raises :class:`ApiError` with the server's own words, ConnectionError without any."""
     headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     # A proxy for the outside, which many environments have, does not lead to this host.
-    here = urllib.parse.urlsplit(url).hostname in _HERE
-    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)
+    is_local = urllib.parse.urlsplit(url).hostname in _LOOPBACK_HOSTS
+    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_local)
     try:
         return opener.open(request)
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         message, code = text[:500], None
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(text)["error"]
-            message, code = told["message"], told["code"]
+            detail = json.loads(text)["error"]
+            message, code = detail["message"], detail["code"]
         raise ApiError(error.code, message, code=code) from None
     except urllib.error.URLError as error:
         raise ConnectionError(f"{url} does not answer ({error.reason}): is it serving?") from None
 
 
-def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def iter_sse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a stream; raises :class:`ApiError` or ConnectionError where it breaks off."""
     with contextlib.suppress(http.client.HTTPException, OSError):
         for line in lines:

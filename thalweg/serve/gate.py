@@ -18,20 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thalweg.serve.errors import ApiError, bad_request
 
-OPEN_PATHS = frozenset({"/", "/health"})
+PUBLIC_PATHS = frozenset({"/", "/health"})
 """Answered without a key: the page, which asks for one, and what a load balancer polls."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
-class GateLimits:
+class BodyLimits:
     """``body_bytes`` of a request; ``body_seconds`` in which it must have arrived."""
 
-    body_bytes: int = 2**20
-    body_seconds: float = 10.0
+    max_bytes: int = 2**20
+    timeout_seconds: float = 10.0
 
 
-class Gate:
+class RequestGuard:
     """Refuses what must not pass; ``count`` is told path and status of every response.
 
     Without a key only names of this host are taken as ``Host``, so that a web page cannot reach a server
@@ -39,10 +39,10 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], limits: GateLimits, count: Callable[[str, int], None]
+        self, app: ASGIApp, api_keys: tuple[str, ...], limits: BodyLimits, on_response: Callable[[str, int], None]
     ) -> None:
-        self._app, self._limits, self._count = app, limits, count
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._app, self._limits, self._on_response = app, limits, on_response
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
@@ -51,29 +51,29 @@ class Gate:
                 await self._app(scope, receive, send)
             return
 
-        async def counted(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")
-                self._count(getattr(route, "path", "other"), message["status"])
+                self._on_response(getattr(route, "path", "other"), message["status"])
             await send(message)
 
         headers = dict(scope["headers"])
         try:
             self._check_host(headers)
-            self._check_key(scope["path"], headers)
+            self._check_api_key(scope["path"], headers)
             body = b""
             if scope["method"] == "POST":
-                _check_kind(headers)
-                body = await self._read(headers, receive)
-        except _Gone:
+                _check_content_type(headers)
+                body = await self._read_body(headers, receive)
+        except _Disconnected:
             return
         except ApiError as error:
-            await _answer(error, counted)
+            await _send_error(error, send_and_count)
             return
-        await self._app(scope, _replay(body, receive), counted)
+        await self._app(scope, _replay_body(body, receive), send_and_count)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        if self._keys:
+        if self._key_digests:
             return
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
@@ -82,80 +82,80 @@ class Gate:
                 403, "this server answers to localhost alone: start it with --api-key for other names"
             )
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or path in OPEN_PATHS:
+    def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._key_digests or path in PUBLIC_PATHS:
             return
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(given.strip()).digest()
-        right = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, whichever is right
-        if kind.lower() != b"bearer" or not any(right):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._key_digests]  # all of them, whichever is right
+        if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
                 "send your API key as `Authorization: Bearer KEY`"
-                if not given
+                if not token
                 else "this API key is not valid",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        limit = self._limits.body_bytes
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._limits.max_bytes
         length = headers.get(b"content-length", b"0")
         too_big = int(length) > limit if length.isdigit() and len(length) < 20 else True
-        parts, size, deadline = [], 0, time.monotonic() + self._limits.body_seconds
+        chunks, size, deadline = [], 0, time.monotonic() + self._limits.timeout_seconds
         while True:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
                 if too_big:
-                    raise _too_big(limit) from None
+                    raise _body_too_large(limit) from None
                 raise ApiError(
-                    408, f"the body did not arrive in {self._limits.body_seconds:g} s", code="timeout"
+                    408, f"the body did not arrive in {self._limits.timeout_seconds:g} s", code="timeout"
                 ) from None
             if message["type"] == "http.disconnect":
-                raise _Gone
+                raise _Disconnected
             size += len(message.get("body", b""))
             if size > limit and not too_big:
                 too_big = True
             if too_big:  # read on for a moment: a client that is still sending would not see the answer
-                parts.clear()
+                chunks.clear()
                 deadline = min(deadline, time.monotonic() + 1.0)
                 if size > 16 * limit:
-                    raise _too_big(limit)
+                    raise _body_too_large(limit)
             else:
-                parts.append(message.get("body", b""))
+                chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
                 if too_big:
-                    raise _too_big(limit)
-                return b"".join(parts)
+                    raise _body_too_large(limit)
+                return b"".join(chunks)
 
 
-class _Gone(Exception):
+class _Disconnected(Exception):
     """The client left while it sent."""
 
 
-def _check_kind(headers: dict[bytes, bytes]) -> None:
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
+def _check_content_type(headers: dict[bytes, bytes]) -> None:
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if content_type != b"application/json":
         raise ApiError(415, "send JSON with `Content-Type: application/json`", code="content_type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise bad_request("compressed bodies are not taken: send plain JSON", code="content_encoding")
 
 
-def _too_big(limit: int) -> ApiError:
+def _body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes: send less", code="body_too_large")
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
+    async def receive_replayed() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replayed
+    return receive_replayed
 
 
-async def _answer(error: ApiError, send: Send) -> None:
+async def _send_error(error: ApiError, send: Send) -> None:
     body = json.dumps(error.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     headers["connection"] = "close"  # the body may be unread

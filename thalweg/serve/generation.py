@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from thalweg.infer.api import ModelFacts, Request, RequestOutput, TokenLogprob
+from thalweg.infer.api import ModelMetadata, Request, RequestOutput, TokenLogprob
 from thalweg.serve.errors import ApiError, bad_request
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.pool import Pool
-from thalweg.serve.text import Text
+from thalweg.serve.pool import ReplicaPool
+from thalweg.serve.text import ChatTokenizer
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 @dataclass
-class Service:
+class AppState:
     """What the endpoints share."""
 
-    pool: Pool
+    pool: ReplicaPool
     metrics: Metrics
-    text: Text
-    facts: ModelFacts
-    model: str
+    tokenizer: ChatTokenizer
+    model_info: ModelMetadata
+    model_name: str
     """The name under which clients ask for the model."""
     created: int
     request_seconds: float | None = None
@@ -39,17 +39,17 @@ class Service:
     """Other names for it; not listed."""
 
     @property
-    def models(self) -> list[str]:
+    def model_names(self) -> list[str]:
         """The names that clients may ask for: the model's, and those of its adapters."""
-        return [self.model, *self.facts.adapters]
+        return [self.model_name, *self.model_info.adapters]
 
-    def adapter(self, name: str | None) -> str | None:
+    def resolve_adapter(self, name: str | None) -> str | None:
         """Return the adapter that a ``model`` field asks for; raises 404 for an unknown name."""
-        if name is None or name == self.model or name in self.aliases:
+        if name is None or name == self.model_name or name in self.aliases:
             return None
-        if name in self.facts.adapters:
+        if name in self.model_info.adapters:
             return name
-        known = ", ".join(self.models)
+        known = ", ".join(self.model_names)
         raise ApiError(
             404,
             f"there is no model {name[:200]!r} here: ask for {known}",
@@ -59,7 +59,7 @@ class Service:
 
 
 @dataclass
-class Sample:
+class SequenceResult:
     """What came of one sequence."""
 
     text: str = ""
@@ -75,102 +75,102 @@ class Sample:
 class Usage:
     """Tokens of one HTTP request."""
 
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return OpenAI's form."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 
 class Generation:
     """Runs the engine requests of one HTTP request; ``usage`` grows as outputs pass."""
 
-    def __init__(self, service: Service, requests: list[Request]) -> None:
-        self.usage = Usage(prompt=sum(len(request.prompt) for request in requests))
-        self._service, self._requests = service, requests
-        self._watch = service.metrics.watch()
-        self._counted: dict[tuple[int, int], tuple[int, int]] = {}
+    def __init__(self, app_state: AppState, requests: list[Request]) -> None:
+        self.usage = Usage(num_prompt_tokens=sum(len(request.prompt) for request in requests))
+        self._app_state, self._requests = app_state, requests
+        self._timer = app_state.metrics.start_timer()
+        self._counts_by_sequence: dict[tuple[int, int], tuple[int, int]] = {}
 
     async def stream(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yield (request's index, output); closing it cancels what still runs."""
-        async with contextlib.aclosing(self._outputs(restartable=False)) as outputs:
+        async with contextlib.aclosing(self._outputs(retryable=False)) as outputs:
             async for index, output in outputs:
                 if output is not None:
                     yield index, output
 
-    async def collect(self) -> list[list[Sample]]:
+    async def collect(self) -> list[list[SequenceResult]]:
         """Return the samples of each request."""
-        samples = [[Sample() for _ in range(request.params.n)] for request in self._requests]
-        async with contextlib.aclosing(self._outputs(restartable=True)) as outputs:
+        results = [[SequenceResult() for _ in range(request.params.n)] for request in self._requests]
+        async with contextlib.aclosing(self._outputs(retryable=True)) as outputs:
             async for index, output in outputs:
                 if output is None:
-                    samples[index] = [Sample() for _ in samples[index]]
+                    results[index] = [SequenceResult() for _ in results[index]]
                     continue
-                sample = samples[index][output.index]
-                sample.text += output.text
-                sample.token_ids += output.token_ids
-                sample.logprobs += output.logprobs or ()
-                sample.prompt_logprobs += output.prompt_logprobs or ()
-                sample.num_tokens = output.num_generated_tokens
+                result = results[index][output.index]
+                result.text += output.text
+                result.token_ids += output.token_ids
+                result.logprobs += output.logprobs or ()
+                result.prompt_logprobs += output.prompt_logprobs or ()
+                result.num_tokens = output.num_generated_tokens
                 if output.finish_reason is not None:
-                    sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
-        return samples
+                    result.finish_reason, result.stop_reason = output.finish_reason, output.stop_reason
+        return results
 
-    async def _outputs(self, restartable: bool) -> AsyncGenerator[tuple[int, RequestOutput | None]]:
-        service = self._service
-        with service.pool.admit(sum(request.params.n for request in self._requests)):
-            generating = service.pool.generate(
-                self._requests, restartable=restartable, seconds=service.request_seconds
+    async def _outputs(self, retryable: bool) -> AsyncGenerator[tuple[int, RequestOutput | None]]:
+        app_state = self._app_state
+        with app_state.pool.admit(sum(request.params.n for request in self._requests)):
+            output_stream = app_state.pool.generate(
+                self._requests, retryable=retryable, timeout=app_state.request_seconds
             )
-            async with contextlib.aclosing(generating) as outputs:
+            async with contextlib.aclosing(output_stream) as outputs:
                 async for index, output in outputs:
                     if output is not None:
-                        self._note(index, output)
+                        self._record(index, output)
                     yield index, output
 
-    def _note(self, index: int, output: RequestOutput) -> None:
-        self._watch.output(index, output)
+    def _record(self, index: int, output: RequestOutput) -> None:
+        self._timer.record_output(index, output)
         if output.finish_reason == "error":
             if (output.error or "").startswith("the structure"):
                 raise bad_request(f"{output.error}: ask for a simpler one")
             raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
-        self._counted[index, output.index] = output.num_generated_tokens, output.num_cached_tokens
+        self._counts_by_sequence[index, output.index] = output.num_generated_tokens, output.num_cached_tokens
         if output.finished:
-            self.usage.generated = sum(generated for generated, _ in self._counted.values())
-            self.usage.cached = sum(c for (_, sample), (_, c) in self._counted.items() if sample == 0)
+            self.usage.num_generated_tokens = sum(generated for generated, _ in self._counts_by_sequence.values())
+            self.usage.num_cached_tokens = sum(c for (_, sample), (_, c) in self._counts_by_sequence.items() if sample == 0)
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody waits for the response any more."""
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
     """Await ``work``; cancel it, and raise :class:`ClientGone`, when the client closes the connection."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    work_task, disconnect_task = asyncio.ensure_future(awaitable), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
+        raise ClientDisconnected
     finally:
-        for task in (working, leaving):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
-class EventStream(Response):
+class SSEResponse(Response):
     """Server-sent events from a generator of JSON objects; its first one must be at hand already."""
 
-    def __init__(self, first: Any, rest: AsyncGenerator[Any], left: Callable[[], None], done: bytes) -> None:
+    def __init__(self, first_item: Any, items: AsyncGenerator[Any], on_disconnect: Callable[[], None], end_marker: bytes) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._first, self._rest, self._left, self._done = first, rest, left, done
+        self._first_item, self._items, self._on_disconnect, self._end_marker = first_item, items, on_disconnect, end_marker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or stop when the client leaves."""
@@ -178,48 +178,48 @@ class EventStream(Response):
         headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await unless_gone(receive, self._pump(send))
-        except ClientGone:
-            self._left()
+            await run_until_disconnect(receive, self._send_events(send))
+        except ClientDisconnected:
+            self._on_disconnect()
         finally:
-            await self._rest.aclose()
+            await self._items.aclose()
 
-    async def _pump(self, send: Send) -> None:
-        await _send(send, event(self._first))
+    async def _send_events(self, send: Send) -> None:
+        await _send_chunk(send, encode_sse(self._first_item))
         try:
-            async for item in self._rest:
-                await _send(send, event(item))
+            async for item in self._items:
+                await _send_chunk(send, encode_sse(item))
         except ApiError as error:
-            await _send(send, event(error.body()))
+            await _send_chunk(send, encode_sse(error.body()))
         except Exception:
             _LOG.exception("a stream broke")
-            await _send(send, event(ApiError(500, "the server failed on this request").body()))
+            await _send_chunk(send, encode_sse(ApiError(500, "the server failed on this request").body()))
         else:
-            await _send(send, self._done)
+            await _send_chunk(send, self._end_marker)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def start_stream(
-    service: Service, receive: Receive, items: AsyncGenerator[Any], done: bytes = b"data: [DONE]\n\n"
-) -> EventStream:
+async def sse_response(
+    app_state: AppState, receive: Receive, items: AsyncGenerator[Any], end_marker: bytes = b"data: [DONE]\n\n"
+) -> SSEResponse:
     """Wait for the first item, so that an error before it is an HTTP status, and make the response."""
     try:
-        first = await unless_gone(receive, anext(items))
+        first_item = await run_until_disconnect(receive, anext(items))
     except BaseException:
         await items.aclose()
         raise
-    return EventStream(first, items, service.metrics.cancelled, done)
+    return SSEResponse(first_item, items, app_state.metrics.count_cancelled, end_marker)
 
 
-def event(item: Any) -> bytes:
+def encode_sse(item: Any) -> bytes:
     """Return one server-sent event."""
     return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _send(send: Send, body: bytes) -> None:
+async def _send_chunk(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,15 +7,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from thalweg.infer.api import EngineCore, EngineOptions, Request, RequestOutput
+from thalweg.infer.api import EngineCore, EngineConfig, Request, RequestOutput
 from thalweg.serve import lower
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii import Response
-from thalweg.serve.schema import MiiRequest, parse
+from thalweg.serve.schema import MiiRequest, parse_body
 from thalweg.serve.spawn import LOADER
 
 
-def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) -> Any:
+def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> Any:
     """Load a model (a Hugging Face directory, or a live one) and return a :class:`Pipeline` that continues
     prompts, or an :class:`EmbeddingPipeline` for an encoder.
 
@@ -31,7 +31,7 @@ def pipeline(model: Any, options: EngineOptions | None = None, **fields: Any) ->
             raise ValueError("EngineOptions are for language models: give a diffusion pipeline keywords")
         return importlib.import_module("thalweg.infer.init").init_inference(model, **fields)
     module, _, name = LOADER.partition(":")
-    engine = getattr(importlib.import_module(module), name)(model, options or EngineOptions(**fields))
+    engine = getattr(importlib.import_module(module), name)(model, options or EngineConfig(**fields))
     return EmbeddingPipeline(engine) if engine.facts.kind == "encoder" else Pipeline(engine)
 
 
@@ -45,8 +45,8 @@ class EmbeddingPipeline:
         """Return the vectors; ValueError for a text that is empty or too long."""
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer: give load_engine one")
-        wanted = [texts] if isinstance(texts, str) else list(texts)
-        return self.engine.embed([self.engine.tokenizer.encode(text) for text in wanted]).tolist()
+        inputs = [texts] if isinstance(texts, str) else list(texts)
+        return self.engine.embed([self.engine.tokenizer.encode(text) for text in inputs]).tolist()
 
     def destroy(self) -> None:
         """Free the engine."""
@@ -58,7 +58,7 @@ class Pipeline:
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        self._calls = 0
+        self._num_calls = 0
 
     def __call__(
         self,
@@ -73,19 +73,19 @@ class Pipeline:
         ``streaming_fn`` gets each piece of text as it comes.  Raises ValueError for what cannot be.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        requests = [self._request(i, text, options) for i, text in enumerate(texts)]
-        self._calls += 1
+        requests = [self._make_request(i, text, options) for i, text in enumerate(texts)]
+        self._num_calls += 1
         pieces: list[list[str]] = [[] for _ in texts]
-        ends: dict[int, RequestOutput] = {}
+        final_outputs: dict[int, RequestOutput] = {}
         for index, output in self._run(requests):
             pieces[index].append(output.text)
             if streaming_fn is not None and output.text:
-                streaming_fn([_response(output, output.text, len(requests[index].prompt))])
+                streaming_fn([_make_response(output, output.text, len(requests[index].prompt))])
             if output.finished:
-                ends[index] = output
+                final_outputs[index] = output
         full = options.get("return_full_text", False)
         return [
-            _response(ends[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
+            _make_response(final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
             for i, text in enumerate(texts)
         ]
 
@@ -93,38 +93,38 @@ class Pipeline:
         """Free the engine."""
         self.engine.close()
 
-    def _request(self, index: int, text: str, options: dict[str, Any]) -> Request:
+    def _make_request(self, index: int, text: str, options: dict[str, Any]) -> Request:
         engine = self.engine
         if engine.tokenizer is None:
             raise ValueError("this model has no tokenizer: give load_engine one")
         try:
-            ask = parse(MiiRequest, json.dumps({"prompts": text, **options}).encode())
+            mii_request = parse_body(MiiRequest, json.dumps({"prompts": text, **options}).encode())
             prompt = engine.tokenizer.encode(text)
-            params = lower.mii_params(ask, len(prompt), engine.facts)
+            params = lower.mii_sampling_params(mii_request, len(prompt), engine.metadata)
         except ApiError as error:
             raise ValueError(str(error)) from None
-        return Request(f"call{self._calls}-{index}", prompt, params)
+        return Request(f"call{self._num_calls}-{index}", prompt, params)
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        engine, places = self.engine, {request.request_id: i for i, request in enumerate(requests)}
-        left, added = set(places), []
+        engine, index_by_id = self.engine, {request.request_id: i for i, request in enumerate(requests)}
+        unfinished, added = set(index_by_id), []
         try:
             for request in requests:
                 engine.add(request)
                 added.append(request.request_id)
-            while left:
+            while unfinished:
                 for output in engine.step():
-                    if output.request_id in places:  # an engine of our own may still work off what was left
+                    if output.request_id in index_by_id:  # an engine of our own may still work off what was left
                         if output.finish_reason == "error":
                             raise RuntimeError(f"the engine failed on a prompt: {output.error}")
                         if output.finished:
-                            left.discard(output.request_id)
-                        yield places[output.request_id], output
+                            unfinished.discard(output.request_id)
+                        yield index_by_id[output.request_id], output
         finally:
-            for name in added:
-                if name in left:
-                    engine.abort(name)
+            for request_id in added:
+                if request_id in unfinished:
+                    engine.abort(request_id)
 
 
-def _response(output: RequestOutput, text: str, prompt_length: int) -> Response:
+def _make_response(output: RequestOutput, text: str, prompt_length: int) -> Response:
     return Response(text, prompt_length, output.num_generated_tokens, output.finish_reason)

@@ -14,92 +14,92 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thalweg.infer.api import RequestOutput
-from thalweg.serve.pool import Pool
+from thalweg.serve.pool import ReplicaPool
 
-_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
-_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_E2E_LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
     """Counts what one server does."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ReplicaPool) -> None:
         self.registry = CollectorRegistry()
-        add: dict[str, Any] = {"registry": self.registry}
-        self._first = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
-                                buckets=_FIRST, **add)  # fmt: skip
-        self._between = Histogram("thalweg_inter_token_latency_seconds", "From one token to the next",
-                                  buckets=_BETWEEN, **add)  # fmt: skip
-        self._whole = Histogram("thalweg_request_seconds", "From arrival to the last token",
-                                buckets=_WHOLE, **add)  # fmt: skip
-        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **add)
-        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **add)
-        self._prompt = Counter("thalweg_prompt_tokens", "Prompt tokens of requests that were started", **add)
-        self._generated = Counter("thalweg_generated_tokens", "Tokens generated", **add)
-        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **add)
-        self.registry.register(_Engines(pool))
+        registry_kwargs: dict[str, Any] = {"registry": self.registry}
+        self._ttft = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
+                                buckets=_TTFT_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._itl = Histogram("thalweg_inter_token_latency_seconds", "From one token to the next",
+                                  buckets=_ITL_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._e2e_latency = Histogram("thalweg_request_seconds", "From arrival to the last token",
+                                buckets=_E2E_LATENCY_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs)
+        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs)
+        self._prompt_tokens = Counter("thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs)
+        self._generated_tokens = Counter("thalweg_generated_tokens", "Tokens generated", **registry_kwargs)
+        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs)
+        self.registry.register(_EngineCollector(pool))
 
-    def response(self, path: str, status: int) -> None:
+    def count_response(self, path: str, status: int) -> None:
         """Count an HTTP response."""
         self._responses.labels(path, status).inc()
 
-    def cancelled(self) -> None:
+    def count_cancelled(self) -> None:
         """Count a client that left."""
         self._cancelled.inc()
 
-    def watch(self) -> Watch:
+    def start_timer(self) -> RequestTimer:
         """Begin to time a request that has just arrived."""
-        return Watch(self)
+        return RequestTimer(self)
 
     def render(self) -> bytes:
         """Return the text form."""
         return generate_latest(self.registry)
 
 
-class Watch:
+class RequestTimer:
     """Times one HTTP request's sequences."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._start = metrics, time.perf_counter()
-        self._last: dict[tuple[int, int], float] = {}
+        self._last_token_time: dict[tuple[int, int], float] = {}
 
-    def output(self, index: int, output: RequestOutput) -> None:
+    def record_output(self, index: int, output: RequestOutput) -> None:
         """Note one output of sequence ``output.index`` of request ``index``."""
         metrics, now, key = self._metrics, time.perf_counter(), (index, output.index)
         num_tokens = len(output.token_ids)
         if num_tokens:
-            metrics._generated.inc(num_tokens)
-            if key in self._last:
+            metrics._generated_tokens.inc(num_tokens)
+            if key in self._last_token_time:
                 for _ in range(num_tokens):  # tokens of one speculative step came together
-                    metrics._between.observe((now - self._last[key]) / num_tokens)
+                    metrics._itl.observe((now - self._last_token_time[key]) / num_tokens)
             else:
-                metrics._first.observe(now - self._start)
+                metrics._ttft.observe(now - self._start)
                 if output.index == 0:
-                    metrics._prompt.inc(output.num_prompt_tokens)
-            self._last[key] = now
+                    metrics._prompt_tokens.inc(output.num_prompt_tokens)
+            self._last_token_time[key] = now
         if output.finish_reason is not None:
             metrics._finished.labels(output.finish_reason).inc()
-            metrics._whole.observe(now - self._start)
+            metrics._e2e_latency.observe(now - self._start)
 
 
-class _Engines:
+class _EngineCollector:
     """The engines' gauges and counters, by replica."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Any]:
         pool = self._pool
         yield GaugeMetricFamily(
-            "thalweg_outstanding", "Sequences admitted, not ended", value=pool.outstanding
+            "thalweg_outstanding", "Sequences admitted, not ended", value=pool.num_outstanding
         )
         yield GaugeMetricFamily(
             "thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding
         )
-        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready()))
+        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
         yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
-        yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.restarts)
+        yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.num_restarts)
         families = [
             (GaugeMetricFamily, "running", "Sequences that take part in steps", "running"),
             (GaugeMetricFamily, "waiting", "Sequences queued in the engine", "waiting"),
@@ -121,7 +121,7 @@ class _Engines:
             for replica in pool.replicas:
                 metric.add_metric([str(replica.index)], getattr(replica.stats, field))
             yield metric
-        stuck = GaugeMetricFamily("thalweg_no_progress_seconds", "Work, but no step", labels=["replica"])
+        stalled = GaugeMetricFamily("thalweg_no_progress_seconds", "Work, but no step", labels=["replica"])
         for replica in pool.replicas:
-            stuck.add_metric([str(replica.index)], replica.stuck)
-        yield stuck
+            stalled.add_metric([str(replica.index)], replica.stalled_seconds)
+        yield stalled

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thalweg.serve.ask import events, post
+from thalweg.serve.ask import iter_sse, post_json
 from thalweg.serve.errors import ApiError
 
-_REST_PORT = 28080  # MII's
+_DEFAULT_REST_PORT = 28080  # MII's
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def serve(
     Raises RuntimeError with the server's own words when it does not start, ValueError for a name in use.
     """
     name = deployment_name or f"{Path(model.rstrip('/')).name}-deployment"
-    if _read_record(name) is not None:
+    if _lookup_deployment(name) is not None:
         raise ValueError(
             f"a deployment {name!r} is running: take another name, or client(name).terminate_server()"
         )
     command = [sys.executable, "-m", "thalweg", "serve", model, "--deployment", name, "--json"]
     if enable_restful_api:
-        host, port = restful_api_host or host, restful_api_port or port or _REST_PORT
+        host, port = restful_api_host or host, restful_api_port or port or _DEFAULT_REST_PORT
     command += ["--host", host, "--port", str(port), "--replicas", str(replica_num)]
     command += ["--tensor-parallel", str(tensor_parallel)]
     command += ["--max-length", str(max_length)] if max_length is not None else []
@@ -82,12 +82,12 @@ def serve(
     if not (environ.get("THALWEG_API_KEY") or enable_restful_api):
         environ["THALWEG_API_KEY"] = secrets.token_hex(16)
     command += arguments
-    with tempfile.TemporaryFile() as said:  # has no name, so nothing is left of it
+    with tempfile.TemporaryFile() as stderr_file:  # has no name, so nothing is left of it
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             env=environ,
             start_new_session=True,
         )
@@ -96,12 +96,12 @@ def serve(
             line = process.stdout.readline()  # ends when the server is ready, or ends
         if not line:
             process.wait()
-            said.seek(0)
+            stderr_file.seek(0)
             raise RuntimeError(
-                f"the server did not start: {said.read().decode(errors='replace').strip()[-2000:]}"
+                f"the server did not start: {stderr_file.read().decode(errors='replace').strip()[-2000:]}"
             )
     for _ in range(100):  # the record follows the line
-        if _read_record(name) is not None:
+        if _lookup_deployment(name) is not None:
             break
         time.sleep(0.02)
     return client(name)
@@ -109,9 +109,9 @@ def serve(
 
 def client(model_or_deployment_name: str) -> Client:
     """Return a client of the deployment of that name (or of that model); ValueError where none runs."""
-    tried = (model_or_deployment_name, f"{Path(model_or_deployment_name.rstrip('/')).name}-deployment")
-    for name in tried:
-        record = _read_record(name)
+    candidates = (model_or_deployment_name, f"{Path(model_or_deployment_name.rstrip('/')).name}-deployment")
+    for name in candidates:
+        record = _lookup_deployment(name)
         if record is not None:
             return Client(name, record["url"], record["key"], record["pid"])
     raise ValueError(
@@ -139,7 +139,7 @@ class Client:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if streaming_fn is not None:
             return self._stream(texts, streaming_fn, options)
-        with self._open({"prompts": texts, **options}) as answer:
+        with self._post({"prompts": texts, **options}) as answer:
             return [Response(**fields) for fields in json.load(answer)]
 
     __call__ = generate
@@ -149,73 +149,73 @@ class Client:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGTERM)
             deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and _alive(self._pid):
+            while time.monotonic() < deadline and _is_alive(self._pid):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._pid, os.WNOHANG)  # where it is our own child
                 time.sleep(0.02)
-        forget_deployment(self.name, self._pid)
+        unregister_deployment(self.name, self._pid)
 
     def _stream(
         self, texts: list[str], streaming_fn: Callable[[list[Response]], None], options: dict[str, Any]
     ) -> list[Response]:
         if len(texts) != 1:
             raise ValueError("streaming_fn takes one prompt at a time")
-        whole, last = "", Response("", 0, 0, None)
-        with self._open({"prompts": texts, **options, "stream": True}) as lines:
+        full_text, last = "", Response("", 0, 0, None)
+        with self._post({"prompts": texts, **options, "stream": True}) as lines:
             try:
-                for event in events(lines):
+                for event in iter_sse(lines):
                     last = Response(**event)
-                    whole += last.generated_text
+                    full_text += last.generated_text
                     if last.generated_text:
                         streaming_fn([last])
             except ApiError as error:
                 raise RuntimeError(error.message) from None
-        return [replace(last, generated_text=whole)]
+        return [replace(last, generated_text=full_text)]
 
-    def _open(self, body: dict[str, Any]) -> Any:
+    def _post(self, body: dict[str, Any]) -> Any:
         try:
-            return post(f"{self.url}/mii/{urllib.parse.quote(self.name, safe='')}", body, self._key)
+            return post_json(f"{self.url}/mii/{urllib.parse.quote(self.name, safe='')}", body, self._key)
         except ApiError as error:
-            kind = ValueError if error.status < 500 and error.status != 429 else RuntimeError
-            raise kind(f"{error.status}: {error.message}") from None
+            error_class = ValueError if error.status < 500 and error.status != 429 else RuntimeError
+            raise error_class(f"{error.status}: {error.message}") from None
 
 
-def record_deployment(name: str, url: str, key: str | None) -> None:
+def register_deployment(name: str, url: str, key: str | None) -> None:
     """Let :func:`client` find this process under ``name``."""
-    path = _record_path(name)
+    path = _registry_path(name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.parent.chmod(0o700)
-    part = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    tmp_path = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump({"name": name, "url": url, "key": key, "pid": os.getpid()}, file)
-    part.replace(path)
+    tmp_path.replace(path)
 
 
-def forget_deployment(name: str, pid: int) -> None:
+def unregister_deployment(name: str, pid: int) -> None:
     """Undo :func:`record_deployment` of process ``pid``, and nobody else's."""
     with contextlib.suppress(OSError, ValueError):
-        if json.loads(_record_path(name).read_text())["pid"] == pid:
-            _record_path(name).unlink(missing_ok=True)
+        if json.loads(_registry_path(name).read_text())["pid"] == pid:
+            _registry_path(name).unlink(missing_ok=True)
 
 
-def _read_record(name: str) -> dict[str, Any] | None:
+def _lookup_deployment(name: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(_record_path(name).read_text())
+        record = json.loads(_registry_path(name).read_text())
     except (OSError, ValueError):
         return None
-    if _alive(record["pid"]):
+    if _is_alive(record["pid"]):
         return record
-    forget_deployment(name, record["pid"])
+    unregister_deployment(name, record["pid"])
     return None
 
 
-def _record_path(name: str) -> Path:
+def _registry_path(name: str) -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "thalweg" if base else Path.home() / ".cache" / "thalweg" / "run"
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -25,10 +25,10 @@ HEADER_SECONDS = 10.0
 WRITE_SECONDS = 30.0
 """For which a client may leave 64 KiB of answer unread."""
 HEADER_BYTES = 32 * 1024
-TAIL_SECONDS = 1.0
+UNREAD_BODY_SECONDS = 1.0
 """For what is left of a body that nobody wanted, after its answer."""
 MAX_CONNECTIONS = 1024
-_REASONS = {
+_REASON_PHRASES = {
     400: b"Bad Request",
     408: b"Request Timeout",
     429: b"Too Many Requests",
@@ -36,23 +36,23 @@ _REASONS = {
 }
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class HardenedProtocol(HttpToolsProtocol):
     """Give it to uvicorn as ``http=``; a subclass may set the limits."""
 
     parser: Any
     header_seconds = HEADER_SECONDS
     write_seconds = WRITE_SECONDS
-    tail_seconds = TAIL_SECONDS
+    unread_body_seconds = UNREAD_BODY_SECONDS
     max_connections = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._tail_timer: asyncio.TimerHandle | None = None
+        self._unread_body_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True
-        self._declined = False
+        self._upgrade_declined = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -62,72 +62,72 @@ class GuardedProtocol(HttpToolsProtocol):
             if hasattr(socket, "TCP_USER_TIMEOUT") and sock.family != getattr(socket, "AF_UNIX", None):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.write_seconds * 1000))
         if len(self.connections) > self.max_connections:
-            self._refuse(overloaded(1))
+            self._reject(overloaded(1))
         else:
-            self._arm()
+            self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._in_headers:
-            self._arm()
+            self._start_header_timer()
             self._header_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
-            self._feed(data)
+            self._feed_parser(data)
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"the headers are larger than {HEADER_BYTES} bytes"))
+            self._reject(ApiError(431, f"the headers are larger than {HEADER_BYTES} bytes"))
 
-    def _feed(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         while True:
             try:
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                if not self._declined:
+                if not self._upgrade_declined:
                     return
-                self._declined = False
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._upgrade_declined = False
+                data = self._headers_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)  # the old one may think it is at the end
                 if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn has it
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def _head_without_upgrade(self) -> bytes:
+    def _headers_without_upgrade(self) -> bytes:
         lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
         for name, value in self.headers:
             if name == b"connection":
-                left = [word.strip() for word in value.split(b",")]
-                value = b", ".join(w for w in left if w.lower() not in (b"upgrade", b"http2-settings"))
+                options = [word.strip() for word in value.split(b",")]
+                value = b", ".join(w for w in options if w.lower() not in (b"upgrade", b"http2-settings"))
             if value and name not in (b"upgrade", b"http2-settings"):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            self._declined = True
+            self._upgrade_declined = True
             return
         self._in_headers = False
-        self._disarm()
+        self._stop_header_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if self._declined:
+        if self._upgrade_declined:
             return
         super().on_message_complete()
-        self._end_tail_timer()
+        self._stop_unread_body_timer()
         self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
             # Any byte of it would end the keep-alive timer, and nothing would end the connection.
-            self._tail_timer = self.loop.call_later(self.tail_seconds, self.transport.close)
+            self._unread_body_timer = self.loop.call_later(self.unread_body_seconds, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         text = "this is not HTTP that the server understands: check request line, headers and body length"
-        self._refuse(ApiError(400, text, code="http"))
+        self._reject(ApiError(400, text, code="http"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -135,53 +135,53 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_write_timer()
+        self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        self._end_write_timer()
-        self._end_tail_timer()
+        self._stop_header_timer()
+        self._stop_write_timer()
+        self._stop_unread_body_timer()
         super().connection_lost(exc)
 
-    def _arm(self) -> None:
+    def _start_header_timer(self) -> None:
         if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.header_seconds, self._too_slow)
+            self._header_timer = self.loop.call_later(self.header_seconds, self._on_header_timeout)
 
-    def _disarm(self) -> None:
+    def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _end_write_timer(self) -> None:
+    def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
-    def _end_tail_timer(self) -> None:
-        if self._tail_timer is not None:
-            self._tail_timer.cancel()
-            self._tail_timer = None
+    def _stop_unread_body_timer(self) -> None:
+        if self._unread_body_timer is not None:
+            self._unread_body_timer.cancel()
+            self._unread_body_timer = None
 
-    def _too_slow(self) -> None:
+    def _on_header_timeout(self) -> None:
         self._header_timer = None
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:  # a pipelined one: it can wait
-            self._arm()
+            self._start_header_timer()
         elif self._header_bytes:
-            self._refuse(ApiError(408, f"the headers did not arrive in {self.header_seconds:g} s"))
+            self._reject(ApiError(408, f"the headers did not arrive in {self.header_seconds:g} s"))
         else:
             self.transport.close()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         """Answer without the application and close; only between responses, or the answer would mix."""
-        self._disarm()
+        self._stop_header_timer()
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
         body = json.dumps(error.body()).encode()
         lines = [
-            b"HTTP/1.1 %d %s" % (error.status, _REASONS[error.status]),
+            b"HTTP/1.1 %d %s" % (error.status, _REASON_PHRASES[error.status]),
             b"content-type: application/json",
         ]
         lines += [b"content-length: %d" % len(body), b"connection: close"]

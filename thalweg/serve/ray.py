@@ -20,14 +20,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thalweg.infer.api import EngineOptions
+from thalweg.infer.api import EngineConfig
 from thalweg.serve.app import build_app
-from thalweg.serve.gate import Gate, GateLimits
-from thalweg.serve.generation import Service
+from thalweg.serve.gate import RequestGuard, BodyLimits
+from thalweg.serve.generation import AppState
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.pool import Pool, PoolLimits
-from thalweg.serve.spawn import LOADER, EngineTask, InProcess
-from thalweg.serve.text import load_text
+from thalweg.serve.pool import ReplicaPool, PoolLimits
+from thalweg.serve.spawn import LOADER, EngineSpec, ProcessLauncher
+from thalweg.serve.text import load_chat_tokenizer
 
 
 def application(
@@ -53,14 +53,14 @@ def application(
         serve: Any = importlib.import_module("ray.serve")
     except ImportError:
         raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
-    engine = EngineOptions(**options)
-    task = EngineTask(model, engine, loader)
+    engine = EngineConfig(**options)
+    engine_spec = EngineSpec(model, engine, loader)
     limits = PoolLimits(engine.max_batch + max_queue)
-    called, keys, made = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
+    model_name, keys, apps = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
 
     def build() -> ASGIApp:
-        made.append(RayApp(task, called, keys, limits))
-        return made[-1]
+        apps.append(RayApp(engine_spec, model_name, keys, limits))
+        return apps[-1]
 
     @serve.deployment(
         name="thalweg",
@@ -74,7 +74,7 @@ def application(
 
         def check_health(self) -> None:
             """Raise where ``/health`` would not be 200."""
-            for app in made:
+            for app in apps:
                 app.check()
 
     return Thalweg.bind()
@@ -83,23 +83,23 @@ def application(
 class RayApp:
     """An ASGI application that starts its engine when the server around it starts."""
 
-    def __init__(self, task: EngineTask, model: str, keys: tuple[str, ...], limits: PoolLimits) -> None:
-        self._task, self._model, self._keys, self._limits = task, model, keys, limits
-        self._pool: Pool | None = None
+    def __init__(self, engine_spec: EngineSpec, model_name: str, api_keys: tuple[str, ...], pool_limits: PoolLimits) -> None:
+        self._engine_spec, self._model_name, self._api_keys, self._pool_limits = engine_spec, model_name, api_keys, pool_limits
+        self._pool: ReplicaPool | None = None
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or follow the server's beginning and end."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
         else:
             assert self._app is not None, "the server did not say that it starts"
             await self._app(scope, receive, send)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
-            self._app = await self._start()
+            self._app = await self._start_engine()
         except Exception as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -109,20 +109,20 @@ class RayApp:
             await self._pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _start(self) -> ASGIApp:
-        self._pool = Pool(InProcess(self._task), 1, self._limits)
-        facts = await self._pool.start()
-        trusted = self._task.options.trust_remote_code
-        service = Service(
+    async def _start_engine(self) -> ASGIApp:
+        self._pool = ReplicaPool(ProcessLauncher(self._engine_spec), 1, self._pool_limits)
+        model_info = await self._pool.start()
+        trust_remote_code = self._engine_spec.options.trust_remote_code
+        app_state = AppState(
             pool=self._pool,
             metrics=Metrics(self._pool),
-            text=load_text(self._task.model, self._task.loader, None, trusted),
-            facts=facts,
-            model=self._model,
+            tokenizer=load_chat_tokenizer(self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code),
+            model_info=model_info,
+            model_name=self._model_name,
             created=int(time.time()),
             request_seconds=600.0,
         )
-        return Gate(build_app(service), self._keys, GateLimits(), service.metrics.response)
+        return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), app_state.metrics.count_response)
 
     def check(self) -> None:
         """Raise RuntimeError while the engine is dead or makes no progress."""

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from thalweg.serve.errors import ApiError, bad_request
 
-IGNORED = frozenset(
+IGNORED_FIELDS = frozenset(
     [
         "user",
         "metadata",
@@ -33,28 +33,28 @@ IGNORED = frozenset(
     ]
 )
 """Fields of OpenAI's that are accepted and change nothing."""
-_NULL = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
+_NULL_ONLY_FIELDS = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
 """Fields of OpenAI's that would change something: taken as null alone, which some clients send for all."""
 
-_MAX_EXPLAINED = 3  # problems that a message names
+_MAX_REPORTED_ERRORS = 3  # problems that a message names
 _MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
-Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Prompt = str | list[Token]
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompt = str | list[TokenId]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_StrictModel):
     """``stream_options``."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(_Strict):
+class JsonSchema(_StrictModel):
     """``response_format.json_schema``."""
 
     name: str = "schema"
@@ -63,14 +63,14 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(_StrictModel):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Sampling(_Strict):
+class SamplingFields(_StrictModel):
     """The fields that completions and chat share."""
 
     model: str | None = None
@@ -84,8 +84,8 @@ class Sampling(_Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     n: int | None = Field(None, ge=1, le=_MAX_N)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOPS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -100,12 +100,12 @@ class Sampling(_Strict):
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """``/v1/completions``."""
 
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
@@ -116,7 +116,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = True
 
 
-class ContentPart(_Strict):
+class ContentPart(_StrictModel):
     """A part of a message's content; text alone is understood."""
 
     type: Literal["text", "refusal"]
@@ -124,7 +124,7 @@ class ContentPart(_Strict):
     refusal: str | None = None
 
 
-class ToolFunction(_Strict):
+class FunctionDefinition(_StrictModel):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -133,14 +133,14 @@ class ToolFunction(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_StrictModel):
     """An entry of ``tools``."""
 
     type: Literal["function"] = "function"
-    function: ToolFunction
+    function: FunctionDefinition
 
 
-class CalledFunction(_Strict):
+class FunctionCall(_StrictModel):
     """The function of an earlier call."""
 
     name: str
@@ -149,17 +149,17 @@ class CalledFunction(_Strict):
     """OpenAI's client adds it for itself; changes nothing."""
 
 
-class ToolCall(_Strict):
+class ToolCall(_StrictModel):
     """A call that the assistant made earlier."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
     index: int | None = None
     """From the pieces of a stream; changes nothing."""
 
 
-class ChatMessage(_Strict):
+class ChatMessage(_StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -183,7 +183,7 @@ class ChatMessage(_Strict):
         return self.content or ""
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
@@ -197,20 +197,20 @@ class ChatRequest(Sampling):
     continue_final_message: bool = False
 
 
-class EmbeddingRequest(_Strict):
+class EmbeddingRequest(_StrictModel):
     """``/v1/embeddings``."""
 
     model: str | None = None
     input: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
 
 
-class MiiRequest(_Strict):
+class MiiRequest(_StrictModel):
     """``/mii/{deployment}``: DeepSpeed-MII's REST form."""
 
     prompts: str | list[str]
@@ -224,83 +224,83 @@ class MiiRequest(_Strict):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool = False
     """Of one prompt: server-sent events, each with a piece of the text."""
 
 
-T = TypeVar("T", bound=BaseModel)
+ModelT = TypeVar("T", bound=BaseModel)
 
 
-def parse(model: type[T], body: bytes) -> T:
+def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
     """Read a body; raises :class:`ApiError` (400) that names each wrong field."""
     body = body.removeprefix(b"\xef\xbb\xbf")  # which Windows puts before a file's text
     if not body.strip():
         raise bad_request("the body is empty; send a JSON object")
     try:
-        return model.model_validate_json(body)
+        return model_class.model_validate_json(body)
     except ValidationError as error:
-        problems = _problems(error)
-    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED | _NULL for p in problems):
-        return _parse_without_ignored(model, body)
-    raise _explain(model, problems)
+        errors = _error_list(error)
+    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for p in errors):
+        return _parse_without_ignored(model_class, body)
+    raise _to_api_error(model_class, errors)
 
 
-def _parse_without_ignored(model: type[T], body: bytes) -> T:
+def _parse_without_ignored(model_class: type[ModelT], body: bytes) -> ModelT:
     fields = from_json(body)
-    kept = {
+    accepted = {
         name: value
         for name, value in fields.items()
-        if name in model.model_fields or not (name in IGNORED or (name in _NULL and value is None))
+        if name in model_class.model_fields or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
     }
     try:
-        return model.model_validate_json(json.dumps(kept))
+        return model_class.model_validate_json(json.dumps(accepted))
     except ValidationError as error:
-        raise _explain(model, _problems(error)) from None
+        raise _to_api_error(model_class, _error_list(error)) from None
 
 
-def _problems(error: ValidationError) -> list[Any]:
+def _error_list(error: ValidationError) -> list[Any]:
     return error.errors(include_url=False, include_input=False, include_context=False)
 
 
-def _explain(model: type[BaseModel], problems: list[Any]) -> ApiError:
-    first = problems[0]
+def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
+    first = errors[0]
     if first["type"] == "json_invalid":
         return bad_request(
             f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json"
         )
     lines: list[str] = []
-    seen: set[str] = set()
-    for problem in _telling(problems):
-        if len(lines) == _MAX_EXPLAINED:
+    reported: set[str] = set()
+    for error in _most_specific(errors):
+        if len(lines) == _MAX_REPORTED_ERRORS:
             lines.append("and more")
             break
-        place = [str(part) for part in problem["loc"] if not _is_branch(part)]
-        name = ".".join(place)[:80] or "the body"
-        if name in seen:  # the other branches of a union
+        loc = [str(part) for part in error["loc"] if not _is_union_branch(part)]
+        name = ".".join(loc)[:80] or "the body"
+        if name in reported:  # the other branches of a union
             continue
-        seen.add(name)
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(place[-1][:40], model.model_fields, 1) if len(place) == 1 else []
-            lines.append(f"{name}: there is no such field{f'; did you mean {near[0]}?' if near else ''}")
+        reported.add(name)
+        if error["type"] == "extra_forbidden":
+            suggestions = difflib.get_close_matches(loc[-1][:40], model_class.model_fields, 1) if len(loc) == 1 else []
+            lines.append(f"{name}: there is no such field{f'; did you mean {suggestions[0]}?' if suggestions else ''}")
         else:
-            lines.append(f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+            lines.append(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
     param = ".".join(str(part) for part in first["loc"][:1]) or None
     return bad_request("; ".join(lines), param and param[:80])
 
 
-def _telling(problems: list[Any]) -> list[Any]:
+def _most_specific(errors: list[Any]) -> list[Any]:
     """Leave out "should be a string" of a field that is no string but something else that has a fault."""
-    places = [tuple(str(part) for part in p["loc"] if not _is_branch(part)) for p in problems]
-    told = [place for p, place in zip(problems, places, strict=True) if not p["type"].endswith("_type")]
+    locs = [tuple(str(item) for item in p["loc"] if not _is_union_branch(item)) for p in errors]
+    specific = [place for p, place in zip(errors, locs, strict=True) if not p["type"].endswith("_type")]
     return [
         p
-        for p, place in zip(problems, places, strict=True)
+        for p, place in zip(errors, locs, strict=True)
         if not p["type"].endswith("_type")
-        or not any(place[: len(other)] == other[: len(place)] for other in told)
+        or not any(place[: len(other)] == other[: len(place)] for other in specific)
     ]
 
 
-def _is_branch(part: object) -> bool:
+def _is_union_branch(loc_item: object) -> bool:
     """Whether a part of a location is pydantic's name for a branch of a union, not a field."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool", "dict", "none"))
+    return isinstance(loc_item, str) and ("[" in loc_item or loc_item in ("str", "int", "float", "bool", "dict", "none"))

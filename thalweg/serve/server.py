@@ -23,19 +23,19 @@ from typing import Any
 import uvicorn
 
 from thalweg.serve.app import build_app
-from thalweg.serve.gate import Gate, GateLimits
-from thalweg.serve.generation import Service
+from thalweg.serve.gate import RequestGuard, BodyLimits
+from thalweg.serve.generation import AppState
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.pool import Pool, PoolLimits
-from thalweg.serve.protocol import GuardedProtocol
-from thalweg.serve.spawn import Running
-from thalweg.serve.text import Text
-from thalweg.serve.tls import secured, tls_context
+from thalweg.serve.pool import ReplicaPool, PoolLimits
+from thalweg.serve.protocol import HardenedProtocol
+from thalweg.serve.spawn import ReplicaHandle
+from thalweg.serve.text import ChatTokenizer
+from thalweg.serve.tls import tls_protocol_factory, tls_context
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
-_SPARE_DESCRIPTORS, _FEW = 64, 8
-_CURES = {
+_RESERVED_FDS, _MIN_CONNECTIONS = 64, 8
+_BIND_HINTS = {
     errno.EADDRNOTAVAIL: "use 127.0.0.1, or an address that this machine has",
     errno.EACCES: "choose another --port, 1024 at least",
 }
@@ -54,16 +54,16 @@ class ServeOptions:
     port: int = 8000
     """0 takes a free one."""
     api_keys: tuple[str, ...] = ()
-    replicas: int = 1
-    deployment: str | None = None
+    num_replicas: int = 1
+    deployment_name: str | None = None
     """The name under ``/mii/``; the model's where none is given."""
     tls_cert: str | None = None
     tls_key: str | None = None
     drain_seconds: float = 30.0
     request_seconds: float | None = 600.0
     """Time that a request may take from its admission; None: any."""
-    pool: PoolLimits = field(default_factory=PoolLimits)
-    gate: GateLimits = field(default_factory=GateLimits)
+    pool_limits: PoolLimits = field(default_factory=PoolLimits)
+    body_limits: BodyLimits = field(default_factory=BodyLimits)
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 or not key.isascii() or key != key.strip() for key in self.api_keys):
@@ -73,8 +73,8 @@ class ServeOptions:
                 f"{self.host} can be reached from other machines: give a key with --api-key or "
                 "--api-key-file, or serve on 127.0.0.1"
             )
-        if self.replicas < 1:
-            raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
+        if self.num_replicas < 1:
+            raise ValueError(f"replicas is {self.num_replicas}; it must be at least 1")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port {self.port} is not a port: 0 to 65535, 0 for a free one")
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -92,130 +92,130 @@ class ServeOptions:
 
 def run(
     options: ServeOptions,
-    start: Callable[[int], Running],
-    load_text: Callable[[], Text],
-    ready: Callable[[str], None] = lambda url: None,
+    start_replica: Callable[[int], ReplicaHandle],
+    load_tokenizer: Callable[[], ChatTokenizer],
+    on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until a signal; ``ready`` is called with the address once requests are taken.
 
     ``start`` begins a replica, ``load_text`` loads the tokenizer.  Raises RuntimeError when a replica does
     not start, OSError when the address cannot be had.
     """
-    asyncio.run(serve(options, start, load_text, ready))
+    asyncio.run(serve(options, start_replica, load_tokenizer, on_ready))
 
 
 async def serve(
     options: ServeOptions,
-    start: Callable[[int], Running],
-    load_text: Callable[[], Text],
-    ready: Callable[[str], None] = lambda url: None,
-    stop: asyncio.Event | None = None,
+    start_replica: Callable[[int], ReplicaHandle],
+    load_tokenizer: Callable[[], ChatTokenizer],
+    on_ready: Callable[[str], None] = lambda url: None,
+    stop_event: asyncio.Event | None = None,
 ) -> None:
     """The same on a running event loop; setting ``stop`` is the first signal."""
-    room = _room_for_connections()
+    max_connections = _raise_fd_limit()
     with contextlib.closing(_bind(options.host, options.port)) as sock:
-        pool = Pool(start, options.replicas, options.pool)
-        text_loading = asyncio.ensure_future(asyncio.to_thread(load_text))
+        pool = ReplicaPool(start_replica, options.num_replicas, options.pool_limits)
+        tokenizer_task = asyncio.ensure_future(asyncio.to_thread(load_tokenizer))
         try:
-            facts = await pool.start()
-            service = Service(
+            model_info = await pool.start()
+            app_state = AppState(
                 pool=pool,
                 metrics=Metrics(pool),
-                text=await text_loading,
-                facts=facts,
-                model=options.model,
+                tokenizer=await tokenizer_task,
+                model_info=model_info,
+                model_name=options.model,
                 created=int(time.time()),
                 request_seconds=options.request_seconds,
                 aliases=options.aliases,
             )
-            server = _Server(_config(options, service, room), pool, options.drain_seconds)
+            server = _DrainingServer(_uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds)
             url = _url(options, sock.getsockname()[1])
-            await server.serve_until(stop, sock, lambda: ready(url))
+            await server.serve_until(stop_event, sock, lambda: on_ready(url))
         finally:
-            text_loading.cancel()
-            await asyncio.gather(text_loading, return_exceptions=True)
+            tokenizer_task.cancel()
+            await asyncio.gather(tokenizer_task, return_exceptions=True)
             await pool.close()
 
 
-def _config(options: ServeOptions, service: Service, room: int) -> uvicorn.Config:
-    app = Gate(
-        build_app(service, options.deployment), options.api_keys, options.gate, service.metrics.response
+def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections: int) -> uvicorn.Config:
+    app = RequestGuard(
+        build_app(app_state, options.deployment_name), options.api_keys, options.body_limits, app_state.metrics.count_response
     )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    http: Any = type("_Protocol", (GuardedProtocol,), {"max_connections": room})
+    http_protocol: Any = type("_Protocol", (HardenedProtocol,), {"max_connections": max_connections})
     if options.tls_cert and options.tls_key:
-        http = secured(tls_context(options.tls_cert, options.tls_key), http)
+        http_protocol = tls_protocol_factory(tls_context(options.tls_cert, options.tls_key), http_protocol)
     return uvicorn.Config(
         app,
-        http=http,
+        http=http_protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=2048 if room == GuardedProtocol.max_connections else _FEW,  # accepted at a time
+        backlog=2048 if max_connections == HardenedProtocol.max_connections else _MIN_CONNECTIONS,  # accepted at a time
         timeout_keep_alive=15,
         timeout_graceful_shutdown=None,
     )
 
 
-class _Server(uvicorn.Server):
+class _DrainingServer(uvicorn.Server):
     """uvicorn with our way of ending."""
 
-    def __init__(self, config: uvicorn.Config, pool: Pool, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, pool: ReplicaPool, drain_seconds: float) -> None:
         super().__init__(config)
         self._pool, self._drain_seconds = pool, drain_seconds
         self._loop = asyncio.get_running_loop()
-        self._ready: Callable[[], None] = lambda: None
+        self._on_ready: Callable[[], None] = lambda: None
 
     async def serve_until(
-        self, stop: asyncio.Event | None, sock: socket.socket, ready: Callable[[], None]
+        self, stop_event: asyncio.Event | None, sock: socket.socket, on_ready: Callable[[], None]
     ) -> None:
-        self._ready = ready
-        waiting = asyncio.create_task(self._wait(stop)) if stop is not None else None
+        self._on_ready = on_ready
+        stop_task = asyncio.create_task(self._wait_for_stop(stop_event)) if stop_event is not None else None
         try:
             await self.serve(sockets=[sock])
         finally:
-            if waiting is not None:
-                waiting.cancel()
+            if stop_task is not None:
+                stop_task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._begin_to_end)
+        self._loop.call_soon_threadsafe(self._begin_shutdown)
 
-    async def _wait(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        self._begin_to_end()
+    async def _wait_for_stop(self, stop_event: asyncio.Event) -> None:
+        await stop_event.wait()
+        self._begin_shutdown()
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         if self._pool.draining:  # the second signal
-            self._end_streams()
-            self._loop.call_later(0.5, self._force)
+            self._abort_streams()
+            self._loop.call_later(0.5, self._force_close)
             return
-        _LOG.info("finishing %d sequences (at most %g s)", self._pool.outstanding, self._drain_seconds)
+        _LOG.info("finishing %d sequences (at most %g s)", self._pool.num_outstanding, self._drain_seconds)
         self._pool.draining = True
         self.should_exit = True
-        self._loop.call_later(self._drain_seconds, self._end_streams)
-        self._loop.call_later(self._drain_seconds + 2.0, self._force)
+        self._loop.call_later(self._drain_seconds, self._abort_streams)
+        self._loop.call_later(self._drain_seconds + 2.0, self._force_close)
 
-    def _end_streams(self) -> None:
-        self._pool.give_up()
+    def _abort_streams(self) -> None:
+        self._pool.abort_all()
 
-    def _force(self) -> None:
+    def _force_close(self) -> None:
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # a client that does not read must not hold the exit
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    bare = host.strip("[]")
+    bare_host = host.strip("[]")
     try:
-        family, _, _, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(bare_host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise OSError(
@@ -226,8 +226,8 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        cure = _CURES.get(error.errno or 0, "choose another --port")
-        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): {cure}") from None
+        hint = _BIND_HINTS.get(error.errno or 0, "choose another --port")
+        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): {hint}") from None
     sock.setblocking(False)
     return sock
 
@@ -246,21 +246,21 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _room_for_connections() -> int:
+def _raise_fd_limit() -> int:
     """Return how many connections to take, after raising the limit of descriptors, of which each is one.
 
     The usual soft limit of 1,024 is too few for a server.  Where it cannot be raised, connections beyond it
     would be left waiting with no answer, and a lost replica could not be replaced.
     """
-    most = GuardedProtocol.max_connections
+    max_connections = HardenedProtocol.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted: Any = most + _SPARE_DESCRIPTORS * 8
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return most
-    room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    target: Any = max_connections + _RESERVED_FDS * 8
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return max_connections
+    new_limit = target if hard == resource.RLIM_INFINITY else min(target, hard)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
-    most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS)
-    if most < _FEW:
-        raise OSError(f"{most} descriptors are left for connections: raise the limit (ulimit -n 4096)")
-    return most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+    max_connections = min(max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FDS)
+    if max_connections < _MIN_CONNECTIONS:
+        raise OSError(f"{max_connections} descriptors are left for connections: raise the limit (ulimit -n 4096)")
+    return max_connections

@@ -20,21 +20,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from thalweg.infer.api import EngineCore, EngineOptions
-from thalweg.serve.host import Host
+from thalweg.infer.api import EngineCore, EngineConfig
+from thalweg.serve.host import EngineLoop
 
 LOADER = "thalweg.infer:load_engine"
-_QUIET = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
-_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_LINGER = 1.0  # seconds that a replica whose front is gone may spend in its last step
+_QUIET_ENV = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
+_LAUNCHER_ENV_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_EXIT_GRACE = 1.0  # seconds that a replica whose front is gone may spend in its last step
 
 
 @dataclass(frozen=True)
-class EngineTask:
+class EngineSpec:
     """Which engine to make: ``loader`` is ``module:function``, called with the model and the options."""
 
     model: str
-    options: EngineOptions = field(default_factory=EngineOptions)
+    options: EngineConfig = field(default_factory=EngineConfig)
     loader: str = LOADER
 
     def load(self) -> EngineCore:
@@ -43,7 +43,7 @@ class EngineTask:
         return getattr(importlib.import_module(module), name)(self.model, self.options)
 
 
-class Running(Protocol):
+class ReplicaHandle(Protocol):
     """A replica's life as the front sees it."""
 
     name: str
@@ -62,57 +62,57 @@ class Running(Protocol):
         ...
 
 
-class InProcess:
+class ProcessLauncher:
     """Starts replicas as processes; ``places`` gives replica i its variables and its cores."""
 
-    def __init__(self, task: EngineTask, places: tuple[Place, ...] = ()) -> None:
-        self._task, self._places = task, places
+    def __init__(self, engine_spec: EngineSpec, resources: tuple[ReplicaResources, ...] = ()) -> None:
+        self._engine_spec, self._resources = engine_spec, resources
 
-    def __call__(self, index: int) -> Running:
+    def __call__(self, index: int) -> ReplicaHandle:
         """Start replica ``index``."""
-        mine, theirs = socket.socketpair()
-        return self.at(index, theirs, mine)
+        parent_sock, child_sock = socket.socketpair()
+        return self.start_on(index, child_sock, parent_sock)
 
-    def at(self, index: int, theirs: socket.socket, mine: socket.socket | None = None) -> Process:
+    def start_on(self, index: int, child_sock: socket.socket, parent_sock: socket.socket | None = None) -> ReplicaProcess:
         """Start it at the end ``theirs`` of a connection; ``mine``: the other one, where it is here."""
-        place = self._places[index % len(self._places)] if self._places else Place()
-        return Process(self._task, place, theirs, mine)
+        resources = self._resources[index % len(self._resources)] if self._resources else ReplicaResources()
+        return ReplicaProcess(self._engine_spec, resources, child_sock, parent_sock)
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaResources:
     """Where a replica runs: its cores (none named: all) and what its environment has in addition."""
 
     cpus: tuple[int, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-class Process:
+class ReplicaProcess:
     """A replica in a process of its own."""
 
     def __init__(
-        self, task: EngineTask, place: Place, theirs: socket.socket, mine: socket.socket | None
+        self, engine_spec: EngineSpec, resources: ReplicaResources, child_sock: socket.socket, parent_sock: socket.socket | None
     ) -> None:
         # With its other end on another host, the socket does not tell that this process is gone.
-        parent = os.getpid() if mine is None else 0
-        fields = {**asdict(task), "fd": theirs.fileno(), "cpus": place.cpus, "parent": parent}
+        parent = os.getpid() if parent_sock is None else 0
+        fields = {**asdict(engine_spec), "fd": child_sock.fileno(), "cpus": resources.cpus, "parent": parent}
         command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(fields)]
         try:
             self._process = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_sock.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                env={**_QUIET, **_outside_of_jobs(os.environ), **place.environ},
+                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+                env={**_QUIET_ENV, **_without_launcher_env(os.environ), **resources.environ},
                 start_new_session=True,
             )
         except BaseException:
-            if mine is not None:
-                mine.close()
+            if parent_sock is not None:
+                parent_sock.close()
             raise
         finally:
-            theirs.close()
-        self._sock = mine
+            child_sock.close()
+        self._sock = parent_sock
         self.name = f"process {self._process.pid}"
         self.pid = self._process.pid
 
@@ -139,42 +139,42 @@ class Process:
             self._process.wait()
 
 
-class InThread:
+class ThreadLauncher:
     """Starts replicas as threads of this process, each with an engine that ``load`` makes."""
 
     def __init__(self, load: Callable[[], EngineCore]) -> None:
         self._load = load
 
-    def __call__(self, index: int) -> Running:
+    def __call__(self, index: int) -> ReplicaHandle:
         """Start replica ``index``."""
-        return _Thread(self._load, index)
+        return _ReplicaThread(self._load, index)
 
 
-class _Thread:
+class _ReplicaThread:
     def __init__(self, load: Callable[[], EngineCore], index: int) -> None:
-        self.sock, theirs = socket.socketpair()
+        self.sock, child_sock = socket.socketpair()
         self.name = f"thread {index}"
-        self._code: int | None = None
-        self._host = Host(theirs, load)
+        self._exit_code: int | None = None
+        self._engine_loop = EngineLoop(child_sock, load)
         self._thread = threading.Thread(target=self._run, name=f"thalweg-engine-{index}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._code = self._host.run()
+        self._exit_code = self._engine_loop.run()
 
     def exit_code(self) -> int | None:
-        return self._code
+        return self._exit_code
 
     def terminate(self, grace: float) -> None:
         self._thread.join(grace)  # a thread cannot be killed; as a daemon it does not hold the exit
 
 
-def _outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+def _without_launcher_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without a launcher's variables: a replica is no rank, whatever its server is."""
-    return {k: v for k, v in environ.items() if not k.startswith(_JOB)}
+    return {k: v for k, v in environ.items() if not k.startswith(_LAUNCHER_ENV_PREFIXES)}
 
 
-def _has_descriptor(stream: Any) -> bool:
+def _has_fileno(stream: Any) -> bool:
     try:
         return stream.fileno() >= 0
     except (AttributeError, OSError, ValueError):
@@ -188,19 +188,19 @@ def main(argument: str) -> int:
     sock = socket.socket(fileno=fields.pop("fd"))
     cpus, parent = fields.pop("cpus"), fields.pop("parent")
     if parent:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cpus))
-    task = EngineTask(**{**fields, "options": EngineOptions(**fields["options"])})
+    engine_spec = EngineSpec(**{**fields, "options": EngineConfig(**fields["options"])})
 
-    def leave() -> None:
-        time.sleep(_LINGER)
+    def exit_soon() -> None:
+        time.sleep(_EXIT_GRACE)
         os._exit(0)
 
-    return Host(sock, task.load, leave).run()
+    return EngineLoop(sock, engine_spec.load, exit_soon).run()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)

@@ -18,32 +18,32 @@ from typing import Any
 
 from thalweg.infer.api import (
     EngineStats,
-    ModelFacts,
+    ModelMetadata,
     Request,
     RequestOutput,
     SamplingParams,
-    Structure,
+    StructuredOutput,
     TokenLogprob,
 )
 
 Message = dict[str, Any]
 
-_LENGTH = struct.Struct("!I")
-_LARGEST = 256 * 2**20  # bytes; embeddings of a full batch stay far below it
+_LENGTH_PREFIX = struct.Struct("!I")
+_MAX_FRAME_BYTES = 256 * 2**20  # bytes; embeddings of a full batch stay far below it
 
 
-def pack(message: Message) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """Return a message as a frame."""
     body = json.dumps(message, separators=(",", ":")).encode()
-    assert len(body) <= _LARGEST
-    return _LENGTH.pack(len(body)) + body
+    assert len(body) <= _MAX_FRAME_BYTES
+    return _LENGTH_PREFIX.pack(len(body)) + body
 
 
 def read_messages(sock: socket.socket) -> Iterator[Message]:
     """Yield messages from a blocking socket until the other side is gone."""
     with sock.makefile("rb") as file:
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            size = _checked(_LENGTH.unpack(head)[0])
+        while len(head := file.read(_LENGTH_PREFIX.size)) == _LENGTH_PREFIX.size:
+            size = _check_frame_size(_LENGTH_PREFIX.unpack(head)[0])
             body = file.read(size)
             if len(body) < size:
                 return
@@ -53,14 +53,14 @@ def read_messages(sock: socket.socket) -> Iterator[Message]:
 async def read_message(reader: asyncio.StreamReader) -> Message | None:
     """Return the next message, or None when the other side is gone."""
     try:
-        head = await reader.readexactly(_LENGTH.size)
-        return json.loads(await reader.readexactly(_checked(_LENGTH.unpack(head)[0])))
+        head = await reader.readexactly(_LENGTH_PREFIX.size)
+        return json.loads(await reader.readexactly(_check_frame_size(_LENGTH_PREFIX.unpack(head)[0])))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
-def _checked(size: int) -> int:
-    if size > _LARGEST:
+def _check_frame_size(size: int) -> int:
+    if size > _MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes: the other side speaks something else")
     return size
 
@@ -90,7 +90,7 @@ def load_request(fields: Message) -> Request:
         structure = dict(params["structure"])
         if "choices" in structure:
             structure["choices"] = tuple(structure["choices"])
-        params["structure"] = Structure(**structure)
+        params["structure"] = StructuredOutput(**structure)
     return Request(**{**fields, "params": SamplingParams(**params)})
 
 
@@ -126,15 +126,15 @@ def load_stats(fields: Message) -> EngineStats:
     return EngineStats(**fields)
 
 
-def dump_facts(facts: ModelFacts) -> Message:
+def dump_model_info(model_info: ModelMetadata) -> Message:
     """Return the model's facts as JSON values."""
-    return dataclasses.asdict(facts)
+    return dataclasses.asdict(model_info)
 
 
-def load_facts(fields: Message) -> ModelFacts:
+def load_model_info(fields: Message) -> ModelMetadata:
     """Undo :func:`dump_facts`."""
     tuples = {name: tuple(fields[name]) for name in ("eos_token_ids", "adapters")}
-    return ModelFacts(**{**fields, **tuples})
+    return ModelMetadata(**{**fields, **tuples})
 
 
 def _without_defaults(value: Any) -> Message:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from thalweg.infer.describe import Decoder, Encoder, Unsupported
+from thalweg.infer.describe import DecoderSpec, EncoderSpec, UnsupportedModelError
 
-FAMILIES = {
+DECODERS = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "mixtral": "llama",
     "qwen2_moe": "llama", "qwen3_moe": "llama", "smollm3": "llama", "granite": "llama", "olmo": "olmo",
     "stablelm": "stablelm", "cohere": "cohere", "starcoder2": "starcoder2", "gptj": "gptj",
@@ -25,24 +25,24 @@ ENCODERS = {
 """The same for models that only listen."""
 
 
-def describe(model: Any) -> Decoder:
+def build_decoder_spec(model: Any) -> DecoderSpec:
     """Describe a live Hugging Face model that generates, or raise Unsupported."""
-    return _family(model, FAMILIES, "decoder")
+    return _build_spec(model, DECODERS, "decoder")
 
 
-def describe_encoder(model: Any) -> Encoder:
+def build_encoder_spec(model: Any) -> EncoderSpec:
     """Describe a live Hugging Face model that only listens, or raise Unsupported."""
-    return _family(model, ENCODERS, "encoder")
+    return _build_spec(model, ENCODERS, "encoder")
 
 
-def _family(model: Any, families: dict[str, str], what: str) -> Any:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    family = families.get(kind or "")
-    if family is None:
-        raise Unsupported(f"no description of models of type {kind!r}")
+def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    module_name = registry.get(model_type or "")
+    if module_name is None:
+        raise UnsupportedModelError(f"no description of models of type {model_type!r}")
     try:
-        return getattr(importlib.import_module(f"thalweg.infer.models.{family}"), what)(model)
-    except Unsupported:
+        return getattr(importlib.import_module(f"thalweg.infer.models.{module_name}"), builder)(model)
+    except UnsupportedModelError:
         raise
     # A variant with other parts than the family's usual ones:
     except (
@@ -54,4 +54,4 @@ def _family(model: Any, families: dict[str, str], what: str) -> Any:
         ValueError,
         RuntimeError,
     ) as error:
-        raise Unsupported(f"a {kind} model with unusual parts: {type(error).__name__} {error}") from error
+        raise UnsupportedModelError(f"a {model_type} model with unusual parts: {type(error).__name__} {error}") from error

@@ -7,80 +7,80 @@ from typing import Any
 import torch
 
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Encoder,
-    Layer,
-    Unsupported,
-    activation,
-    layer_norm,
-    linear,
+    MLPSpec,
+    AttentionSpec,
+    EncoderSpec,
+    LayerSpec,
+    UnsupportedModelError,
+    activation_name,
+    build_layer_norm,
+    build_linear,
 )
 
 
-def encoder(model: Any) -> Encoder:
+def build_encoder(model: Any) -> EncoderSpec:
     """Describe the model, without the head that some task has put on it."""
     model = model.base_model
     if model.config.model_type == "distilbert":
-        return _distilled(model)
+        return _build_distilbert(model)
     c, e = model.config, model.embeddings
     if c.is_decoder or getattr(model, "embeddings_project", None) is not None:
-        raise Unsupported("a decoder, or embeddings that are narrower than the layers")
+        raise UnsupportedModelError("a decoder, or embeddings that are narrower than the layers")
     if getattr(c, "position_embedding_type", "absolute") != "absolute":
-        raise Unsupported(f"positions of type {c.position_embedding_type!r}")
+        raise UnsupportedModelError(f"positions of type {c.position_embedding_type!r}")
     positions = e.position_embeddings.weight.detach()
-    pad = getattr(e, "padding_idx", None)
-    pad = -1 if pad is None or c.model_type in _FROM_ZERO else int(pad)
-    return Encoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
-        max_length=len(positions) - 1 - pad,
+    pad_token_id = getattr(e, "padding_idx", None)
+    pad_token_id = -1 if pad_token_id is None or c.model_type in _POSITIONS_FROM_ZERO else int(pad_token_id)
+    return EncoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        max_length=len(positions) - 1 - pad_token_id,
         embed=e.word_embeddings.weight.detach(),
-        layers=[_layer(layer, c) for layer in model.encoder.layer],
-        embed_norm=layer_norm(e.LayerNorm),
-        positions=positions[max(pad, 0) :] + e.token_type_embeddings.weight.detach()[0],
-        pad=pad,
+        layers=[_build_layer(layer, c) for layer in model.encoder.layer],
+        embed_norm=build_layer_norm(e.LayerNorm),
+        position_embeddings=positions[max(pad_token_id, 0) :] + e.token_type_embeddings.weight.detach()[0],
+        pad_token_id=pad_token_id,
     )
 
 
-_FROM_ZERO = ("bert", "electra")
+_POSITIONS_FROM_ZERO = ("bert", "electra")
 
 
-def _layer(layer: Any, c: Any) -> Layer:
-    own, out = layer.attention.self, layer.attention.output
-    attention = Attention(
-        heads=c.num_attention_heads, kv_heads=c.num_attention_heads, dim=own.attention_head_size,
-        qkv=linear(own.query, own.key, own.value), out=linear(out.dense), scale=own.attention_head_size**-0.5,
+def _build_layer(layer: Any, c: Any) -> LayerSpec:
+    self_attention, out = layer.attention.self, layer.attention.output
+    attention = AttentionSpec(
+        num_heads=c.num_attention_heads, num_kv_heads=c.num_attention_heads, head_dim=self_attention.attention_head_size,
+        qkv=build_linear(self_attention.query, self_attention.key, self_attention.value), out=build_linear(out.dense), scale=self_attention.attention_head_size**-0.5,
     )  # fmt: skip
-    mlp = MLP(
-        linear(layer.intermediate.dense), linear(layer.output.dense), activation(c.hidden_act), gated=False
+    mlp = MLPSpec(
+        build_linear(layer.intermediate.dense), build_linear(layer.output.dense), activation_name(c.hidden_act), gated=False
     )
-    return Layer(None, attention, mlp, None, after1=layer_norm(out.LayerNorm),
-                 after2=layer_norm(layer.output.LayerNorm))  # fmt: skip
+    return LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(out.LayerNorm),
+                 mlp_residual_norm=build_layer_norm(layer.output.LayerNorm))  # fmt: skip
 
 
-def _distilled(model: Any) -> Encoder:
+def _build_distilbert(model: Any) -> EncoderSpec:
     c, e = model.config, model.embeddings
     positions: torch.Tensor = e.position_embeddings.weight.detach()
     layers = []
     for layer in model.transformer.layer:
         a = layer.attention
         dim = c.dim // c.n_heads
-        attention = Attention(
-            heads=c.n_heads, kv_heads=c.n_heads, dim=dim, qkv=linear(a.q_lin, a.k_lin, a.v_lin),
-            out=linear(a.out_lin), scale=dim**-0.5,
+        attention = AttentionSpec(
+            num_heads=c.n_heads, num_kv_heads=c.n_heads, head_dim=dim, qkv=build_linear(a.q_lin, a.k_lin, a.v_lin),
+            out=build_linear(a.out_lin), scale=dim**-0.5,
         )  # fmt: skip
-        mlp = MLP(linear(layer.ffn.lin1), linear(layer.ffn.lin2), activation(c.activation), gated=False)
+        mlp = MLPSpec(build_linear(layer.ffn.lin1), build_linear(layer.ffn.lin2), activation_name(c.activation), gated=False)
         layers.append(
-            Layer(None, attention, mlp, None, after1=layer_norm(layer.sa_layer_norm),
-                  after2=layer_norm(layer.output_layer_norm))
+            LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(layer.sa_layer_norm),
+                  mlp_residual_norm=build_layer_norm(layer.output_layer_norm))
         )  # fmt: skip
-    return Encoder(
-        vocab=c.vocab_size,
-        width=c.dim,
+    return EncoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.dim,
         max_length=len(positions),
         embed=e.word_embeddings.weight.detach(),
         layers=layers,
-        embed_norm=layer_norm(e.LayerNorm),
-        positions=positions,
+        embed_norm=build_layer_norm(e.LayerNorm),
+        position_embeddings=positions,
     )

@@ -9,52 +9,52 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Decoder,
-    Layer,
-    Unsupported,
-    interleaved_heads,
-    layer_norm,
-    linear,
+    MLPSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    UnsupportedModelError,
+    deinterleave_qkv,
+    build_layer_norm,
+    build_linear,
 )
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model.  BLOOM has no longest length of its own; what it was trained on is 2,048."""
     c, m = model.config, model.transformer
     if c.apply_residual_connection_post_layernorm:
-        raise Unsupported("BLOOM with residuals behind the norm")
+        raise UnsupportedModelError("BLOOM with residuals behind the norm")
     dim = c.hidden_size // c.n_head
     layers = []
     for block in m.h:
         a = block.self_attention
-        attention = Attention(
-            heads=c.n_head, kv_heads=c.n_head, dim=dim,
-            qkv=interleaved_heads(linear(a.query_key_value), c.n_head, dim), out=linear(a.dense),
-            scale=dim**-0.5, slopes=slopes(c.n_head),
+        attention = AttentionSpec(
+            num_heads=c.n_head, num_kv_heads=c.n_head, head_dim=dim,
+            qkv=deinterleave_qkv(build_linear(a.query_key_value), c.n_head, dim), out=build_linear(a.dense),
+            scale=dim**-0.5, alibi_slopes=alibi_slopes(c.n_head),
         )  # fmt: skip
-        up, down = linear(block.mlp.dense_h_to_4h), linear(block.mlp.dense_4h_to_h)
-        norms = layer_norm(block.input_layernorm), layer_norm(block.post_attention_layernorm)
-        layers.append(Layer(norms[0], attention, MLP(up, down, "gelu_tanh", gated=False), norms[1]))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
+        up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
+        norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
+        layers.append(LayerSpec(norms[0], attention, MLPSpec(up, down, "gelu_tanh", gated=False), norms[1]))
+    return DecoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
         max_length=getattr(c, "seq_length", None) or 2048,
         embed=m.word_embeddings.weight.detach(),
-        embed_norm=layer_norm(m.word_embeddings_layernorm),
+        embed_norm=build_layer_norm(m.word_embeddings_layernorm),
         layers=layers,
-        norm=layer_norm(m.ln_f),
-        head=linear(model.lm_head),
+        final_norm=build_layer_norm(m.ln_f),
+        lm_head=build_linear(model.lm_head),
     )
 
 
-def slopes(heads: int) -> Tensor:
+def alibi_slopes(num_heads: int) -> Tensor:
     """Return ALiBi's slopes (Press et al. 2022, section 3)."""
-    power = 2 ** math.floor(math.log2(heads))
+    power = 2 ** math.floor(math.log2(num_heads))
     base = 2.0 ** (-(2.0 ** -(math.log2(power) - 3)))
     values = [base**i for i in range(1, power + 1)]
-    if power != heads:
+    if power != num_heads:
         extra = 2.0 ** (-(2.0 ** -(math.log2(2 * power) - 3)))
-        values += [extra**i for i in range(1, 2 * (heads - power), 2)]
+        values += [extra**i for i in range(1, 2 * (num_heads - power), 2)]
     return torch.tensor(values, dtype=torch.float32)

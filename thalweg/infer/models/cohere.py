@@ -6,27 +6,27 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.describe import Attention, Decoder, Layer, Norm, Unsupported, linear, rotary
-from thalweg.infer.models.llama import around, mlp, scaled
+from thalweg.infer.describe import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, UnsupportedModelError, build_linear, build_rope
+from thalweg.infer.models.llama import build_llama_like, build_mlp, scale_norm
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.model
     if c.use_qk_norm:
-        raise Unsupported("Cohere with layer norms on queries and keys")
-    table = rotary(m.rotary_emb, c.max_position_embeddings, interleaved=True)
+        raise UnsupportedModelError("Cohere with layer norms on queries and keys")
+    rope = build_rope(m.rotary_emb, c.max_position_embeddings, interleaved=True)
     layers = []
     for block in m.layers:
-        a, norm = block.self_attn, _norm(block.input_layernorm)
-        attention = Attention(
-            heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, dim=a.head_dim,
-            qkv=linear(a.q_proj, a.k_proj, a.v_proj), out=linear(a.o_proj), scale=a.scaling, rotary=table,
+        a, norm = block.self_attn, _build_norm(block.input_layernorm)
+        attention = AttentionSpec(
+            num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=a.head_dim,
+            qkv=build_linear(a.q_proj, a.k_proj, a.v_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope,
         )  # fmt: skip
-        layers.append(Layer(norm, attention, mlp(block.mlp, c), norm, parallel=True))
-    return around(model, layers, scaled(_norm(m.norm), float(c.logit_scale)))
+        layers.append(LayerSpec(norm, attention, build_mlp(block.mlp, c), norm, parallel_residual=True))
+    return build_llama_like(model, layers, scale_norm(_build_norm(m.norm), float(c.logit_scale)))
 
 
-def _norm(module: Any) -> Norm:
+def _build_norm(module: Any) -> NormSpec:
     weight = module.weight.detach()
-    return Norm("layer", weight, torch.zeros_like(weight), module.variance_epsilon)
+    return NormSpec("layer", weight, torch.zeros_like(weight), module.variance_epsilon)

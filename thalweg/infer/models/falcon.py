@@ -8,66 +8,66 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Decoder,
-    Layer,
-    Norm,
-    Unsupported,
-    activation,
-    layer_norm,
-    linear,
-    rotary,
-    rows,
+    MLPSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    UnsupportedModelError,
+    activation_name,
+    build_layer_norm,
+    build_linear,
+    build_rope,
+    permute_outputs,
 )
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.transformer
     if c.alibi:
-        raise Unsupported("Falcon with ALiBi, whose slopes Hugging Face rounds to bf16")
-    heads = c.num_attention_heads
-    dim = c.hidden_size // heads
-    kv_heads = c.num_kv_heads if c.new_decoder_architecture else 1 if c.multi_query else heads
-    table = rotary(m.rotary_emb, c.max_position_embeddings)
+        raise UnsupportedModelError("Falcon with ALiBi, whose slopes Hugging Face rounds to bf16")
+    num_heads = c.num_attention_heads
+    dim = c.hidden_size // num_heads
+    num_kv_heads = c.num_kv_heads if c.new_decoder_architecture else 1 if c.multi_query else num_heads
+    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
     layers = []
     for block in m.h:
         a = block.self_attention
-        fused = linear(a.query_key_value)
+        fused = build_linear(a.query_key_value)
         # 7B stores all queries, then key and value: the order wanted here already
-        plain = c.multi_query and not c.new_decoder_architecture
-        attention = Attention(
-            heads=heads, kv_heads=kv_heads, dim=dim,
-            qkv=fused if plain else rows(fused, _order(heads, kv_heads, dim)), out=linear(a.dense),
-            scale=dim**-0.5, rotary=table,
+        is_ordered = c.multi_query and not c.new_decoder_architecture
+        attention = AttentionSpec(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim,
+            qkv=fused if is_ordered else permute_outputs(fused, _qkv_permutation(num_heads, num_kv_heads, dim)), out=build_linear(a.dense),
+            scale=dim**-0.5, rope=rope,
         )  # fmt: skip
-        up, down = linear(block.mlp.dense_h_to_4h), linear(block.mlp.dense_4h_to_h)
-        mlp = MLP(up, down, activation(getattr(c, "activation", "gelu")), gated=False)
-        first, second, parallel = _norms(block, c)
-        layers.append(Layer(first, attention, mlp, second, parallel=parallel))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
+        up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
+        mlp = MLPSpec(up, down, activation_name(getattr(c, "activation", "gelu")), gated=False)
+        first, second, parallel = _build_norms(block, c)
+        layers.append(LayerSpec(first, attention, mlp, second, parallel_residual=parallel))
+    return DecoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
         max_length=c.max_position_embeddings,
         embed=m.word_embeddings.weight.detach(),
         layers=layers,
-        norm=layer_norm(m.ln_f),
-        head=linear(model.lm_head),
+        final_norm=build_layer_norm(m.ln_f),
+        lm_head=build_linear(model.lm_head),
     )
 
 
-def _order(heads: int, kv_heads: int, dim: int) -> Tensor:
+def _qkv_permutation(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
     """Outputs come in groups: the group's queries, its key, its value."""
-    group = heads // kv_heads
-    index = torch.arange((heads + 2 * kv_heads) * dim).view(kv_heads, group + 2, dim)
+    group = num_heads // num_kv_heads
+    index = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(num_kv_heads, group + 2, head_dim)
     return torch.cat([index[:, :-2].reshape(-1), index[:, -2].reshape(-1), index[:, -1].reshape(-1)])
 
 
-def _norms(block: Any, c: Any) -> tuple[Norm, Norm, bool]:
+def _build_norms(block: Any, c: Any) -> tuple[NormSpec, NormSpec, bool]:
     if c.new_decoder_architecture and hasattr(block, "ln_attn"):
-        return layer_norm(block.ln_attn), layer_norm(block.ln_mlp), True
-    first = layer_norm(block.input_layernorm)
+        return build_layer_norm(block.ln_attn), build_layer_norm(block.ln_mlp), True
+    first = build_layer_norm(block.input_layernorm)
     if c.new_decoder_architecture or c.parallel_attn:
         return first, first, True
-    return first, layer_norm(block.post_attention_layernorm), False
+    return first, build_layer_norm(block.post_attention_layernorm), False

@@ -5,41 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Decoder,
-    Layer,
-    activation,
-    interleaved_heads,
-    layer_norm,
-    linear,
-    rotary,
+    MLPSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    activation_name,
+    deinterleave_qkv,
+    build_layer_norm,
+    build_linear,
+    build_rope,
 )
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.gpt_neox
-    heads = c.num_attention_heads
-    dim = c.hidden_size // heads
-    table = rotary(m.rotary_emb, c.max_position_embeddings)
+    num_heads = c.num_attention_heads
+    dim = c.hidden_size // num_heads
+    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
     layers = []
     for block in m.layers:
-        attention = Attention(
-            heads=heads, kv_heads=heads, dim=dim,
-            qkv=interleaved_heads(linear(block.attention.query_key_value), heads, dim),
-            out=linear(block.attention.dense), scale=dim**-0.5, rotary=table,
+        attention = AttentionSpec(
+            num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim,
+            qkv=deinterleave_qkv(build_linear(block.attention.query_key_value), num_heads, dim),
+            out=build_linear(block.attention.dense), scale=dim**-0.5, rope=rope,
         )  # fmt: skip
-        up, down = linear(block.mlp.dense_h_to_4h), linear(block.mlp.dense_4h_to_h)
-        mlp = MLP(up, down, activation(c.hidden_act), gated=False)
-        norms = layer_norm(block.input_layernorm), layer_norm(block.post_attention_layernorm)
-        layers.append(Layer(norms[0], attention, mlp, norms[1], parallel=c.use_parallel_residual))
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
+        up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
+        mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=False)
+        norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
+        layers.append(LayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual))
+    return DecoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
         max_length=c.max_position_embeddings,
         embed=m.embed_in.weight.detach(),
         layers=layers,
-        norm=layer_norm(m.final_layer_norm),
-        head=linear(getattr(model, "embed_out", None) or model.lm_head),
+        final_norm=build_layer_norm(m.final_layer_norm),
+        lm_head=build_linear(getattr(model, "embed_out", None) or model.lm_head),
     )

@@ -9,69 +9,69 @@ from typing import Any
 from torch import Tensor
 
 from thalweg.infer.describe import (
-    MLP,
-    Attention,
-    Decoder,
-    Experts,
-    Layer,
-    Linear,
-    Norm,
-    Rotary,
-    Unsupported,
-    activation,
-    linear,
-    rms_norm,
-    rotary,
+    MLPSpec,
+    AttentionSpec,
+    DecoderSpec,
+    MoESpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    RopeTable,
+    UnsupportedModelError,
+    activation_name,
+    build_linear,
+    build_rms_norm,
+    build_rope,
 )
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.model
-    table = rotary(m.rotary_emb, c.max_position_embeddings)
+    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
     granite = c.model_type == "granite"
-    norm = scaled(rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0)
-    made = around(model, [_layer(layer, c, table) for layer in m.layers], norm)
-    return replace(made, embed_scale=float(c.embedding_multiplier)) if granite else made
+    norm = scale_norm(build_rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0)
+    spec = build_llama_like(model, [_build_layer(layer, c, rope) for layer in m.layers], norm)
+    return replace(spec, embed_scale=float(c.embedding_multiplier)) if granite else spec
 
 
-def _layer(layer: Any, c: Any, table: Rotary) -> Layer:
+def _build_layer(layer: Any, c: Any, rope: RopeTable) -> LayerSpec:
     a = layer.self_attn
-    normed = hasattr(a, "q_norm")
-    factor = getattr(layer, "residual_multiplier", 1.0)
-    attention = Attention(
-        heads=c.num_attention_heads,
-        kv_heads=c.num_key_value_heads,
-        dim=a.head_dim,
-        qkv=linear(a.q_proj, a.k_proj, a.v_proj),
-        out=weakened(linear(a.o_proj), factor),
+    has_qk_norm = hasattr(a, "q_norm")
+    residual_scale = getattr(layer, "residual_multiplier", 1.0)
+    attention = AttentionSpec(
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=a.head_dim,
+        qkv=build_linear(a.q_proj, a.k_proj, a.v_proj),
+        out=scale_linear(build_linear(a.o_proj), residual_scale),
         scale=a.scaling,
-        rotary=table if getattr(a, "use_rope", True) else None,
-        q_norm=per_head(a.q_norm, a.head_dim) if normed else None,
-        k_norm=per_head(a.k_norm, a.head_dim) if normed else None,
-        window=window(a, c),
+        rope=rope if getattr(a, "use_rope", True) else None,
+        q_norm=build_head_norm(a.q_norm, a.head_dim) if has_qk_norm else None,
+        k_norm=build_head_norm(a.k_norm, a.head_dim) if has_qk_norm else None,
+        sliding_window=get_sliding_window(a, c),
     )
-    inner = mlp(layer.mlp, c)
-    if isinstance(inner, MLP):
-        inner = replace(inner, down=weakened(inner.down, factor))
-    return Layer(rms_norm(layer.input_layernorm), attention, inner, rms_norm(layer.post_attention_layernorm))
+    inner = build_mlp(layer.mlp, c)
+    if isinstance(inner, MLPSpec):
+        inner = replace(inner, down=scale_linear(inner.down, residual_scale))
+    return LayerSpec(build_rms_norm(layer.input_layernorm), attention, inner, build_rms_norm(layer.post_attention_layernorm))
 
 
-def around(model: Any, layers: Sequence[Layer], norm: Norm) -> Decoder:
+def build_llama_like(model: Any, layers: Sequence[LayerSpec], norm: NormSpec) -> DecoderSpec:
     """Return the decoder of a model whose table, head and sizes are named as Llama's."""
     c = model.config
-    return Decoder(
-        vocab=c.vocab_size,
-        width=c.hidden_size,
+    return DecoderSpec(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
         max_length=c.max_position_embeddings,
         embed=model.model.embed_tokens.weight.detach(),
         layers=layers,
-        norm=norm,
-        head=linear(model.lm_head),
+        final_norm=norm,
+        lm_head=build_linear(model.lm_head),
     )
 
 
-def scaled(norm: Norm, factor: float) -> Norm:
+def scale_norm(norm: NormSpec, factor: float) -> NormSpec:
     """Return a norm whose result is multiplied by a factor."""
     if factor == 1.0:
         return norm
@@ -79,7 +79,7 @@ def scaled(norm: Norm, factor: float) -> Norm:
     return replace(norm, weight=norm.weight.float() * factor, bias=bias)
 
 
-def weakened(layer: Linear, factor: float) -> Linear:
+def scale_linear(layer: LinearSpec, factor: float) -> LinearSpec:
     """Return a layer whose result is multiplied by a factor."""
     if factor == 1.0:
         return layer
@@ -89,52 +89,52 @@ def weakened(layer: Linear, factor: float) -> Linear:
         layer.copy_rows(start, stop, out)
         out *= factor
 
-    return Linear(
-        lambda: layer.weight * factor, bias, (layer.outputs, layer.inputs), modules=layer.modules,
-        order=layer.order, factor=layer.factor * factor, copy=copy,
+    return LinearSpec(
+        lambda: layer.weight * factor, bias, (layer.out_features, layer.in_features), modules=layer.modules,
+        output_permutation=layer.output_permutation, output_scale=layer.output_scale * factor, copy_rows_fn=copy,
     )  # fmt: skip
 
 
-def per_head(module: Any, dim: int) -> Norm:
+def build_head_norm(module: Any, head_dim: int) -> NormSpec:
     """Describe a norm of each head."""
-    if module.weight.numel() != dim:
-        raise Unsupported("a norm over all heads together")
-    return rms_norm(module)
+    if module.weight.numel() != head_dim:
+        raise UnsupportedModelError("a norm over all heads together")
+    return build_rms_norm(module)
 
 
-def window(attention: Any, c: Any) -> int:
+def get_sliding_window(attention: Any, c: Any) -> int:
     """Return how many positions a token of this layer sees, 0 for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window or 0
-    kinds = getattr(c, "layer_types", None)
-    if kinds is not None and kinds[attention.layer_idx] != "sliding_attention":
+    layer_types = getattr(c, "layer_types", None)
+    if layer_types is not None and layer_types[attention.layer_idx] != "sliding_attention":
         return 0
     return getattr(c, "sliding_window", None) or 0 if getattr(c, "use_sliding_window", True) else 0
 
 
-def mlp(module: Any, c: Any) -> MLP | Experts:
+def build_mlp(module: Any, c: Any) -> MLPSpec | MoESpec:
     """Describe a gated MLP or a mixture of them."""
     if hasattr(module, "experts"):
-        return _experts(module, c)
-    act = activation(getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None))
-    return MLP(linear(module.gate_proj, module.up_proj), linear(module.down_proj), act, gated=True)
+        return _build_moe(module, c)
+    act = activation_name(getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None))
+    return MLPSpec(build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True)
 
 
-def _experts(module: Any, c: Any) -> Experts:
-    shared = getattr(module, "shared_expert", None)
-    gate = getattr(module, "shared_expert_gate", None)
-    described = mlp(shared, c) if shared is not None else None
-    assert not isinstance(described, Experts)
-    return Experts(
+def _build_moe(module: Any, c: Any) -> MoESpec:
+    shared_expert = getattr(module, "shared_expert", None)
+    shared_expert_gate = getattr(module, "shared_expert_gate", None)
+    shared_expert_spec = build_mlp(shared_expert, c) if shared_expert is not None else None
+    assert not isinstance(shared_expert_spec, MoESpec)
+    return MoESpec(
         router=module.gate.weight.detach(),
         up=module.experts.gate_up_proj.detach(),
         down=module.experts.down_proj.detach(),
         top_k=c.num_experts_per_tok,
-        normalise=getattr(c, "norm_topk_prob", True),
-        activation=activation(c.hidden_act),
-        shared=described,
-        shared_gate=None if gate is None else gate.weight.detach(),
+        norm_topk_prob=getattr(c, "norm_topk_prob", True),
+        activation=activation_name(c.hidden_act),
+        shared_expert=shared_expert_spec,
+        shared_expert_gate=None if shared_expert_gate is None else shared_expert_gate.weight.detach(),
     )
 
 
-__all__ = ["Linear", "around", "decoder", "mlp", "per_head", "scaled", "weakened", "window"]
+__all__ = ["LinearSpec", "build_llama_like", "build_decoder", "build_mlp", "build_head_norm", "scale_norm", "scale_linear", "get_sliding_window"]

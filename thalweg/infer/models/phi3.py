@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import MLP, Attention, Decoder, Layer, activation, linear, rms_norm, rotary
-from thalweg.infer.models.llama import around, window
+from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, activation_name, build_linear, build_rms_norm, build_rope
+from thalweg.infer.models.llama import build_llama_like, get_sliding_window
 
 
-def decoder(model: Any) -> Decoder:
+def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.model
-    table = rotary(m.rotary_emb, c.max_position_embeddings)
+    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
     layers = []
     for block in m.layers:
         a = block.self_attn
-        attention = Attention(
-            heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, dim=a.head_dim,
-            qkv=linear(a.qkv_proj), out=linear(a.o_proj), scale=a.scaling, rotary=table, window=window(a, c),
+        attention = AttentionSpec(
+            num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=a.head_dim,
+            qkv=build_linear(a.qkv_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope, sliding_window=get_sliding_window(a, c),
         )  # fmt: skip
-        up, down = linear(block.mlp.gate_up_proj), linear(block.mlp.down_proj)
-        mlp = MLP(up, down, activation(c.hidden_act), gated=True)
-        norms = rms_norm(block.input_layernorm), rms_norm(block.post_attention_layernorm)
-        layers.append(Layer(norms[0], attention, mlp, norms[1]))
-    return around(model, layers, rms_norm(m.norm))
+        up, down = build_linear(block.mlp.gate_up_proj), build_linear(block.mlp.down_proj)
+        mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=True)
+        norms = build_rms_norm(block.input_layernorm), build_rms_norm(block.post_attention_layernorm)
+        layers.append(LayerSpec(norms[0], attention, mlp, norms[1]))
+    return build_llama_like(model, layers, build_rms_norm(m.norm))
