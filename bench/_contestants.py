@@ -3,7 +3,7 @@
 A builder gets the job, the model and the number of ranks, and returns ``step(tokens_BT, labels_BT) -> loss``
 (detached), one whole optimiser step on this rank's micro-batch.  All of them train the same model from
 the same seed with the same AdamW; each is written as its own documentation writes it.  They run inside
-`_worker.py`, which has initialised the process group.
+`_piecewise.py`, which has initialised the process group.
 
     ddp_fused, ddp          DistributedDataParallel, torch.optim.AdamW(fused=True) or its default
     ddp_zero_redundancy     DDP with ZeroRedundancyOptimizer around fused AdamW

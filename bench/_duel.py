@@ -76,7 +76,7 @@ class RunSettings:
 class InterleavedRun:
     """The outcomes of one run; `outcomes[name]` is the contestant's first (the anchor has one a batch).
 
-    `meter()` is a counter read before and after each turn; `Outcome.metered` has its rise per step.
+    `meter()` is a counter read before and after each turn; `Outcome.metered_per_step` has its rise per step.
     """
 
     def __init__(

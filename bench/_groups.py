@@ -1,6 +1,6 @@
 """Groups of rank processes that take turns.
 
-A `Group` is one contestant: its ranks are started once (`_worker.py`), build, warm up, and then sleep
+A `Group` is one contestant: its ranks are started once (`_piecewise.py`), build, warm up, and then sleep
 on a pipe until `run(steps)` gives them a turn.  Contestants that are alive together can thus be timed in
 alternation, so that whatever else the machine does falls on all of them alike.
 

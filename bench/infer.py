@@ -7,7 +7,7 @@ up: the fraction of the roofline, by the best reading of the run and by the read
 which differ where a machine is shared. The model is a Llama of 110 million parameters with random weights:
 12 layers, 768 wide, inner width 2,048, 12 heads, vocabulary 32,000; prompts of 128 tokens, 64 new ones,
 greedy, every feature of the engine on. `thalweg torch` is the same engine on torch's operators alone,
-without the extra `native`.
+without the extra `use_cpu_kernels`.
 
 `--model flan-t5-small` takes that shape instead, which listens to 128 tokens and speaks 64: 8 layers each of
 encoder and decoder, 512 wide, 6 heads of 64, inner width 1,024, vocabulary 32,128.

@@ -86,7 +86,7 @@ def _zero(stage: int) -> Callable[[int], dict[str, Any]]:
 
 
 def _state(entry: Any) -> bool:
-    return entry.carrier not in ("tensor", "sequence", "context", "expert", "pipeline")
+    return entry.transport not in ("tensor", "sequence", "context", "expert", "pipeline")
 
 
 def _ring(passes: int) -> Callable[[Shape, int, int], float]:
@@ -100,7 +100,7 @@ AXES: dict[str, Axis] = {
     "tp": Axis(
         lambda n: {"tensor_parallel": {"autotp_size": n}},
         lambda shape, n, _: 4 * shape.layers * shape.activation * 2 * (n - 1) / n,
-        lambda entry: entry.carrier == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce",
+        lambda entry: entry.transport == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce",
     ),
     "sp": Axis(
         lambda n: {"sequence_parallel_size": n},
@@ -115,13 +115,13 @@ AXES: dict[str, Axis] = {
     "pp": Axis(
         lambda n: {"gradient_accumulation_steps": MICROS} | ({"pipeline": {"stages": n}} if n > 1 else {}),
         lambda shape, n, _: (1 if n == 2 else 2) * shape.activation,
-        lambda entry: entry.carrier == "pipeline",
+        lambda entry: entry.transport == "pipeline",
         micros=MICROS,
     ),
     "ep": Axis(
         _zero(1),
         lambda shape, n, _: shape.layers * 4 * shape.activation / n * (n - 1) / n,
-        lambda entry: entry.carrier == "expert",
+        lambda entry: entry.transport == "expert",
         divides_rows=True,
         experts=True,
     ),

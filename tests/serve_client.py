@@ -20,7 +20,7 @@ class RequestResult:
 
 
 async def send_request(port: int, body: dict[str, Any], disconnect_after: float | None) -> RequestResult:
-    """Send a completion request; close the connection after ``leave_after`` seconds, where given."""
+    """Send a completion request; close the connection after ``disconnect_after`` seconds, where given."""
     return await Connection(port, keep_alive=False).send(body, disconnect_after)
 
 
@@ -32,7 +32,7 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, body: dict[str, Any], disconnect_after: float | None = None) -> RequestResult:
-        """Send a completion request; hang up after ``leave_after`` seconds, where given."""
+        """Send a completion request; hang up after ``disconnect_after`` seconds, where given."""
         result, complete = RequestResult(body), False
         reader, writer = self._streams = self._streams or await asyncio.open_connection(
             "127.0.0.1", self._port, limit=2**22

@@ -61,7 +61,7 @@ def configure_malloc(low_memory: bool) -> bool:
 
 
 def trim_malloc() -> None:
-    """Give back what :func:`keep_freed_memory` has kept."""
+    """Give back what :func:`retain_freed_memory` has kept."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

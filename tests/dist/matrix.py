@@ -3,7 +3,7 @@
 A combination is a line such as ``"s3 dp2 tp2 remat bf16"``: one stage, degrees with their number (the product
 of those with ``ranks`` is the world size), switches without.  A new axis is one line of ``FEATURES`` and the
 lines of ``COMBINATIONS`` that use it; ``docs/MATRIX.md`` (tests/repo/matrix_page.py) is made from here, and a
-pair of features that no line covers must be in ``REFUSED`` or ``OPEN``.  Nothing here imports torch.
+pair of features that no line covers must be in ``REFUSED`` or ``UNCOVERED_PAIRS``.  Nothing here imports torch.
 """
 
 from __future__ import annotations

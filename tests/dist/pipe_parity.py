@@ -159,7 +159,7 @@ def attention_layers(**kwargs: Any) -> PipelineModule:
 class PipelineCase:
     """One pipeline run: ``kind`` of model, its axes and config, ``sizes`` of the micro-batches in turn.
 
-    ``lengths``: of the sequences, in turn, of the kinds ``textures`` (sequence_parity.batch_of).
+    ``lengths``: of the sequences, in turn, of the kinds ``batch_kinds`` (sequence_parity.batch_of).
     """
 
     kind: str

@@ -421,7 +421,7 @@ def _hosts(rank, world, stage):
     outcome = run_engine(OddShapesModel(), case, rank, world)
     engine = start(OddShapesModel(), stage)
     carriers = {
-        entry.carrier for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]
+        entry.transport for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]
     }
     return outcome.max_loss_difference(plain), carriers
 

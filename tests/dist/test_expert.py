@@ -123,7 +123,7 @@ def _held(rank: int, world: int, stage: int) -> dict[str, int]:
         "moments": sum(m.to_local().numel() for m in moments),
     }
     for entry in engine._parts.sharded.ledger.entries():
-        if entry.module == "experts" and entry.carrier == "wire":
+        if entry.module == "experts" and entry.transport == "wire":
             found[entry.kind] = entry.sent_bytes
     block = engine.module.blocks[0]
     last = [p for name, p in block.named_parameters() if "stack.2" in name]

@@ -57,7 +57,7 @@ def _engine(
         loss = compute_loss(engine, make_batch(step, rows)[rank // team :: ranks, :length])
         engine.backward(loss)
         if step == 0:
-            engine._parts.sharded.finish_window()
+            engine._parts.sharded.finalize_grads()
             gradients = {
                 n: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
                 for n, p in engine.module.named_parameters()

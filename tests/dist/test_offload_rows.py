@@ -114,7 +114,7 @@ def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
 
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiered, "_LEAST_BUFFER", 1 << 16)  # so that a unit takes many buffers
+        patch.setattr(tiered, "_MIN_BUFFER_BYTES", 1 << 16)  # so that a unit takes many buffers
         config = settings(folder)
         config["zero_optimization"]["offload_optimizer"]["buffer_size"] = 1000
         config["zero_optimization"]["offload_param"]["buffer_count"] = 3

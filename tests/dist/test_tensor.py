@@ -165,10 +165,10 @@ def _facts(rank: int, world: int) -> dict[str, Any]:
     engine.load_state_dict(whole)
     found["loaded"] = all(torch.equal(value, whole[key]) for key, value in engine.state_dict().items())
     engine.train()
-    before = {(e.kind, e.module): e.full_bytes for e in engine.ledger.entries() if e.carrier == "tensor"}
+    before = {(e.kind, e.module): e.full_bytes for e in engine.ledger.entries() if e.transport == "tensor"}
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
-    after = [e for e in engine.ledger.entries() if e.carrier == "tensor"]
+    after = [e for e in engine.ledger.entries() if e.transport == "tensor"]
     layer = [e for e in after if ".layers.0." in e.module and e.kind == "all_reduce"]
     found["layer_bytes"] = sum(e.full_bytes - before.get((e.kind, e.module), 0) for e in layer)
     found["sent"] = {e.module: e.sent_bytes * world == 2 * (world - 1) * e.full_bytes for e in layer}

@@ -169,7 +169,7 @@ def _run(rank, world, dtype, cells):
     failures: list[str] = []
     known: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(putaway, "LEAST_BYTES", 1)
+        patch.setattr(putaway, "MIN_OFFLOAD_BYTES", 1)
         for cell in cells:
             losses, values, wrong = _train(cell, dtype, rank, world, folder)
             failures += [f"{cell}: {one}" for one in wrong]

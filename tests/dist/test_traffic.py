@@ -31,7 +31,7 @@ class Axis:
 def _zero(stage: int, gathers_again: bool = False) -> Axis:
     return Axis(
         {"zero_optimization": {"stage": stage}},
-        lambda entry: entry.carrier in STATES,
+        lambda entry: entry.transport in STATES,
         lambda n, parameters, units: (n - 1) * (2 * parameters + (units if gathers_again else 0)),
     )
 
@@ -40,7 +40,7 @@ AXES = {
     **{f"stage {stage}": _zero(stage, stage == 3) for stage in range(4)},
     "tp": Axis(
         {"tensor_parallel": {"autotp_size": 4}},
-        lambda entry: entry.carrier == "tensor" and "blocks." in entry.module,
+        lambda entry: entry.transport == "tensor" and "blocks." in entry.module,
         lambda n, *_: n * 4 * LAYERS * ACTIVATION * 2 * (n - 1) / n,
     ),
     "sp": Axis(
@@ -55,7 +55,7 @@ AXES = {
     ),
     "pp": Axis(
         {"pipeline": {"stages": 4}, "gradient_accumulation_steps": ROWS},
-        lambda entry: entry.carrier == "pipeline" and entry.kind == "send",  # without headers
+        lambda entry: entry.transport == "pipeline" and entry.kind == "send",  # without headers
         lambda n, *_: (n - 1) * 2 * ACTIVATION,
     ),
 }

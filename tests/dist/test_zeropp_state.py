@@ -66,7 +66,7 @@ def _replicas(rank, world):
             tokens, labels = make_batch(0, 2)
             engine(tokens, labels)
         engine.train()
-        for name, store in sharded._stores.items():
+        for name, store in sharded._storages.items():
             home = store.home.float().clone()
             everyone = home.clone()
             dist.broadcast(everyone, src=0)
@@ -82,7 +82,7 @@ def _replicas(rank, world):
     train_steps(engine, rank, world, 3)
     look("later")
     with torch.no_grad():
-        for store in sharded._stores.values():
+        for store in sharded._storages.values():
             store.shard.mul_(-3.0)
     look("jump")
     engine.close()

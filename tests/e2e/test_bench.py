@@ -90,7 +90,7 @@ def outcome(name: str, batch: int, seconds: list[list[float]]) -> Any:
 
 
 def test_ratios_survive_a_slow_minute_and_different_batches() -> None:
-    run = duel.Duel(TINY, 2, duel.Plan(), "anchor")
+    run = duel.InterleavedRun(TINY, 2, duel.Plan(), "anchor")
     slow = [1.0, 1.0, 7.0]  # the machine is seven times slower in the last round, for all alike
     a = outcome("ours", 0, [[0.2 * s] * 3 for s in slow])
     b = outcome("theirs", 1, [[0.5 * s] * 3 for s in slow])
@@ -123,7 +123,7 @@ def test_batches_hold_everyone_once_and_fit(names: list[str], world: int, budget
 
 
 def test_goals_are_measured_never_assumed() -> None:
-    run = duel.Duel(contestants.JOBS["69m"], 2, duel.Plan(), "ddp_fused")
+    run = duel.InterleavedRun(contestants.JOBS["69m"], 2, duel.Plan(), "ddp_fused")
     ours, theirs = outcome("thalweg_torch_3", 0, [[0.5]] * 5), outcome("deepspeed_3", 0, [[1.0]] * 5)
     for made, peak in ((ours, 1500.0), (theirs, 2500.0)):
         made.reports = [{"peak_mib": peak, "import_mib": 200.0}]
@@ -190,7 +190,7 @@ def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> No
 def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -> None:
     group = groups.Group("nobody_3", TINY, 1)
     pids = [process.pid for process in group._ranks]
-    with pytest.raises(groups.GroupError, match="no contestant 'nobody_3'"), group:
+    with pytest.raises(groups.ContestantGroupError, match="no contestant 'nobody_3'"), group:
         group.wait_ready()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -257,14 +257,14 @@ def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
 
 def test_hosts_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert "iproute2" in namespaces.why_not()
+    assert "iproute2" in namespaces.missing_reason()
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(namespaces, "os", SimpleNamespace(geteuid=lambda: 1000))
-    assert "root" in namespaces.why_not()
+    assert "root" in namespaces.missing_reason()
 
 
 def _make_hosts() -> Any:
-    reason = namespaces.why_not()
+    reason = namespaces.missing_reason()
     if reason:
         pytest.skip(f"namespace hosts: {reason}")
     try:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 namespaces = importlib.import_module("_namespaces")
 NUM_HOSTS = 4
 pytestmark = [
-    pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not())),
+    pytest.mark.skipif(namespaces.missing_reason() is not None, reason=str(namespaces.missing_reason())),
     pytest.mark.slow,
 ]
 NASTY = [
@@ -87,8 +87,8 @@ class Cluster:
 
     def processes(self) -> list[int]:
         """All processes on the hosts but the first ones; a host is a pid namespace."""
-        spaces = {os.stat(f"/proc/{self.hosts.first_process(i)}/ns/pid").st_ino: i for i in range(NUM_HOSTS)}
-        first = {self.hosts.first_process(i) for i in range(NUM_HOSTS)}
+        spaces = {os.stat(f"/proc/{self.hosts.init_pid(i)}/ns/pid").st_ino: i for i in range(NUM_HOSTS)}
+        first = {self.hosts.init_pid(i) for i in range(NUM_HOSTS)}
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:

@@ -130,7 +130,7 @@ def test_wrong_use(tmp_path: Path, options: list[str], said: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
+@pytest.mark.skipif(namespaces.missing_reason() is not None, reason=str(namespaces.missing_reason()))
 def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
     """One command starts a server and replicas on two hosts that only a cable joins; SIGTERM ends it all."""
     with namespaces.Hosts(number=2) as hosts:

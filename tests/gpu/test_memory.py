@@ -41,7 +41,7 @@ def _train(saver, steps=4):
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_offloaded_inputs_keep_their_bits(where, monkeypatch):
-    monkeypatch.setattr(putaway, "LEAST_BYTES", 1)
+    monkeypatch.setattr(putaway, "MIN_OFFLOAD_BYTES", 1)
     want = _train(None)
     with tempfile.TemporaryDirectory() as folder:
         saver = CpuActivationOffloader(torch.device("cuda")) if where == "host" else NvmeActivationOffloader(partial(SwapFile, folder))

@@ -67,7 +67,7 @@ def import_graph(modules: Iterable[SourceModule], lazy: Mapping[str, str]) -> di
 
 
 def find_layer_violations(modules: Iterable[SourceModule], lazy: Mapping[str, str]) -> list[str]:
-    """Imports that point the wrong way in ``ORDER``, and rooms that are not in it."""
+    """Imports that point the wrong way in ``LAYERS``, and rooms that are not in it."""
     modules = list(modules)
     rooms = {module.name: module.subpackage for module in modules}
     wrong = [f"{m.path}: {m.subpackage} is not in the layout" for m in modules if m.subpackage and m.subpackage not in LAYERS]

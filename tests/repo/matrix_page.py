@@ -21,7 +21,7 @@ _HEAD = """# What goes together
 
 Made from `tests/dist/matrix.py` by `python -m tests.repo.matrix_page`; a test compares the two.
 
-Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[NAME]`. It trains a
+Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[ATTN_IMPLEMENTATION]`. It trains a
 small model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the
 last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's
 reach). A pair that is refused has a test as well, of the error that says so.

@@ -130,7 +130,7 @@ def test_every_dtype_shape_and_stride(tmp_path):
 
 
 def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["thalweg.checkpoint.save"], "PIECE_BYTES", 40)
+    monkeypatch.setattr(sys.modules["thalweg.checkpoint.save"], "MAX_CHUNK_BYTES", 40)
     tensor = torch.arange(7 * 5 * 2).view(7, 5, 2).float()
     save_snapshot(tmp_path, "t", Snapshot({"model/x": tensor, "model/row": torch.arange(30.0)}), step=0)
     checkpoint = Checkpoint.open(tmp_path)

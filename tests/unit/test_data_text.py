@@ -163,7 +163,7 @@ def test_a_tokenizer_is_trained_once_and_kept(tmp_path, tokenizer):
     train_tokenizer(texts, 301, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert tokenizer.vocab_size == 600
-    assert max(map(max, tokenizer.encode_all(["import os", "def main() -> int:"]))) < 600
+    assert max(map(max, tokenizer.encode_batch(["import os", "def main() -> int:"]))) < 600
     assert len(tokenizer.encode("    return self")) < 8
 
 

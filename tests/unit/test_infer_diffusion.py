@@ -95,7 +95,7 @@ def test_weights_from_a_disk_within_the_memory_asked_for(pipe: Any, tmp_path: Pa
     passing = engine.passing
     largest = max(part.nbytes for part in passing.parts)
     assert passing.held <= passing.memory  # what is on its way for the next image
-    assert 0 < passing.most_held <= passing.memory + largest
+    assert 0 < passing.peak_resident_bytes <= passing.memory + largest
     engine.close()
     assert weights(pipe) >= whole and np.array_equal(image(pipe), want)
 

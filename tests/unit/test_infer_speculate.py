@@ -63,17 +63,17 @@ def test_the_output_is_the_same_in_fewer_steps(models: Any, seed: int, speculate
     want, plain = work(models[which], 0, seed)
     got, stats = work(models[which], speculate, seed)
     assert got == want
-    assert stats.generated_tokens == plain.generated_tokens and plain.guessed_tokens == 0
-    assert stats.steps <= plain.steps and stats.guessed_right <= stats.guessed_tokens
+    assert stats.generated_tokens == plain.generated_tokens and plain.draft_tokens == 0
+    assert stats.steps <= plain.steps and stats.accepted_tokens <= stats.draft_tokens
     assert stats.kv_blocks_used == 0
 
 
 def test_other_runners_and_a_text_that_repeats_itself(models: Any) -> None:
     want, _ = work(models[0], 0, 3, "eager")
     got, stats = work(models[0], 4, 3, "eager")
-    assert got == want and stats.guessed_tokens > 0
+    assert got == want and stats.draft_tokens > 0
     _, foreign = work(models[0], 4, 3, "foreign")
-    assert foreign.guessed_tokens == 0
+    assert foreign.draft_tokens == 0
     # A model that always says the same: nearly every guess is right.
     model = tiny_decoder("llama")
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, wh
     assert got == want
     assert stats.steps <= plain.steps and stats.kv_blocks_used == 0
     if which == "itself" and stats.preemptions == 0 and guesses > 1:
-        assert stats.guessed_right > 0
+        assert stats.accepted_tokens > 0
 
 
 def test_a_draft_that_is_the_model_is_nearly_always_right() -> None:
@@ -180,7 +180,7 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
         return choose(row, token, value, sequence) if guessed is None else SampledToken(guessed)
 
     monkeypatch.setattr(DraftModelProposer, "guess", noted)
-    monkeypatch.setattr(loop, "choose_one", gullible)
+    monkeypatch.setattr(loop, "sample_token", gullible)
     assert distance(load_engine(model, options, draft_model=other)) > 0.2
 
 

@@ -271,7 +271,7 @@ def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
 ) -> None:
     for early in (True, False):
         party = FakeNodes(monkeypatch)
-        monkeypatch.setattr(peers_module, "_EARLY", 30.0 if early else 0.0)
+        monkeypatch.setattr(peers_module, "_STARTUP_SECONDS", 30.0 if early else 0.0)
         job = [party.start(index, 2) for index in (0, 1)]
         assert [[card["index"] for card in future.result(20.0)] for future in job] == [[0, 1]] * 2
         late = party.start(1, 2, host="late")

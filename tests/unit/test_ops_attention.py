@@ -23,7 +23,7 @@ def build() -> torch.nn.Module:
 
 
 def test_one_model_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "widening_pays", lambda: True)
+    monkeypatch.setattr(attention, "upcast_is_faster", lambda: True)
     plain, model = build(), build()
     calls = []
     whole = attention.F.scaled_dot_product_attention
@@ -51,12 +51,12 @@ def test_one_model_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "widening_pays", lambda: True)
+    monkeypatch.setattr(attention, "upcast_is_faster", lambda: True)
     assert not attention.apply_upcast_sdpa(torch.nn.Linear(2, 2))
     eager = build()
     eager.set_attn_implementation("eager")
     assert not attention.apply_upcast_sdpa(eager)
-    monkeypatch.setattr(attention, "widening_pays", lambda: False)
+    monkeypatch.setattr(attention, "upcast_is_faster", lambda: False)
     assert not attention.apply_upcast_sdpa(build())
 
 

@@ -38,7 +38,7 @@ def forced(monkeypatch: pytest.MonkeyPatch):
 
     def force(name: str = "onednn") -> Forced:
         table = Forced(name)
-        monkeypatch.setattr(linear_module, "default_table", lambda: table)
+        monkeypatch.setattr(linear_module, "get_autotune_cache", lambda: table)
         monkeypatch.setattr(linear_module, "_MIN_FLOPS", 0.0)
         return table
 
@@ -108,7 +108,7 @@ def test_the_probe_refuses_a_wrong_kernel_and_a_missing_one(monkeypatch: pytest.
         raise RuntimeError("could not create a primitive")
 
     broken["nn"]["onednn"] = missing
-    monkeypatch.setattr(products, "CANDIDATES", broken)
+    monkeypatch.setattr(products, "KERNELS", broken)
     is_usable.cache_clear()
     try:
         assert not is_usable("nt", "onednn", torch.float32)
@@ -183,7 +183,7 @@ def test_any_shape_layout_and_frozen_part(shape, k, n, bias, frozen, layout) -> 
     if b is not None:
         b.requires_grad_("bias" not in frozen)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "default_table", lambda: Forced("onednn"))
+        patch.setattr(linear_module, "get_autotune_cache", lambda: Forced("onednn"))
         patch.setattr(linear_module, "_MIN_FLOPS", 0.0)
         results = []
         for function in (linear, F.linear):

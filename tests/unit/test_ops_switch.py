@@ -38,7 +38,7 @@ class Always:
 def table(monkeypatch: pytest.MonkeyPatch) -> Always:
     torch.set_num_threads(1)
     always = Always()
-    monkeypatch.setattr(linear_module, "default_table", lambda: always)
+    monkeypatch.setattr(linear_module, "get_autotune_cache", lambda: always)
     monkeypatch.setattr(linear_module, "_MIN_FLOPS", 0.0)
     return always
 

@@ -241,7 +241,7 @@ def test_the_measurement_finds_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
     for slow, expected in (("onednn", REFERENCE), (REFERENCE, "onednn")):
         candidates = {REFERENCE: KERNELS["nt"][REFERENCE], "onednn": KERNELS["nt"][REFERENCE]}
-        monkeypatch.setattr(measure_module, "CANDIDATES", {"nt": {**candidates, slow: wasteful}})
+        monkeypatch.setattr(measure_module, "KERNELS", {"nt": {**candidates, slow: wasteful}})
         assert select_fastest(benchmark_kernels("nt", F32, 256, 256, 256)) == expected
 
 

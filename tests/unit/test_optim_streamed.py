@@ -286,7 +286,7 @@ def test_state_is_loaded_into_the_swap_file(tmp_path: Path) -> None:
         a.data.copy_(b)
     again.optimizers[0].load_state_dict(copy.deepcopy(twin.optimizers[0].state_dict()))
     again.optimizers[1].load_state_dict(saved)
-    again.update.place_state()
+    again.update.offload_state()
     again.check()
     assert again.swap is not None
     moments = [s["exp_avg"] for p, s in again.optimizers[1].state.items() if p.ndim and p.numel()]

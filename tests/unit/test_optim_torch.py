@@ -206,7 +206,7 @@ def test_every_torch_optimizer_is_built_or_refused() -> None:
 
 
 def test_torchs_private_list_builder_is_where_we_exchange_the_lists() -> None:
-    """``LocalStep`` leans on ``_init_group`` filling lists that begin with parameters and gradients."""
+    """``LocalStepMixin`` leans on ``_init_group`` filling lists that begin with parameters and gradients."""
     for name, cls in ELEMENTWISE_OPTIMIZERS.items():
         base = getattr(torch.optim, name)
         assert hasattr(base, "_init_group"), name

@@ -114,12 +114,12 @@ def test_a_disk_that_is_too_small_is_said_and_so_is_what_fits() -> None:
         cluster=Cluster(device="cpu", host_memory=64 * GIB, disk_bytes=1 << 20),
         suggest=False,
     )
-    assert found.fits is False and found.short_of == "disk"
-    assert found.missing_bytes == found.tiers["disk"] - (1 << 20) > 0
+    assert found.fits is False and found.exceeded_resource == "disk"
+    assert found.excess_bytes == found.tiers["disk"] - (1 << 20) > 0
     assert "for the disk, which has 1 MiB free" in str(found)
     roomy = Cluster(device="cpu", host_memory=64 * GIB, disk_bytes=GIB)
     enough = thalweg.plan(DEEP | {"n_layer": 2}, config, cluster=roomy)
-    assert enough.fits is True and enough.short_of == "memory" and enough.missing_bytes < 0
+    assert enough.fits is True and enough.exceeded_resource == "memory" and enough.excess_bytes < 0
 
 
 def test_attention_on_a_gpu_keeps_no_weights_of_pairs_for_its_dropout() -> None:
@@ -214,10 +214,10 @@ def test_a_deep_model_needs_what_the_whole_of_it_does(
     """Also where another moment is the highest in a shallow one: a large embedding is gathered there."""
     config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config |= {"activation_checkpointing": {"policy": policy}}
-    monkeypatch.setattr(depth, "SHALLOW", 6)
+    monkeypatch.setattr(depth, "MAX_FULL_DEPTH", 6)
     found = ask(shape, config, 1, 8, 32)
-    monkeypatch.setattr(depth, "SHALLOW", 1000)
-    monkeypatch.setattr(depth, "SHALLOW_IN_ALL", 1000)
+    monkeypatch.setattr(depth, "MAX_FULL_DEPTH", 1000)
+    monkeypatch.setattr(depth, "MAX_TOTAL_FULL_DEPTH", 1000)
     whole = ask(shape, config, 1, 8, 32)
     assert found.per_rank.total == pytest.approx(whole.per_rank.total, rel=0.02)
     for name, value in asdict(whole.per_rank).items():

@@ -158,7 +158,7 @@ def test_with_switched_linear_layers(policy: ActivationCheckpointPolicy, monkeyp
         def best_kernel(self, *_args: object) -> str:
             return "onednn"
 
-    monkeypatch.setattr(linear, "default_table", Always)
+    monkeypatch.setattr(linear, "get_autotune_cache", Always)
     monkeypatch.setattr(linear, "_MIN_FLOPS", 0.0)
     plain = small(0.2)
     if not patch_linear_layers(plain):

@@ -31,7 +31,7 @@ FULL = ActivationCheckpointPolicy("full")
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(putaway, "LEAST_BYTES", 1)
+    monkeypatch.setattr(putaway, "MIN_OFFLOAD_BYTES", 1)
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_row42_a_dead_engine_thread_fails_health() -> None:
 
 
 def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.serve.pool._PAUSES", (1.0,))
+    monkeypatch.setattr("thalweg.serve.pool._RESTART_BACKOFF", (1.0,))
     with run_toy_server("toy:delay=0.002") as server:
         server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
         status, answer = server.request("GET", "/health")
@@ -159,7 +159,7 @@ def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.serve.pool._PAUSES", (0.0, 0.0, 30.0))
+    monkeypatch.setattr("thalweg.serve.pool._RESTART_BACKOFF", (0.0, 0.0, 30.0))
     with run_toy_server("toy") as server:
         for _ in range(2):
             assert server.post("/v1/completions", prompt="CRASH!", max_tokens=5)[0] == 503

@@ -269,7 +269,7 @@ def whole_answer(sock: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 def test_a_body_that_nobody_reads_holds_no_connection(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HardenedProtocol, "tail_seconds", 1.0)
+    monkeypatch.setattr(HardenedProtocol, "unread_body_seconds", 1.0)
     with run_toy_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         head = f"{method} /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n".encode()
         sock.sendall(head)

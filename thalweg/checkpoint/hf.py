@@ -62,7 +62,7 @@ def export_hf(
 
     ``dtype`` casts floating tensors.  ``config``: the content of ``config.json``; by default
     the one that the checkpoint carries, if any.  Every byte read is checked
-    (``DamagedCheckpoint``); existing exports in ``out_dir`` are replaced.
+    (``CorruptCheckpointError``); existing exports in ``out_dir`` are replaced.
     """
     weights = []
     for name in checkpoint.tensor_names("model/"):

@@ -38,11 +38,11 @@ def open_verified(
 ) -> Checkpoint | None:
     """Choose and fully verify the checkpoint to load from; collective, the same answer on all ranks.
 
-    With a ``tag`` that one, or an error.  Without: the one that ``latest`` names, then the
+    With a ``tag`` that one, or an error.  Without: the one that ``save_latest`` names, then the
     newest, past damaged ones with a warning each.  ``resume``: "never" returns None; "auto"
     returns None only where the directory holds no checkpoint at all; "must" raises
-    ``MissingCheckpoint`` there.  ``prefix`` ("model/") limits what is verified.
-    Raises ``DamagedCheckpoint`` if nothing good is left.
+    ``CheckpointNotFoundError`` there.  ``prefix`` ("model/") limits what is verified.
+    Raises ``CorruptCheckpointError`` if nothing good is left.
     """
     if resume not in ("auto", "must", "never"):
         raise ValueError(f"resume is {resume!r}; it may be 'auto', 'must' or 'never'")

@@ -129,7 +129,7 @@ def plan_optimizer_load(
     strict: bool,
     naming: ParamNaming = IDENTITY_NAMING,
 ) -> OptimizerLoadPlan:
-    """Match an optimiser against what was saved; changes nothing.  Raises ``MismatchedCheckpoint``."""
+    """Match an optimiser against what was saved; changes nothing.  Raises ``CheckpointMismatchError``."""
     if saved is None:
         raise CheckpointMismatchError(
             "the checkpoint was saved without an optimiser; restore the weights alone (optimizer=None)"

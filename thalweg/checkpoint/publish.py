@@ -9,7 +9,7 @@
     DIR/.removing-...-<random>/    a checkpoint on its way out
 
 A save fills ``.saving-*``; the manifest is renamed into place inside it; then the
-directory itself is renamed to its public name, which is the commit; then ``latest`` is
+directory itself is renamed to its public name, which is the commit; then ``save_latest`` is
 replaced.  Nothing that has a public name is ever written to.  A tag that exists is not
 overwritten: the new directory is published beside it, and only when the pointer is
 durable is the old one renamed away, removed, and the new one given the plain name.  A
@@ -95,7 +95,7 @@ def _read_manifest_bytes(io: FileSystem, path: Path) -> bytes:
 def list_checkpoints(io: FileSystem, directory: Path, *, ignore_read_errors: bool = False) -> list[CheckpointEntry]:
     """Every committed or damaged checkpoint in ``directory``, newest first, the damaged last.
 
-    Unless ``lenient`` an ``OSError`` passes through: that a disk cannot read a manifest now
+    Unless ``ignore_read_errors`` an ``OSError`` passes through: that a disk cannot read a manifest now
     does not make it damaged, and a save that took it for damaged might remove it.
     """
     try:
@@ -161,7 +161,7 @@ def _describe_available(io: FileSystem, directory: Path) -> str:
 
 
 def read_latest(io: FileSystem, directory: Path) -> str | None:
-    """The tag in ``latest``, or None where there is no such file."""
+    """The tag in ``save_latest``, or None where there is no such file."""
     try:
         return read_file(io, directory / LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -275,7 +275,7 @@ def commit(
 
 
 def update_latest(io: FileSystem, directory: Path, tag: str) -> None:
-    """Make ``latest`` name ``tag``, in one step."""
+    """Make ``save_latest`` name ``tag``, in one step."""
     temporary = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
     write_file(io, temporary, f"{tag}\n".encode())
     io.rename(temporary, directory / LATEST)

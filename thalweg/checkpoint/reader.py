@@ -75,7 +75,7 @@ class Checkpoint:
         """Open ``directory/tag``; without a tag (or with "latest") the newest whose manifest is intact.
 
         ``directory`` may also be that of one checkpoint.
-        Raises ``MissingCheckpoint`` where there is none and ``DamagedCheckpoint`` for a
+        Raises ``CheckpointNotFoundError`` where there is none and ``CorruptCheckpointError`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
         io, checkpoint_dir = io or FileSystem(), Path(checkpoint_dir)
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
-        """Open the one directory ``path``, or raise ``DamagedCheckpoint``."""
+        """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
         return cls(path, publish.read_manifest(io, path), io)
 
@@ -140,8 +140,8 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A tensor, or the box of it at ``offsets`` of ``sizes``, on the CPU; reads only the pieces it needs.
 
-        Raises ``MismatchedCheckpoint`` for an unknown name or a box outside the shape,
-        ``DamagedCheckpoint`` if a byte has changed.
+        Raises ``CheckpointMismatchError`` for an unknown name or a box outside the shape,
+        ``CorruptCheckpointError`` if a byte has changed.
         """
         name = self._resolve_name(name)
         record = self.manifest.tensors[name]
@@ -205,7 +205,7 @@ class Checkpoint:
         return corruptions + [damage for damage in self._map_concurrently(readable, verify_item) if damage]
 
     def verify(self, *, group: Any = None, prefix: str = "") -> None:
-        """Collective: raise the same ``DamagedCheckpoint`` on all ranks unless every byte is as committed."""
+        """Collective: raise the same ``CorruptCheckpointError`` on all ranks unless every byte is as committed."""
         ranks = RankGroup.from_group(group)
 
         def verify_local() -> None:

@@ -2,7 +2,7 @@
 
 The picture.  Every rank describes which boxes of which logical tensors it holds; the
 descriptions meet, and each rank derives the same plan from them: every distinct box is
-cut into pieces of at most ``PIECE_BYTES``, and each piece has one writer among the
+cut into pieces of at most ``MAX_CHUNK_BYTES``, and each piece has one writer among the
 ranks that hold it, chosen so that the ranks write about equally much.  Replicas and
 plain tensors are therefore written once, and sharded ones where they lie: no rank ever
 gathers anything.
@@ -103,7 +103,7 @@ def save_snapshot(
     An existing tag is replaced, and remains loadable until the new one is committed.  With
     ``keep`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
     counts incarnations of the job: a save below the newest committed epoch is refused.
-    ``latest``: whether the pointer comes to name it, so that a load without a tag takes it.
+    ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
     io = io or FileSystem()

@@ -139,12 +139,12 @@ class ShardReader:
         self._entries: dict[str, _HeaderEntry] | None = None
 
     def check_header(self) -> None:
-        """Raise ``DamagedCheckpoint`` unless the file is there, has its size, and its header is intact."""
+        """Raise ``CorruptCheckpointError`` unless the file is there, has its size, and its header is intact."""
         with self._open_file() as handle:
             self._load_header(handle)
 
     def verify_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> None:
-        """Read a piece without keeping it; raise ``DamagedCheckpoint`` if a byte has changed."""
+        """Read a piece without keeping it; raise ``CorruptCheckpointError`` if a byte has changed."""
         with self._open_file() as handle:
             start, nbytes = self._locate(name, chunk, dtype, handle)
             buffer = memoryview(bytearray(min(nbytes, READ_BLOCK_BYTES)))

@@ -135,8 +135,8 @@ def restore_module(
     Returns the caller's ``state`` tree as it was given to ``collect``.  The optimiser may
     be fresh: its state is created, sharded as its parameters are.  Without ``optimizer``
     only the weights are read.  ``rng``: the generators of the same rank are set too, where
-    the saving job had as many ranks.  Raises ``MismatchedCheckpoint`` naming what does not
-    fit and ``DamagedCheckpoint`` for changed bytes, on all ranks and before any change.
+    the saving job had as many ranks.  Raises ``CheckpointMismatchError`` naming what does not
+    fit and ``CorruptCheckpointError`` for changed bytes, on all ranks and before any change.
     """
     ranks = RankGroup.from_group(group)
     prepared: list[tuple[dict[str, torch.Tensor], set[str], dict[str, Any], OptimizerLoadPlan, Any]] = []

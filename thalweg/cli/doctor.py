@@ -1,6 +1,6 @@
 """`thalweg doctor`: what this machine has, what it lacks, and what to do about it.
 
-Each check is a function that returns one ``Check``; ``CHECKS`` is the order in which they are shown.  A
+Each check is a function that returns one ``CheckResult``; ``CHECKS`` is the order in which they are shown.  A
 check never raises: what it cannot find out it says.
 """
 

@@ -5,7 +5,7 @@ rank then runs the same collectives in the same order, whatever the main thread 
 on other groups.  A collective waits in C++ and sums in torch's operators, both without the
 interpreter's lock.
 
-The results are complete after :meth:`Background.drain`, which whoever submits has to see to
+The results are complete after :meth:`CommThread.drain`, which whoever submits has to see to
 before anybody reads them.  At most ``depth`` wait at a time, which bounds the memory of their
 inputs.
 """

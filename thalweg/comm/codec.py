@@ -7,7 +7,7 @@ keep their scale.  With blocks of 256 it adds 0.8% to 8 bits and 1.6% to 4.  The
 element is at most ``scale / 2``.  A block that holds an inf or a NaN has such a scale and
 comes out as inf or NaN, so that an overflow is seen by whoever takes the norm.
 
-:class:`Packing` is the form of a whole flat buffer: its pieces (one a parameter) begin new
+:class:`PayloadFormat` is the form of a whole flat buffer: its pieces (one a parameter) begin new
 blocks, and some, such as biases and norms, travel as they are::
 
     | piece 0: scales, codes | piece 1: raw | piece 2: scales, codes | ...   (uint8)

@@ -80,7 +80,7 @@ class ErrorFeedback:
 
 
 class QuantizedAllToAllReduce(AllToAllReduce):
-    """:class:`~thalweg.comm.plain.Swap` with rows in few bits."""
+    """:class:`~thalweg.comm.plain.AllToAllReduce` with rows in few bits."""
 
     def __init__(
         self,

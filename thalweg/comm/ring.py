@@ -33,7 +33,7 @@ READ_LAG = 2
 class SharedMemoryRing:
     """``depth`` slots of ``slot_bytes`` for each rank of ``arena``, used in order.
 
-    Two rings may share an arena if they use different ``bank`` s (0 and 1) of its counters.
+    Two rings may share an arena if they use different ``counter_bank`` s (0 and 1) of its counters.
     """
 
     def __init__(self, arena: SharedMemoryArena, slot_bytes: int, depth: int = 2, counter_bank: int = 0) -> None:
@@ -77,7 +77,7 @@ class SharedMemoryRing:
         self.arena.post(self._consumed_column, self._sequence)
 
     def acquire_shared_output(self, shape: Sequence[int], dtype: torch.dtype, operation: str) -> Tensor:
-        """The next slot that all ranks fill together; close it with :meth:`publish_common`.
+        """The next slot that all ranks fill together; close it with :meth:`publish_shared_output`.
 
         It is read until the reader's next call but one, as FSDP2 may hold the previous
         result while it copies it out.

@@ -1,6 +1,6 @@
 """The rules between options, and who asks the tables about a given config.
 
-``CONFLICTS`` lists the combinations that contradict themselves; the tables of ``fates.py`` say
+``RULES`` lists the combinations that contradict themselves; the tables of ``fates.py`` say
 what is not built yet and what has no effect.
 """
 

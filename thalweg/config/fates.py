@@ -1,10 +1,10 @@
 """What becomes of each option that is not simply read: two tables.
 
-``NOT_BUILT``  switches of work that is still to come: on, they are an error that says what to do;
+``UNSUPPORTED``  switches of work that is still to come: on, they are an error that says what to do;
                ``LATER`` lists the blocks whose other options only tune such a switch;
-``NO_EFFECT``  options that mean nothing on FSDP2: accepted, and listed once with the reason.
+``IGNORED``  options that mean nothing on FSDP2: accepted, and listed once with the reason.
 
-An option in neither is read by the program.  ``fate_of`` names which it is, and the frozen list
+An option in neither is read by the program.  ``get_support_status`` names which it is, and the frozen list
 ``tests/repo/config_schema.txt`` shows it for every option.
 """
 
@@ -256,7 +256,7 @@ UNSUPPORTED_BLOCKS = (
 
 
 def get_support_status(path: str) -> str:
-    """``read``, ``later`` (a switch of ``NOT_BUILT`` or what it rules) or ``no effect``."""
+    """``read``, ``later`` (a switch of ``UNSUPPORTED`` or what it rules) or ``no effect``."""
     if any(path == feature.path for feature in UNSUPPORTED if feature.path != "optimizer.type"):
         return "later"
     if any(is_under(path, block) for block in UNSUPPORTED_BLOCKS):

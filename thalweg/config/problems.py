@@ -1,6 +1,6 @@
 """What is wrong with a config, said once and completely.
 
-A reader never stops at the first fault: every part of this room returns ``Problem``
+A reader never stops at the first fault: every part of this room returns ``ConfigProblem``
 objects, and whoever was called by the user raises them together as one ``ConfigError``.
 """
 

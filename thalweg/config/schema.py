@@ -9,8 +9,8 @@ keys of the JSON.  It passes through four hands, each in one file::
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or listed in ``check.NO_EFFECT`` with the reason, or answered by
-``check.NOT_BUILT`` when switched on.  ``tests/repo/config_schema.txt`` lists every option,
+either read by some room, or listed in ``check.IGNORED`` with the reason, or answered by
+``check.UNSUPPORTED`` when switched on.  ``tests/repo/config_schema.txt`` lists every option,
 its type and default; a test compares it, so that each change is seen in review.
 """
 

@@ -140,7 +140,7 @@ class Section(BaseModel):
 
 
 def get_section_type(annotation: Any) -> type[Section] | None:
-    """The block class that an annotation such as ``Offload | None`` names, if it names one."""
+    """The block class that an annotation such as ``ParamOffloadPolicy | None`` names, if it names one."""
     for option in union_members(annotation):
         if isinstance(option, type) and issubclass(option, Section):
             return option

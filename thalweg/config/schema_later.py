@@ -1,7 +1,7 @@
 """Options of work that is still to come: parallel axes, data efficiency, compression, tuning.
 
 They are typed and checked like the others, so that a config that carries them switched off
-is accepted and a wrong one is refused; switched on they meet the table ``NOT_BUILT``.
+is accepted and a wrong one is refused; switched on they meet the table ``UNSUPPORTED``.
 """
 
 from __future__ import annotations

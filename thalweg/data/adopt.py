@@ -96,7 +96,7 @@ def wrap_dataloader(
     With ``distribute`` its sampler is replaced by one that deals the samples out to the
     ranks (default: when there are several ranks and the user has not done so with a
     ``DistributedSampler``); batch size, collate function and workers are kept.  A random
-    or sequential sampler becomes the seeded order of :class:`EpochPlan`; any other sampler
+    or sequential sampler becomes the seeded order of :class:`EpochSampler`; any other sampler
     is drawn once an epoch on every rank, from torch's generator seeded alike, so a weighted
     sampler keeps its weights.  Without ``distribute`` the loader is used as it is and its
     batches are counted.

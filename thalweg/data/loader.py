@@ -37,7 +37,7 @@ class StatefulLoader:
     Each ``iter()`` is one pass over the data: the rest of the epoch after
     ``load_state_dict``, else a whole epoch.  A pass that has begun, finished or not, is
     followed by the next epoch (another order when shuffled), unless ``set_epoch`` names one.
-    After each batch ``last_sample_ids`` holds the ids in it, ``last_repeated`` how many of
+    After each batch ``last_sample_ids`` holds the ids in it, ``last_num_duplicates`` how many of
     them the epoch has given out before (nearly always 0; see ``sampler.py``), and
     ``at_epoch_end`` says whether it was the epoch's last.
     """

@@ -265,7 +265,7 @@ class ModelMetadata:
 class EngineConfig:
     """How to load and run a model; the defaults suit a server.
 
-    ``thalweg.infer.load_engine(model, options=EngineOptions(), tokenizer=None) -> EngineCore`` takes them
+    ``thalweg.infer.load_engine(model, options=EngineConfig(), tokenizer=None) -> EngineCore`` takes them
     together with the directory of a Hugging Face model, or a live one.
     """
 

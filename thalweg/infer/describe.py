@@ -1,7 +1,7 @@
 """What a model is made of, as data: one description serves every runner.
 
-A family's file in ``models/`` turns a live Hugging Face model into a :class:`Decoder`, which may have an
-:class:`Encoder` of its own, or into an :class:`Encoder` alone.  The tensors are the
+A family's file in ``models/`` turns a live Hugging Face model into a :class:`DecoderSpec`, which may have an
+:class:`EncoderSpec` of its own, or into an :class:`EncoderSpec` alone.  The tensors are the
 model's own wherever that is possible (views, no copies); runners pack or cast them as they like.  All linear
 weights are (outputs, inputs); queries, keys and values are stacked in one, gate and up projection too.
 """
@@ -183,7 +183,7 @@ class MoESpec:
 class LayerSpec:
     """x += post1(attention(norm1(x))); cross; x += post2(mlp(norm2(x))).  ``parallel``: both read the same x.
 
-    ``after1`` and ``after2`` normalise x itself behind each sum, as the first transformers did.
+    ``attn_residual_norm`` and ``mlp_residual_norm`` normalise x itself behind each sum, as the first transformers did.
     """
 
     attn_norm: NormSpec | None

@@ -27,7 +27,7 @@ _DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "de
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.api.EngineOptions`."""
+    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.api.EngineConfig`."""
 
     dtype: str | None = None
     """``fp32``, ``bf16``, ``fp16``; None: as it is."""

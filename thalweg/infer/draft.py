@@ -2,7 +2,7 @@
 
 The draft's keys and values lie in a cache of its own that is cut as the large model's: the same block
 numbers, the same tables, so the scheduler knows of one cache only.  How far a sequence's tokens are in it is
-the sequence's ``drafted``; what is missing (a whole prompt at first, a token or two later) is computed before
+the sequence's ``num_draft_computed``; what is missing (a whole prompt at first, a token or two later) is computed before
 the first guess, then each guess takes one step of the draft for all sequences together.
 
 The draft draws as the large model will, with the same number in [0, 1) for a position (``sampler.py``):

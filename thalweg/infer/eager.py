@@ -22,7 +22,7 @@ from thalweg.infer.team import ShmCommunicator
 
 
 class TorchRunner(TorchLayers):
-    """Runs a :class:`Decoder` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
+    """Runs a :class:`DecoderSpec` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
     (a mapped file, the host's memory) and come anew each time.  ``cache``: see :class:`Pool`.
@@ -161,7 +161,7 @@ class TorchRunner(TorchLayers):
 
     def _cross_attention(self, cross: CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput) -> Tensor:
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
-        cross_spec = replace(a, scale=cross.scale, window=0, softcap=0.0, slopes=None, relative=None)
+        cross_spec = replace(a, scale=cross.scale, window=0, softcap=0.0, alibi_slopes=None, relative=None)
         out, offset = torch.empty_like(q), 0
         for span in batch.spans:
             rows = slice(offset, offset + span.num_tokens)

@@ -28,7 +28,7 @@ of keys and values with its stripe."""
 
 
 class CpuEncoder:
-    """Runs an :class:`Encoder` with weights in ``form``: up to ``most`` sequences, ``max_tokens`` tokens.
+    """Runs an :class:`EncoderSpec` with weights in ``form``: up to ``most`` sequences, ``max_tokens`` tokens.
 
     ``told``: cross attentions to compute keys and values for; ``tables`` (slots, blocks) names their blocks.
     ``adapter_of``: which of the ``adapters`` each slot has.
@@ -167,6 +167,6 @@ class _EncoderProgram(ProgramBuilder):
         """Compute keys and values of the source for a layer of a decoder, and store them."""
         kv = self.buffer("kv", cross.kv.out_features)
         self.linear(rows, cross.kv, kv, self.weight_format)
-        kv_spec = replace(a, rotary=None, q_norm=None, k_norm=None)
+        kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
         shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), heads=0)
         self.rope_and_store_kv(shape, kv_spec, kv, *kv_region, cross_tables_address, self.cross_table_offsets)

@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out.
 
 The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``blocks.py``), a runner
-(``native.py``, ``eager.py``, ``foreign.py``) computes their logits, ``sampler.py`` turns these into tokens,
+(``use_cpu_kernels.py``, ``eager.py``, ``foreign.py``) computes their logits, ``sampler.py`` turns these into tokens,
 and the engine tells each sequence's caller.  :meth:`Engine.step` is just that, in this order.
 """
 
@@ -31,7 +31,7 @@ class LLMEngine:
     """An :class:`~thalweg.infer.api.EngineCore` around a runner.
 
     ``start``: what a model that listens begins to speak with.  ``speculate``: guesses in a step for each
-    sequence, by ``guesser``, or looked up in what it has said.
+    sequence, by ``proposer``, or looked up in what it has said.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class LLMEngine:
         is_stop_token = token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
         text, stop = "", None
         if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
-            text, stop = sequence.detokenizer.push(token, look=sequence.num_generated_tokens >= sequence.params.min_tokens)
+            text, stop = sequence.detokenizer.append(token, look=sequence.num_generated_tokens >= sequence.params.min_tokens)
         reason: FinishReason | None = None
         if stop is not None:
             return "stop", stop, text

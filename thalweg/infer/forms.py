@@ -55,7 +55,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def check_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_moe: bool = False) -> None:
     """Raise Unsupported unless what a description gives is what the model in ``dtype`` gave.
 
-    ``chooses``: its tokens go to some of many experts.
+    ``is_moe``: its tokens go to some of many experts.
     """
     # Of each token's numbers the mean error: the largest of a deep model's many in bf16 says little.
     rows = (actual - expected).square().mean(1).sqrt()

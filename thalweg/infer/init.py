@@ -143,7 +143,7 @@ def init_inference(
 
     ``config``: DeepSpeed's keys, as a dict or a JSON file; keywords go over it.  ``dtype``: by default the
     model's own; ``torch.int8`` (or ``"int8"``, ``"int4"``) quantises the weights of linear layers.  Also
-    ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineOptions`' fields.
+    ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineConfig`' fields.
 
     ``zero`` with stage 3 and ``offload_param`` streams the weights (ZeRO-Inference): ``device`` ``cpu`` or
     ``nvme``, ``nvme_path``, and ``buffer_count`` times ``buffer_size``, which bounds the bytes in memory.  A

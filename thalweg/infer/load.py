@@ -1,7 +1,7 @@
 """From a model to an engine: describe it, check the description against the model's own logits, choose a
 runner.
 
-The runners in order of preference: ``native`` (CPUs with AVX-512, llvmlite installed), ``eager`` (plain torch
+The runners in order of preference: ``use_cpu_kernels`` (CPUs with AVX-512, llvmlite installed), ``eager`` (plain torch
 operators), ``foreign`` (the model's own code).  A description whose logits differ from the model's is not
 used, so a family that has changed under us costs speed, never a wrong token.
 """
@@ -54,11 +54,11 @@ def load_engine(
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
-    by default the directory's own, or none for a live model.  ``runner`` insists on ``native``, ``eager`` or
+    by default the directory's own, or none for a live model.  ``runner`` insists on ``use_cpu_kernels``, ``eager`` or
     ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
     again.  ``draft``: a live model for what ``options.draft`` is.  ``peers``: the other ranks of
     the options (``ranks.py``), by default processes that are started here.  Models that do
-    not generate give an :class:`Embedder`.  Raises ValueError where the runner cannot run the model.
+    not generate give an :class:`EmbeddingEngine`.  Raises ValueError where the runner cannot run the model.
     """
     options = options or EngineConfig()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -397,7 +397,7 @@ def _num_kv_blocks(
 ) -> int:
     """Return how many KV blocks the memory asked for, or a share of what is free, holds.
 
-    ``beside``: a draft model, whose keys and values take part of the same memory.  ``sharers``: the processes
+    ``beside``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the processes
     that share what is free, each with as many blocks.
     """
     element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)

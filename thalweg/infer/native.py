@@ -1,7 +1,7 @@
 """The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
 
-At load the weights are packed (``ops/native/panels.py``) and the model is laid down once as a list of kernel
-calls on preallocated buffers (``laid.py``); a step fills in tokens, positions and block tables and runs the
+At load the weights are packed (``ops/use_cpu_kernels/panels.py``) and the model is laid down once as a list of kernel
+calls on preallocated buffers (``program.py``); a step fills in tokens, positions and block tables and runs the
 list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, pieces of
 prompts and decoding tokens mix freely, and a token's result is the same, bit for bit, in any company.
 
@@ -56,9 +56,9 @@ def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_c
 
 
 class CpuRunner:
-    """Runs a :class:`Decoder` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
+    """Runs a :class:`DecoderSpec` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
 
-    ``cache``: what keys and values are kept as, a name of ``native.CACHES``.
+    ``cache``: what keys and values are kept as, a name of ``use_cpu_kernels.KV_DTYPE_BYTES``.
     ``weights`` keeps them (by default in memory).  ``adapters``: what slots may name in
     ``adapter_of``.  The decoder's embedding is read row by row where it lies.
     ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.

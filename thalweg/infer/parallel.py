@@ -1,9 +1,9 @@
 """Several processes that compute the steps of one engine: parts of layers, stages of them, experts.
 
-The picture: rank 0 has the scheduler, the sampler and the callers, and a :class:`Lead` for a runner.  For
+The picture: rank 0 has the scheduler, the sampler and the callers, and a :class:`DriverRunner` for a runner.  For
 each step it tells the others which tokens to compute (a frame of JSON on a socket), and all ranks run their
 part (``shard.py``) and meet in shared memory (``team.py``), twice a layer and once for the logits, or wait
-for the states of the stage before theirs.  The others (``ranks.py``) are in :meth:`Follower.work` meanwhile.
+for the states of the stage before theirs.  The others (``ranks.py``) are in :meth:`WorkerLoop.work` meanwhile.
 
 Ends: each rank watches the sockets it has.  When one closes, it says so in the shared memory, waiting ends,
 and the step fails with an error that says which process ended and how.  A rank that rank 0 has started ends
@@ -281,7 +281,7 @@ def _monitor_peers(comm: ShmCommunicator, owner: weakref.ref[Any], fds: Sequence
 
 
 def main(argument: str) -> int:
-    """Be a rank that :func:`spawned` has started."""
+    """Be a rank that :func:`spawn_workers` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fields = json.loads(argument)
     torch.set_num_threads(fields["threads"])

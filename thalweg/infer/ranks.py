@@ -1,6 +1,6 @@
 """The ranks of an engine of several processes: how rank 0 gets the others, and the lines between them.
 
-``spawned`` starts them as processes that load from a model's directory and end with their socket;
+``spawn_workers`` starts them as processes that load from a model's directory and end with their socket;
 ``gathered`` finds them among the ranks of ``torch.distributed``, where each is a process of the user's own.
 """
 

@@ -105,7 +105,7 @@ def _update_state(sequence: Sequence, token: int) -> None:
         sequence.context_mask[token] = True
         sequence.output_token_counts[token] += 1
     if sequence.grammar is not None:
-        sequence.grammar.accept(token)
+        sequence.grammar.advance(token)
 
 
 def _draw(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:

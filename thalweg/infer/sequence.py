@@ -28,7 +28,7 @@ class Sequence:
     decoder_start_ids: tuple[int, ...] = ()
     """Where the model listens: the tokens that it begins to speak with; the prompt is its ``source`` then."""
     detokenizer: Any = None
-    """The :class:`~thalweg.infer.text.TextStream` of its output, where the engine has a tokenizer."""
+    """The :class:`~thalweg.infer.text.IncrementalDetokenizer` of its output, where the engine has a tokenizer."""
     prefix_owner: Sequence | None = None
     """The request's first sample, whose prompt this one waits for in order to share it."""
     tokens: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Sequence:
     """(vocab,) how often a token was generated."""
     grammar: Any = None
     ngram_index: Any = None
-    """The :class:`~thalweg.infer.speculate.Lookup` of its tokens, where the engine guesses by these."""
+    """The :class:`~thalweg.infer.speculate.NgramIndex` of its tokens, where the engine guesses by these."""
     num_draft_computed: int = 0
     """Tokens that a draft model has in its cache."""
     draft_budget: int = 1 << 30

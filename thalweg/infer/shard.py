@@ -122,7 +122,7 @@ def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: i
     if rank % ranks_per_head_shard == 0:
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
     out = _slice_columns(a.out, 0, 0, rank)
-    return replace(a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, slopes=None, relative=None)
+    return replace(a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative=None)
 
 
 def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSpec:
@@ -148,7 +148,7 @@ def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSp
         kv_heads=last - first,
         qkv=_slice_rows(a.qkv, ranges),
         out=_slice_columns(a.out, low * a.head_dim, high * a.head_dim, rank),
-        slopes=None if a.alibi_slopes is None else a.alibi_slopes[low:high],
+        alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[low:high],
     )
 
 

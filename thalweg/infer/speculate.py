@@ -60,7 +60,7 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Guesses by each sequence's own :class:`Lookup`."""
+    """Guesses by each sequence's own :class:`NgramIndex`."""
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Look up, and keep what was found until it is asked for."""

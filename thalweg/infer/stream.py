@@ -319,7 +319,7 @@ def optimal_batch_size(
 
 
 def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int) -> int:
-    """Return the batch for the most tokens a second on this machine: see :func:`best_batch`."""
+    """Return the batch for the most tokens a second on this machine: see :func:`optimal_batch_size`."""
     machine = local_cluster()
     all_linears = [x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)]
     all_linears.append(decoder.lm_head)

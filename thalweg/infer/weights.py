@@ -3,7 +3,7 @@
 For each linear layer a runner hands the weights over and gets back, for one or several ranges of outputs,
 addresses that stand for them in its calls.  Where the weights of a range belong to another segment than those
 before, a new tape begins; at each step the runner has the tapes of all segments run in order.  Whether the
-bytes have been there all along or arrive just in time is not its business: ``Resident`` keeps them in memory,
+bytes have been there all along or arrive just in time is not its business: ``InMemoryWeights`` keeps them in memory,
 ``stream.py`` brings them from a file.
 """
 

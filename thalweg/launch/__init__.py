@@ -19,7 +19,7 @@ Invariants:
 - What the launcher leaves on disk is one folder of mode 0700 with a random name, removed at the end.
 
 ``cores.py`` shares the processor out, ``failure.py`` finds the first failure, ``hosts.py`` reads hostfiles,
-``request.py`` is what the user asked for.  Over several hosts ``ssh.py`` starts ``agent.py`` on each, which
-becomes a ``thalweg run`` of that host (``remote.py``); ``by_hand.py`` is the same started by hand;
+``request.py`` is what the user asked for.  Over several hosts ``ssh.py`` starts ``bootstrap.py`` on each, which
+becomes a ``thalweg run`` of that host (``remote.py``); ``manual_group.py`` is the same started by hand;
 ``peers.py`` is how they know of each other; ``schedulers.py`` leaves it all to srun or mpirun.
 """

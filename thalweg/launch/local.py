@@ -248,7 +248,7 @@ def _stop_on_signals() -> Iterator[None]:
 
 
 def _ignore_signals() -> None:
-    """Signals were heard; :func:`_signal_handlers_kept` gives them back."""
+    """Signals were heard; :func:`_stop_on_signals` gives them back."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda *_: None)

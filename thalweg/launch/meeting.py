@@ -133,7 +133,7 @@ class StaticRendezvous(RendezvousHandler):
 
 
 def register_rendezvous() -> None:
-    """Let torch's agent find a :class:`Meeting` in ``rdzv_configs["meeting"]``."""
+    """Let torch's agent find a :class:`StaticRendezvous` in ``rdzv_configs["meeting"]``."""
     rendezvous_handler_registry.register(BACKEND_NAME, _get_rendezvous)
 
 

@@ -21,7 +21,7 @@ def local_address_for(addr: str, port: int = 1) -> str | None:
 
 
 def interface_for(addr: str) -> str | None:
-    """The interface whose IPv4 address :func:`address_towards` gives, None where it cannot be told.
+    """The interface whose IPv4 address :func:`local_address_for` gives, None where it cannot be told.
 
     An address of this very host is reached over ``lo`` but known to others by its own interface, which is
     the one that counts; only 127.0.0.0/8 means ``lo``.

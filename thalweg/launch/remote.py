@@ -1,4 +1,4 @@
-"""One host's side of a job that a launcher elsewhere started: ``agent.py`` hands over to :func:`serve`."""
+"""One host's side of a job that a launcher elsewhere started: ``bootstrap.py`` hands over to :func:`serve`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the user asked for, and what this host makes of it: ranks, cores, devices.
 
-A :class:`Request` is plain data, so it can travel to another host as JSON; :func:`make_job` then counts that
+A :class:`Request` is plain data, so it can travel to another host as JSON; :func:`build_local_job` then counts that
 host's own devices and cores.
 """
 

@@ -1,6 +1,6 @@
 """A job on several hosts from one command: an agent on each, over ssh or whatever reaches a host.
 
-    start    for each host `ssh HOST exec PYTHON -u agent.py`; the job itself goes down the line as JSON, so
+    start    for each host `ssh HOST exec PYTHON -u bootstrap.py`; the job itself goes down the line as JSON, so
              that command holds two paths and no word of the user's
     hello    every agent has checked the script, its devices and cores, and host 0 listens; the first
              complaint ends the job before a rank has started, with the host's name

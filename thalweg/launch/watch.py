@@ -117,7 +117,7 @@ def read_pids(folder: Path) -> dict[int, int]:
 
 
 def kill_sessions(session_ids: set[int]) -> int:
-    """SIGKILL what still runs in the sessions of ``leaders``; returns how many processes that were."""
+    """SIGKILL what still runs in the sessions of ``session_ids``; returns how many processes that were."""
     killed = 0
     for _ in range(10):  # a process may fork while it is being ended
         members = [pid for pid, session in _list_sessions() if session in session_ids]

@@ -2,7 +2,7 @@
 
 The picture: a causal language model ends in ``logits = head(hidden); loss = cross_entropy(logits, labels)``
 with some reshaping, shifting, scaling or capping in between.  The head of *this* model (by instance, see
-``ops/subclass.py``) answers with a :class:`DeferredLogits`: hidden, and what was done to the logits since.
+``ops/subclass.py``) answers with a :class:`LazyLogits`: hidden, and what was done to the logits since.
 Operations on rows (view, flatten, a shifting slice) are done to hidden; elementwise ones (float, a scale,
 tanh) are noted; ``cross_entropy`` runs tile by tile (``tiled_loss.py``).  Anything else computes the real
 logits, once.
@@ -197,7 +197,7 @@ class LazyLogits(Tensor):
 
 
 def contains_lazy_logits(value: Any) -> bool:
-    """Whether a tree holds a :class:`DeferredLogits`."""
+    """Whether a tree holds a :class:`LazyLogits`."""
     return any(isinstance(leaf, LazyLogits) for leaf in _pytree.tree_leaves(value))
 
 

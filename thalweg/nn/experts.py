@@ -47,7 +47,7 @@ class Experts(nn.Module):
     def forward(
         self, rows: Tensor, groups: RowGroups, get_local_weight: Callable[[Tensor, torch.dtype], Tensor] = local_rows
     ) -> Tensor:
-        """``rows`` (M, D) sorted by own expert -> (M, D); ``own_of`` says what stands for a parameter."""
+        """``rows`` (M, D) sorted by own expert -> (M, D); ``get_local_weight`` says what stands for a parameter."""
         weights = {name: get_local_weight(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
         self._template[0].train(self.training)
         if self._use_grouped is None and len(rows) and not rows.is_meta:

@@ -82,9 +82,9 @@ def _is_plain_linear(head: nn.Module) -> bool:
 def make_logits_lazy(
     model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None
 ) -> LossTiling:
-    """Let ``model`` take its cross-entropy tile by tile; comes before sharding.  Undo: :func:`undo_defer`.
+    """Let ``model`` take its cross-entropy tile by tile; comes before sharding.  Undo: :func:`undo_lazy_logits`.
 
-    ``head``: the linear layer that makes the logits, by default :func:`find_head`'s.  Raises ValueError where
+    ``head``: the linear layer that makes the logits, by default :func:`find_lm_head`'s.  Raises ValueError where
     there is none, or where it has hooks or is no plain ``nn.Linear``.
     """
     head = head if head is not None else find_lm_head(model)

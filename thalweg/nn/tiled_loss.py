@@ -88,7 +88,7 @@ class _LossInputs:
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """The fields of :class:`_Operands`, to fp32 (N,) or ()."""
+    """The fields of :class:`_LossInputs`, to fp32 (N,) or ()."""
 
     @staticmethod
     def forward(  # type: ignore[override]

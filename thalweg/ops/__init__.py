@@ -43,5 +43,5 @@ def export_autotune_cache() -> dict[str, str]:
 
 
 def import_autotune_cache(entries: Mapping[str, str], *, frozen: bool = False) -> int:
-    """Take over another rank's choices (:meth:`KernelTable.import_table`); returns how many apply here."""
+    """Take over another rank's choices (:meth:`AutotuneCache.import_table`); returns how many apply here."""
     return get_autotune_cache().import_entries(entries, frozen=frozen)

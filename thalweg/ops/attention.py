@@ -68,7 +68,7 @@ def _benchmark() -> bool:
 
 
 def apply_upcast_sdpa(model: nn.Module) -> bool:
-    """Let a Hugging Face model that attends by SDPA take :func:`widened_attention`; tells whether it does."""
+    """Let a Hugging Face model that attends by SDPA take :func:`upcast_sdpa`; tells whether it does."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     hub_model: Any = model
     if library is None or not isinstance(model, library.PreTrainedModel):

@@ -37,7 +37,7 @@ def benchmark_kernels(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) 
     """Return the best time in seconds of each usable candidate on a product of about this shape.
 
     Uses as many threads as torch has now.  Large products are measured on a smaller one
-    (:func:`trial_shape`), so the times rank candidates and mean nothing else.
+    (:func:`shrink_shape`), so the times rank candidates and mean nothing else.
     """
     return run_in_clean_thread(_benchmark, kind, dtype, rows, k, n)
 

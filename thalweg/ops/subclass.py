@@ -18,7 +18,7 @@ from torch import nn
 
 
 class DynamicSubclass:
-    """Mixin of every class made by :func:`subclass_of`: copied as it is, pickled as the plain class."""
+    """Mixin of every class made by :func:`make_subclass`: copied as it is, pickled as the plain class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)

@@ -78,5 +78,5 @@ def is_patched(layer: nn.Module) -> bool:
 
 
 def restore_linear_layers(model: nn.Module) -> int:
-    """Undo :func:`switch_linear_layers` and return how many layers went back to their class."""
+    """Undo :func:`patch_linear_layers` and return how many layers went back to their class."""
     return restore_class(model, _PatchedLinear)

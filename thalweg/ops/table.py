@@ -4,7 +4,7 @@ A key is ``threads/kind/dtype/rows/KxN`` with the rows rounded up to a power of 
 table maps it to the name of a candidate.  Candidates differ by rounding, so the ranks of
 a job should choose alike: on one machine the cache file sees to it (the first process
 measures under a file lock, the others wait and read), across machines the caller sends
-:meth:`KernelTable.export_table` of one rank to :meth:`KernelTable.import_table` of all.
+:meth:`AutotuneCache.export_table` of one rank to :meth:`AutotuneCache.import_table` of all.
 
 The file holds names of candidates only.  One that is damaged, foreign or of another
 version is as good as none; one that cannot be written costs a measurement per process.

@@ -6,7 +6,7 @@
     chunk     pieces whose operands fit one buffer together
 
 An operand has an ``offset`` if it lies in the swap file on a page boundary; then its bytes pass through the
-buffer.  Any other is used where it is.  Pieces are cut at multiples of ``GRAIN`` elements from the start of
+buffer.  Any other is used where it is.  Pieces are cut at multiples of ``ALIGN_ELEMENTS`` elements from the start of
 the parameter, for two reasons: such a cut is a page boundary in every dtype, and it is a multiple of every
 vector length, so that torch's kernels treat each element as they would in one call over the whole parameter
 (their scalar tails may round differently).
@@ -116,7 +116,7 @@ def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_e
     """Cut ``items``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
 
     Raises:
-        ValueError: not even ``GRAIN`` elements of an item fit a buffer.
+        ValueError: not even ``ALIGN_ELEMENTS`` elements of an item fit a buffer.
     """
     chunks: list[list[ParamSlice]] = [[]]
     bytes_left, elements_left = buffer_bytes, max_elements

@@ -27,7 +27,7 @@ from thalweg.optim.window import AccumulationWindow
 class ShardedModelHooks:
     """What an update asks of the sharded model.
 
-    ``finish_window``: reduce and reshard whatever is left; ``set_loss_scale``: divide
+    ``finalize_grads``: reduce and reshard whatever is left; ``set_loss_scale``: divide
     later gradients by it; ``drop_gradients``: forget unreduced ones.
     """
 

@@ -132,7 +132,7 @@ def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor
 
 
 def compute_row_norms(piece: Tensor) -> RowNorms:
-    """Return (norms of full rows of ``ROW`` elements, what is left over); on a GPU nothing is cut."""
+    """Return (norms of full rows of ``ROW_LENGTH`` elements, what is left over); on a GPU nothing is cut."""
     if piece.device.type != "cpu" or not piece.is_contiguous() or piece.numel() < 2 * ROW_LENGTH:
         return [], [piece.float() if piece.dtype in HALF_DTYPES else piece]
     flat = piece.view(-1)
@@ -142,7 +142,7 @@ def compute_row_norms(piece: Tensor) -> RowNorms:
 
 
 def full_row_norms(flat: Tensor) -> list[Tensor]:
-    """Return the norms of the rows of a 1-D CPU tensor whose size is a multiple of ``ROW``; 16-bit numbers
+    """Return the norms of the rows of a 1-D CPU tensor whose size is a multiple of ``ROW_LENGTH``; 16-bit numbers
     are widened a part at a time."""
     if flat.dtype not in HALF_DTYPES:
         return [torch.linalg.vector_norm(flat.view(-1, ROW_LENGTH), dim=1)]

@@ -72,7 +72,7 @@ class MatrixSharding:
 class MatrixPlacement:
     """Where a matrix lies: its group (None: whole on this rank, and nobody to share with) and its cut.
 
-    ``general`` marks layouts beyond one chunked axis; those are gathered by ``DTensor`` itself, on every
+    ``needs_gather`` marks layouts beyond one chunked axis; those are gathered by ``DTensor`` itself, on every
     rank.
     """
 
@@ -145,7 +145,7 @@ def compute_on_owners(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (i, this rank's piece of ``compute(i, matrix i)``) for every matrix, in the order of the plan.
 
-    ``piece_of(i)`` is this rank's piece, asked for once; ``compute`` maps a whole matrix (of its logical
+    ``get_shard(i)`` is this rank's piece, asked for once; ``compute`` maps a whole matrix (of its logical
     shape) to one of the same shape and runs on the owner only. Pieces travel in ``dtype``. All ranks of
     ``group`` must iterate to the end, over the same ``cuts``.
     """

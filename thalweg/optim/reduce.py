@@ -88,7 +88,7 @@ def all_reduce_tensors_(
 ) -> None:
     """Add up each tensor over the groups of its span, in place; shapes may differ, the dtype may not.
 
-    All tensors of one group travel in one all-reduce. Same condition as :func:`reduce_over_spans`.
+    All tensors of one group travel in one all-reduce. Same condition as :func:`all_reduce_rows`.
     """
     for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
         chosen = [tensor for tensor, span in zip(tensors, shard_groups, strict=True) if group in span]

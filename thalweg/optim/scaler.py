@@ -33,7 +33,7 @@ class LossScaleFloorError(RuntimeError):
 
 @dataclass(frozen=True)
 class LossScalePolicy:
-    """The ``fp16`` section's rules; ``static`` > 0 fixes the scale, 0 makes it dynamic."""
+    """The ``fp16`` section's rules; ``static_scale`` > 0 fixes the scale, 0 makes it dynamic."""
 
     static_scale: float = 0.0
     initial_scale: float = 2.0**16

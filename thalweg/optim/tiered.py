@@ -5,7 +5,7 @@ in memory     in memory    plain, or none of this module's business
 any           on NVMe      streamed (mapped, if the optimiser is not elementwise)
 on NVMe       in memory    streamed, with the state where it is
 
-Around it goes :class:`.leaving.Leaving` where the state is offloaded and its rule allows: in place on the
+Around it goes :class:`.leaving.StepInBackward` where the state is offloaded and its rule allows: in place on the
 host, and tentatively (:mod:`.tentative`) for masters that lie on NVMe with their state.
 """
 
@@ -148,7 +148,7 @@ def build_step_strategy(
     """The update, and the swap file if one was made here.
 
     ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.streamed.StreamedUpdate`;
-    ``changed``, ``group``: see :class:`.leaving.Leaving`.
+    ``changed``, ``group``: see :class:`.leaving.StepInBackward`.
 
     Raises:
         ValueError: the swap file's folder or disk does not do.

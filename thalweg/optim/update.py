@@ -1,8 +1,8 @@
 """How an update is carried out, once its norm and its factor are known.
 
-``ManagedOptimizer`` decides *whether* and *by what factor*; an ``Update`` does it.  ``PlainUpdate`` steps the
+``EngineOptimizer`` decides *whether* and *by what factor*; an ``StepStrategy`` does it.  ``InMemoryStep`` steps the
 optimiser over tensors in memory.  ``StreamedUpdate`` (streamed.py) moves state, masters and gradients through
-buffers from and to a swap file; ``MappedUpdate`` (mapped.py) is its slow, general sibling.  All three
+buffers from and to a swap file; ``MmapStep`` (mapped.py) is its slow, general sibling.  All three
 give the same bits in fp32.
 """
 

@@ -204,20 +204,20 @@ class _RingAttentionFunction(torch.autograd.Function):
                 shapes = _block_shapes(k, v, spec.length(ring.source(step + 1)))
                 numel = shapes[0].numel() + shapes[1].numel()
                 if step + 1 < ring.size:
-                    wait_next = ring.hop(block.flat, numel, _KV_TAG)
+                    wait_next = ring.send_recv_next(block.flat, numel, _KV_TAG)
                 kv_grad = _KVBlock(
                     torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
                     block.k.shape,
                     block.v.shape,
                 )
-                for tile in spec.rectangles(ring.rank, kv_rank, q.device):
+                for tile in spec.tiles(ring.rank, kv_rank, q.device):
                     _add_gradients(dq, kv_grad, grad, q, block, y, lse, spec, tile)
                 if step == 0:
                     local_grad = kv_grad
                 else:
                     if wait_grad is not None:
                         kv_grad.flat.add_(wait_grad())
-                    wait_grad = ring.hop(kv_grad.flat, numel, _GRAD_TAG)
+                    wait_grad = ring.send_recv_next(kv_grad.flat, numel, _GRAD_TAG)
                 if wait_next is not None:
                     block = _KVBlock(wait_next(), *shapes)
         assert local_grad is not None

@@ -8,7 +8,7 @@ Phases, each on a small sample and alike on all ranks, without communication:
    says which products feed which.  Products whose outputs go into one other, and nowhere else, can
    be cut by columns and that one by rows, if what lies between acts on parts of the features apart;
    :mod:`.dependence` finds these parts.
-3. *Try* (:class:`_Trial`): with each rank's part of the columns, does the second product get its part of
+3. *Try* (:class:`_Verifier`): with each rank's part of the columns, does the second product get its part of
    what it got?  Numbers of heads or widths that a module keeps are made local where that helps.
 4. *Check* the whole model so, with all pairs; a pair that does harm is left out, and its layers
    stay whole on every rank.

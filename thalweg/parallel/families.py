@@ -13,7 +13,7 @@ A rule maps the end of a module's name to its role; the first that fits counts. 
     whole                    left alone
 
 ``attributes`` are numbers that a model's attention keeps and that must become this rank's:
-``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.NAME`` the
+``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.ATTN_IMPLEMENTATION`` the
 module gets a config of its own.
 """
 

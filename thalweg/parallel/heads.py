@@ -49,7 +49,7 @@ def assign_heads(heads: AttentionHeads, world_size: int, align_to_kv_groups: boo
     """Deal the heads out to ``world`` ranks.
 
     With fewer key-value heads than ranks, no rank's query heads are of two groups where that costs nobody a
-    head more, or ``in_groups`` asks for it.
+    head more, or ``align_to_kv_groups`` asks for it.
 
     Raises:
         ValueError: there are fewer query heads than ranks.

@@ -2,7 +2,7 @@
 
 A model's head gives each tensor rank the logits of its part of the vocabulary.  The loss
 needs of the others three numbers a token: the maximum, the sum of exponentials, the target's
-logit (Shoeybi et al. 2019, section 3).  :class:`VocabularyShards` carries the local part
+logit (Shoeybi et al. 2019, section 3).  :class:`VocabParallelLogits` carries the local part
 under the logical shape through what models do to logits on the way to a loss (casts, views
 of the leading dims, slices of the sequence, scaling, soft caps), and is recognised by
 ``F.cross_entropy``.  Anything else makes it whole first, so that a metric or a sampler

@@ -1,7 +1,7 @@
 """Parts of a batch: what each rank of a sequence team gets, with labels and positions right.
 
 A batch can be cut in the model's forward (every rank then has the whole one) or before, by the loader:
-:func:`splitter_of` gives the same cut to both.  Labels are shifted before they are cut, so that the
+:func:`build_splitter` gives the same cut to both.  Labels are shifted before they are cut, so that the
 last token of a part still has its target, which lies in another rank's.
 """
 

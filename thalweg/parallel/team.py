@@ -62,7 +62,7 @@ class ParallelGroup:
     # Random numbers
 
     def use_local_rng(self) -> None:
-        """Draw from this rank's own stream until :meth:`common_stream`."""
+        """Draw from this rank's own stream until :meth:`use_shared_rng`."""
         if not self.has_dropout or self._saved_rng is not None:
             return
         seed = int(torch.randint(1 << 62, ()))

@@ -10,10 +10,10 @@ so forward and backward communicate twice each (Megatron-LM).  Embedding, head a
 are cut by vocabulary.  Everything between ``leave`` and ``enter`` is computed by all ranks
 alike, to the bit.
 
-Phases of :func:`parallelise`: take rank 0's values everywhere; find the plan; run the whole model once on
+Phases of :func:`apply_tensor_parallel`: take rank 0's values everywhere; find the plan; run the whole model once on
 a small random input; replace each parameter by this rank's piece, and each
 module's forward by the split one; run again and compare.  What ``shard`` then sees is a plain,
-smaller model; the :class:`States` returned say which logical tensor each piece belongs to.
+smaller model; the :class:`TensorParallelLayout` returned say which logical tensor each piece belongs to.
 
 Invariants: parameters keep their names; every element has one owner (see :mod:`.cuts`) or
 is whole on all ranks and gets the same gradient there.
@@ -54,7 +54,7 @@ def apply_tensor_parallel(
 ) -> TensorParallelLayout:
     """Cut ``model`` in place over ``team``; collective over ``everyone``, whose rank 0's values count.
 
-    ``states_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
+    ``tp_fsdp_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
 
     Raises:
         ValueError: no plan fits, or the cut model computes something else: the message names

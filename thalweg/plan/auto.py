@@ -57,7 +57,7 @@ def auto_keys(config: Config) -> list[str]:
 
 
 def fill_auto(config: Config, planner: Planner) -> Config:
-    """``config`` with its :func:`open_paths` filled in, and in its provenance why; others stay open."""
+    """``config`` with its :func:`auto_keys` filled in, and in its provenance why; others stay open."""
     keys = auto_keys(config)
     if not keys:
         return config

@@ -28,7 +28,7 @@ _LEARNED_POSITION_NAMES, _NON_TEXT_NAMES = re.compile(r"(^|\.)(wpe|\w*position\w
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A call's positional and keyword arguments, with a :class:`Field` in the place of each tensor."""
+    """A call's positional and keyword arguments, with a :class:`TensorSpec` in the place of each tensor."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class Plan:
     ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
-    ``disk_read`` and ``disk_written`` in a step.  ``published``: what the literature's formulas give for the
+    ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas give for the
     same run (see ``published.py``), in bytes.  ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def excess_bytes(self) -> int:
-        """By how much what :attr:`short_of` names is exceeded (negative: what is to spare)."""
+        """By how much what :attr:`exceeded_resource` names is exceeded (negative: what is to spare)."""
         return self._excess_by_resource.get(self.exceeded_resource, 0)
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 class Planner:
     """A model, a batch and the machines; configs are then asked about, one after the other.
 
-    ``states_only``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
+    ``without_activations``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
     ``train_micro_batch_size_per_gpu`` the ``batch`` is one; another one is answered with fewer or more rows.
     ``patience``: seconds of processor time that one rehearsal may take (a model that goes token by token has
     a million operators).

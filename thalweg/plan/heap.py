@@ -1,6 +1,6 @@
 """glibc's heap in miniature: how far it grows under a given order of mallocs and frees.
 
-Freed blocks stay with the process (``device.keep_freed_memory``), so resident memory is
+Freed blocks stay with the process (``device.retain_freed_memory``), so resident memory is
 the highest address that the heap has reached, holes included, and not the sum of what is
 alive.  What matters of ``malloc`` for blocks of tensor size, and is done here: best fit
 by size, lowest address first; neighbours coalesce; the rest of a block is split off; the
@@ -9,8 +9,8 @@ bytes more and frees the head and the tail again.  Small objects of Python and C
 the same heap; they are not modelled one by one, but for what they do to these heads and tails:
 the objects of the autograd graph settle there and stay until the graph is gone.  A hole left
 by a tensor is then a few bytes too small for the next tensor of the same size, which is most
-of the fragmentation (see :meth:`Heap.settle`).  Where units are checkpointed, fewer objects stay
-(:attr:`Heap.share`).
+of the fragmentation (see :meth:`MallocModel.settle`).  Where units are checkpointed, fewer objects stay
+(:attr:`MallocModel.share`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MallocModel:
         self._pinned.clear()
 
     def free_pinned_since(self, count: int) -> None:
-        """What has settled since :attr:`num_settled` was ``count`` is gone."""
+        """What has settled since :attr:`num_pinned` was ``count`` is gone."""
         for start, size in self._pinned[count:]:
             self._add_hole(start, size)
         del self._pinned[count:]

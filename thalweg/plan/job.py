@@ -63,7 +63,7 @@ def _choose_for_job(
     try:
         infer_input_spec(meta_model.model, 1)
     except ValueError:
-        planner = replace(planner, states_only=True)
+        planner = replace(planner, without_activations=True)
     return choose_auto_values(config, planner, keys)
 
 

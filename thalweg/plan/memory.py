@@ -35,9 +35,9 @@ from thalweg.store.regions import round_up
 from thalweg.zero.homes import ParamSpec
 from thalweg.zero.offload import WRITE_CHUNK_BYTES
 
-# glibc maps blocks from this size on apart, until `keep_freed_memory` stops that.
+# glibc maps blocks from this size on apart, until `retain_freed_memory` stops that.
 _MMAP_THRESHOLD = 128 * 1024
-# `remat/offload.py: DiskSaver` takes room on the disk in pieces of this size.
+# `remat/offload.py: NvmeActivationOffloader` takes room on the disk in pieces of this size.
 _SWAP_SEGMENT_BYTES = 2**28
 # What a first step adds to a process that has imported everything, by the kind of mapping (smaps before and
 # after three steps, nine runs): pages of torch's own code that are read for the first time; Python's own
@@ -55,9 +55,9 @@ _DROPPED_HOLE_BYTES = 4 << 20
 class ReplayResult:
     """The result: the peak, and how a step gets there.
 
-    ``counted_again``: bytes that the ranks of a host share, as often as they are counted too many;
-    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read``,
-    ``disk_written``: bytes of one step; ``stretches``: the peak between one mark of the run and the next.
+    ``double_counted_bytes``: bytes that the ranks of a host share, as often as they are counted too many;
+    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read_bytes``,
+    ``disk_written_bytes``: bytes of one step; ``stretches``: the peak between one mark of the run and the next.
     """
 
     peak: MemoryBreakdown
@@ -81,8 +81,8 @@ def replay_events(
 ) -> ReplayResult:
     """Play ``steps`` windows of the rehearsal on one rank.
 
-    ``process_bytes``: resident before the model is there; ``given_bytes``: sizes of the
-    parameters of the model that is handed to ``initialize`` (none for one on meta); ``keeps_up``: the disk
+    ``process_bytes``: resident before the model is there; ``initial_param_bytes``: sizes of the
+    parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
     is faster than the backward pass, so that hardly any gradient waits for its update.
     """
     heap = MallocModel() if run_spec.on_cpu else None
@@ -302,6 +302,6 @@ class _Replay:
         if self.run_spec.optimizer_offload.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)
-        packed_sizes = sorted((page.image_bytes for page in self.paged_params.units.values()), reverse=True)
+        packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
         largest = packed_sizes[: self.run_spec.param_offload.max_units_in_memory]
         return total + sum(largest) + self.streamed_update.buffer_bytes

@@ -142,7 +142,7 @@ def _phase_markers(samples: Sequence[MemorySample], x: Callable[[int], float]) -
 
 
 def _downsample(timeline: Sequence[MemorySample]) -> list[MemorySample]:
-    """At most ``_MOMENTS`` entries, the highest of each stretch."""
+    """At most ``_MAX_SAMPLES`` entries, the highest of each stretch."""
     stride = max(1, len(timeline) // _MAX_SAMPLES)
     windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     return [max(stretch, key=lambda moment: sum(moment.live_bytes.values())) for stretch in windows]

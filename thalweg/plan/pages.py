@@ -1,6 +1,6 @@
 """Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
 
-What is in memory when is decided by ``zero/paging.py: Pager`` itself; a :class:`_Page` takes the place of a
+What is in memory when is decided by ``zero/paging.py: Pager`` itself; a :class:`_FakePagedUnit` takes the place of a
 unit and counts bytes instead of reading them.  How an update cuts parameters, gradients and state into
 buffers is ``optim/chunks.py``'s own doing, over tensors without data.
 """
@@ -35,7 +35,7 @@ class _FakePagedUnit:
         self._resident_bytes = 0  # bytes of the image that are in memory
 
     def start_read(self, page_source: _FakePagedUnit | None = None) -> None:
-        """Start reading, into the pages of ``donor`` if there is one."""
+        """Start reading, into the pages of ``page_source`` if there is one."""
         if self.phase == "out":
             if page_source is not None and page_source is not self:
                 self._resident_bytes, page_source._resident_bytes = page_source._resident_bytes, 0

@@ -49,7 +49,7 @@ class _OffloadedFake:
 
 
 class OffloadRecorder:
-    """A :class:`thalweg.remat.Saver` that writes events on a tape."""
+    """A :class:`thalweg.remat.ActivationOffloader` that writes events on a tape."""
 
     def __init__(self, alloc_recorder: AllocationRecorder) -> None:
         self.alloc_recorder = alloc_recorder

@@ -1,6 +1,6 @@
 """Memory that reductions touch and keep: slots of the arena, and the blocks of reduced gradients.
 
-Where gradients stay for the step, each unit has a block of its own (``comm/buffer.py: Lender``), and a second
+Where gradients stay for the step, each unit has a block of its own (``comm/buffer.py: ReusableBuffer``), and a second
 one if a later backward of the window adds to it.  Where they leave (updates within the backward pass,
 gradients that rest on a disk) all units share a pool, and as many blocks exist as are in use at once.
 """
@@ -48,7 +48,7 @@ class _FakeBufferPool:
 class GradientBuffers:
     """What :meth:`reduce` touches stays touched; blocks of gradients are free again when they have left.
 
-    ``keeps_up``: an update on a disk is done before the next unit's gradients are there.
+    ``disk_keeps_up``: an update on a disk is done before the next unit's gradients are there.
     """
 
     def __init__(

@@ -212,7 +212,7 @@ def _activation_offload_device(config: Config) -> str:
 
 
 def _optimizer_params(config: Config) -> dict[str, Any]:
-    """Its keywords, as ``assemble.py`` gives them."""
+    """Its keywords, as ``parallelize.py`` gives them."""
     params = dict(config.optimizer.params) if config.optimizer is not None else {}
     if config.bf16.bf16_optimizer_states:
         params.setdefault("state_dtype", "bf16")

@@ -22,7 +22,7 @@ _GPT_CONFIG_KEYS = {"vocab_size", "n_layer", "n_head", "n_embd", "block_size", "
 
 @dataclass(frozen=True)
 class MetaModel:
-    """``model`` on meta; ``given_bytes``: its parameters as the user's program holds them before sharding."""
+    """``model`` on meta; ``initial_param_bytes``: its parameters as the user's program holds them before sharding."""
 
     model: nn.Module
     initial_param_bytes: tuple[int, ...]

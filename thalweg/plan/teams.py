@@ -78,7 +78,7 @@ def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledge
 
 
 def supports_tp(model: nn.Module, tp_size: int) -> bool:
-    """Whether :func:`split_layers` works; changes ``model``."""
+    """Whether :func:`apply_fake_tp` works; changes ``model``."""
     try:
         apply_fake_tp(model, tp_size, CommsLog())
     except Exception as error:  # a layout that needs values, or none at all: the job will say so itself

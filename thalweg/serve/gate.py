@@ -25,7 +25,7 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """``body_bytes`` of a request; ``body_seconds`` in which it must have arrived."""
+    """``max_bytes`` of a request; ``timeout_seconds`` in which it must have arrived."""
 
     max_bytes: int = 2**20
     timeout_seconds: float = 10.0

@@ -152,7 +152,7 @@ class ClientDisconnected(Exception):
 
 
 async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
-    """Await ``work``; cancel it, and raise :class:`ClientGone`, when the client closes the connection."""
+    """Await ``work``; cancel it, and raise :class:`ClientDisconnected`, when the client closes the connection."""
     work_task, disconnect_task = asyncio.ensure_future(awaitable), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)

@@ -4,7 +4,7 @@
     host 1:  thalweg serve MODEL --join host0:8100 --join-key-file key
     host 2:  the same
 
-The front's :class:`Lobby` listens.  A worker connects once for each of its replicas, waits until it is
+The front's :class:`WorkerListener` listens.  A worker connects once for each of its replicas, waits until it is
 called, and hands the connection to a process like those of ``spawn.py``.  When that ends the worker connects
 anew, so a replica that died is replaced from its own host; a worker more than the front has places for waits
 as a spare.  Under ``thalweg run`` (several ranks) rank 0 is the front, the others are workers, and the key is

@@ -21,7 +21,7 @@ def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> 
 
     A pipeline of diffusers (or the directory of one) stays one, with ``init_inference``'s options.
 
-    ``fields`` are fields of :class:`thalweg.infer.EngineOptions` (``quantize="int8"``, ``max_length=2048``).
+    ``fields`` are fields of :class:`thalweg.infer.EngineConfig` (``quantize="int8"``, ``max_length=2048``).
     """
     if options is not None and fields:
         raise ValueError(f"give options or {', '.join(fields)}, not both")

@@ -192,7 +192,7 @@ def register_deployment(name: str, url: str, key: str | None) -> None:
 
 
 def unregister_deployment(name: str, pid: int) -> None:
-    """Undo :func:`record_deployment` of process ``pid``, and nobody else's."""
+    """Undo :func:`register_deployment` of process ``pid``, and nobody else's."""
     with contextlib.suppress(OSError, ValueError):
         if json.loads(_registry_path(name).read_text())["pid"] == pid:
             _registry_path(name).unlink(missing_ok=True)

@@ -147,7 +147,7 @@ class ReplicaPool:
     ) -> AsyncGenerator[tuple[int, RequestOutput | None]]:
         """Yield (index of the request, output) until all have ended; closing it cancels what still runs.
 
-        ``seconds`` is the time allowed.  With ``restartable``, for callers that have passed nothing on, a
+        ``seconds`` is the time allowed.  With ``retryable``, for callers that have passed nothing on, a
         request whose replica died midway starts again: its output None says to forget what it gave so far.
         Raises :class:`ApiError` when a request is refused, or when a replica is lost and the request cannot
         be tried again.

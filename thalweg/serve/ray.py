@@ -44,7 +44,7 @@ def application(
     """Return a Ray Serve application that serves a Hugging Face model (its directory or name).
 
     ``name``: what clients call it.  ``num_replicas`` and ``ray_actor_options`` are Ray's; ``options`` are
-    fields of :class:`thalweg.infer.EngineOptions`.  ``max_queue``: sequences that may wait in a replica
+    fields of :class:`thalweg.infer.EngineConfig`.  ``max_queue``: sequences that may wait in a replica
     beside those that run; beyond, it answers 429.  Without keys only names of this host pass as ``Host``.
 
     Raises ImportError, naming the cure, without Ray.

@@ -62,7 +62,7 @@ class ChatTokenizer:
         return self._tool_template is not None or "tools" in (self.chat_template or "")
 
     async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
-        """Return the tokens of ``text``; raises 400 when there must be more than ``at_most``."""
+        """Return the tokens of ``text``; raises 400 when there must be more than ``max_tokens``."""
         if self.hf_tokenizer is None:
             raise bad_request("this model has no tokenizer: send token ids", param)
         if len(text) > max_tokens * self._max_token_chars:

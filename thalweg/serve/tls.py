@@ -2,7 +2,7 @@
 
 asyncio's server begins the handshake before any protocol hears of the connection, so clients that connect
 and say nothing, or a byte now and then, are counted nowhere and stay for a minute each.  Here a
-:class:`Door` accepts the plain connection, counts it like any other, and lets the true protocol take over
+:class:`HandshakeGuard` accepts the plain connection, counts it like any other, and lets the true protocol take over
 once the handshake is done; one that is not done in ``handshake_seconds`` is closed.
 """
 

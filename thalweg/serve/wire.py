@@ -132,7 +132,7 @@ def dump_model_info(model_info: ModelMetadata) -> Message:
 
 
 def load_model_info(fields: Message) -> ModelMetadata:
-    """Undo :func:`dump_facts`."""
+    """Undo :func:`dump_model_metadata`."""
     tuples = {name: tuple(fields[name]) for name in ("eos_token_ids", "adapters")}
     return ModelMetadata(**{**fields, **tuples})
 

@@ -132,7 +132,7 @@ class PagePrefaulter:
         self, memory: EvictableMemory, chunk_bytes: int, *, initial_bytes: int = 256 << 20, margin_bytes: int = 64 << 20
     ) -> None:
         """``piece``: bytes that are used together; ``first``: bytes that come at once (at most a quarter of
-        the memory), ``margin``: bytes that are there beyond those in use (at most an eighth)."""
+        the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""
         self._memory, self._chunk_bytes = memory, chunk_bytes
         self._margin_bytes = min(margin_bytes, memory.num_bytes // 8)
         self._prefaulted_bytes = 0
@@ -165,7 +165,7 @@ def mremap(source: int, target: int, nbytes: int) -> None:
 
 
 def memfd(num_bytes: int) -> int:
-    """A descriptor of shared memory without a name, for a :class:`PagedMemory` of ``num_bytes``."""
+    """A descriptor of shared memory without a name, for a :class:`EvictableMemory` of ``num_bytes``."""
     handle = os.memfd_create("thalweg-paged", os.MFD_CLOEXEC)
     os.ftruncate(handle, max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE))
     return handle

@@ -4,10 +4,10 @@ FSDP2 keeps a parameter in one of two states, sharded or unsharded, a group of t
 a time, and swaps the module's attribute between two Parameters.  What is done here
 and has no public form:
 
-* ``replant``: give the sharded parameter a storage of our choice (shared memory, say);
-* ``set_home``: name the tensor that *is* the unsharded parameter, so that unsharding
+* ``set_shard_storage``: give the sharded parameter a storage of our choice (shared memory, say);
+* ``set_unsharded_storage``: name the tensor that *is* the unsharded parameter, so that unsharding
   needs no gather and no copy;
-* ``allow_thawing``: let parameters of another dtype than the trained ones train later;
+* ``support_unfreezing``: let parameters of another dtype than the trained ones train later;
 * ``to_unsharded`` and ``flush``: make those transitions outside of a forward pass.
 
 ``tests/dist/test_fsdp2_names.py`` says which of them a new torch has changed.
@@ -114,7 +114,7 @@ class FSDPGroupHandle:
         self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None]
     ) -> None:
         """Let FSDP2's gather read ``images`` (the group's padded shards in the compute dtype) in place of the
-        sharded parameters; they hold their values from ``open_images()`` to ``close_images()``."""
+        sharded parameters; they hold their values from ``acquire()`` to ``release()``."""
         inner, original_unshard = self._inner, self._inner.unshard
 
         def unshard(async_op: bool = False) -> None:
@@ -278,7 +278,7 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
 def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
     """Make ``root`` the root now, not at its first forward, so that groups are final.
 
-    ``dtypes``: of masters and of reductions, see :meth:`Group.allow_thawing`.
+    ``dtypes``: of masters and of reductions, see :meth:`Group.support_unfreezing`.
     """
     root._get_fsdp_state()._lazy_init()
     # What transformers looks for: its ``generate`` then goes on until every rank has finished.

@@ -5,7 +5,7 @@ number of rows on every rank.  A *home* is a tensor of the full shape in the com
 dtype that can stand for the unsharded parameter:
 
 * ``shared``: the ranks of a host share it; where there are other hosts,
-  :mod:`.crossing` keeps their homes in step.  One host:  The home lies in the arena, one copy for all
+  :mod:`.cross_host_sync` keeps their homes in step.  One host:  The home lies in the arena, one copy for all
   of them, and where master and compute dtype agree the shard is simply this rank's rows
   of it.  Gathering is then no copy at all: a fence says that everybody's rows are
   final.  Otherwise each rank casts its rows into the home first (``publish``);
@@ -77,7 +77,7 @@ class ShardedParamHandle(Protocol):
 class ShardStorage:
     """Shard and home of one parameter on this rank; ``rank`` counts its shards.
 
-    ``cast_into``: where this rank's rows are cast to when they are published, if the home is not the shard;
+    ``cast_dest``: where this rank's rows are cast to when they are published, if the home is not the shard;
     ``padded``: a shared home with the padding of its last shard.
     """
 

@@ -68,7 +68,7 @@ def build_nvme_storage(
     collectives: Collectives,
     mesh: DeviceMesh,
 ) -> NvmeStorage | None:
-    """What of ``slots`` rests on a disk: whole units (``page_units``), or masters; collective over ``mesh``.
+    """What of ``slots`` rests on a disk: whole units (``build_unit_paging``), or masters; collective over ``mesh``.
 
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
@@ -95,7 +95,7 @@ def build_nvme_masters(
 ) -> NvmeStorage | None:
     """The swap file with the masters of ``slots``; None where there are none, or no homes to compute with.
 
-    The arguments are those of ``page_units``, whose place this takes where units stay in memory.
+    The arguments are those of ``build_unit_paging``, whose place this takes where units stay in memory.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.

@@ -39,10 +39,10 @@ OPTIMIZER_CAPACITY_BYTES = 1 << 40
 class ParamOffloadPolicy:
     """The parameters' tier.
 
-    ``folder``: where the swap file goes; ``units_in_memory``: units that may be in memory at once beside the
+    ``folder``: where the swap file goes; ``max_units_in_memory``: units that may be in memory at once beside the
     root, which is in use throughout (at least 2); ``resident``: elements of this rank's shards that never
     leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is (of
-    ``ratio`` of the elements), which takes the masters along (below ``state_folder`` on NVMe).
+    ``ratio`` of the elements), which takes the masters along (below ``optimizer_folder`` on NVMe).
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"

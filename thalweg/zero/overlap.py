@@ -2,7 +2,7 @@
 
 FSDP2 has no streams on a CPU: a reduction returns when it is done, and the wire idles while
 the next unit's gradients are computed, the processor while they travel.  Here a unit's
-reduction is handed to a thread (:mod:`thalweg.comm.background`), and the backward pass ends
+reduction is handed to a thread (:mod:`thalweg.comm.use_thread`), and the backward pass ends
 when all of them have.  FSDP2 meanwhile sets ``.grad`` to the tensor that will hold the result.
 
 So a reduction is done at once, as before, where something reads that tensor earlier: a

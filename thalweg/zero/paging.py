@@ -45,7 +45,7 @@ PagingPhase = Literal["out", "coming", "in"]
 class PackedParam:
     """One parameter's share of its unit's image.
 
-    ``image``: its bytes in the image, compute dtype; ``landing``: this rank's rows of the home, where the
+    ``image``: its bytes in the image, compute dtype; ``dest_rows``: this rank's rows of the home, where the
     image is not the home itself; ``shard``: the master, where that is not the image's place in the file;
     ``offset``: of the image's bytes in the file; ``version()`` tells of writes to the master.
     """
@@ -86,7 +86,7 @@ class PagedUnit:
         self._versions = [param.version() for param in params]
 
     def start_read(self, page_source: PagedUnit | None = None) -> None:
-        """Start reading, into the pages of ``donor`` if there is one: a retired unit with as much room."""
+        """Start reading, into the pages of ``page_source`` if there is one: a retired unit with as much room."""
         if self.phase == "out":
             self.rewrite_stale()
             if page_source is not None and page_source is not self:

@@ -1,7 +1,7 @@
 """Pending tensors: meta tensors whose values are recorded, inside a context and after it.
 
-A :class:`Pending` tensor is a meta tensor that remembers how its value comes about: every
-operation on it passes through :func:`perform`, which runs it on meta, for the shapes, and
+A :class:`DeferredTensor` tensor is a meta tensor that remembers how its value comes about: every
+operation on it passes through :func:`dispatch_deferred`, which runs it on meta, for the shapes, and
 writes it down (:mod:`.record`).  That goes on after ``zero.Init`` has been left, so a model
 may be re-initialised, copied, cast or loaded before it is sharded, and nothing is lost.
 

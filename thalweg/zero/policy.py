@@ -37,9 +37,9 @@ class ZeroPolicy:
 class CommPolicy:
     """What travels between ranks and how far: ZeRO++ (arXiv 2306.10209) and MiCS (arXiv 2205.00119).
 
-    ``quantised_weights``: gathered in 8 bits (qwZ); ``quantised_frozen``: only those that do not
-    train; ``quantised_gradients``: reduced in 4 bits between hosts (qgZ), with error feedback of
-    ``feedback = (decay, steps until it begins anew)`` (LoCo).  ``secondary_size``: ranks of a host
+    ``quantized_weights``: gathered in 8 bits (qwZ); ``quantized_frozen_weights``: only those that do not
+    train; ``quantized_gradients``: reduced in 4 bits between hosts (qgZ), with error feedback of
+    ``feedback = (decay, steps until it starts anew)`` (LoCo).  ``hpz_group_size``: ranks of a host
     among which gathered parameters stay for the backward pass (hpZ), 1 for none.
     ``group_size``: ranks among which states are sharded, groups being replicas of each other
     (MiCS), 0 for all; ``two_level_gather``: gathers in such a group cross each link once.

@@ -3,7 +3,7 @@
 The picture.  A tensor of a model that is being built has a *storage* on the meta device: it
 has a size, an identity and aliases, but no bytes.  Each such storage has a :class:`Cell`,
 and a cell has a ``head``: the last operation that wrote to it.  An operation names what it
-read as :class:`Ref`: a cell, the head which that cell had at the time (its *version*), and
+read as :class:`ViewRef`: a cell, the head which that cell had at the time (its *version*), and
 the strided window that was looked at.  So views need no record of their own, ties are ties
 because they share a storage, and the operations form a graph that holds exactly what is
 still needed: an operation that overwrites a whole storage names no earlier version, and
@@ -44,7 +44,7 @@ _sequence = itertools.count()
 class RecordedOp:
     """One recorded operation.
 
-    ``leaves`` are its flattened arguments with a :class:`Ref` for each tensor without memory
+    ``leaves`` are its flattened arguments with a :class:`ViewRef` for each tensor without memory
     and a private copy of each real one; ``outputs`` maps positions in the flattened result to
     the windows of new storages; ``writes`` are the cells it changes.  ``state`` is that of the
     random generator before it, or ``None``.  Without a ``func`` the operation is a constant:
@@ -172,7 +172,7 @@ _RESHAPING_OPS = frozenset({"resize_", "resize_as_"})
 
 @functools.cache
 def get_op_traits(func: Any) -> OpTraits:
-    """Return the :class:`Facts` of an ``OpOverload``."""
+    """Return the :class:`OpTraits` of an ``OpOverload``."""
     schema = func._schema
     written_args: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):

@@ -3,7 +3,7 @@
 ``shard`` turns a plain model into an FSDP2 model in this order: choose the units; move
 every parameter's value into its shard (:mod:`.homes`), so the full tensors are freed
 one by one; wrap units and root on the meta device, where FSDP2 copies nothing; plant
-the shards; give each unit its collectives.  The result, :class:`Sharded`, offers what
+the shards; give each unit its collectives.  The result, :class:`ShardedModel`, offers what
 an engine needs and no more: which backward reduces, the end of a window, the loss scale.
 
 States of a unit's parameters (FSDP2's words): *sharded*, the modules hold DTensors;

@@ -130,7 +130,7 @@ class _ShardedExpert(_ReplicatedExpert):
         return _pad_to(self.local_shard, self.dim, self.padded_shape()[self.dim]).reshape(-1)
 
     def set_rows(self, shards: Tensor) -> None:
-        """Put together what :meth:`flat_part` gave on each copy, (copies, elements)."""
+        """Put together what :meth:`get_flat_shard` gave on each copy, (copies, elements)."""
         gathered = shards.unflatten(1, self.padded_shape()).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         self.rows.detach().copy_(gathered.narrow(self.dim, 0, self.rows.size(self.dim)))
         self.version = self.local_shard._version
@@ -150,7 +150,7 @@ class _ShardedExpert(_ReplicatedExpert):
 
 
 class ZeroExpertParams:
-    """The spread parameters of ``model``, which are divided among their copies if ``divide``.
+    """The spread parameters of ``model``, which are divided among their copies if ``shard_replicas``.
 
     Dividing exchanges the modules' parameters for others.
     """

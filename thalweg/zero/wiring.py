@@ -69,8 +69,8 @@ NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
 class Collectives:
     """The makers of each unit's collectives; ``arena`` holds the homes where there are any.
 
-    ``apart``: parameters whose shards lie beside the homes; ``crossing``: what brings homes of
-    several hosts up to date; ``overlap``: what reduces during the backward pass; ``secondary``:
+    ``apart``: parameters whose shards lie beside the homes; ``cross_host_sync``: what brings homes of
+    several hosts up to date; ``overlap``: what reduces during the backward pass; ``hpz_group_size``:
     ranks among which FSDP2 keeps gathered parameters for the backward pass; ``notes``:
     what an option comes to here, by its name.
     """

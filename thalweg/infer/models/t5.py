@@ -96,7 +96,7 @@ def _relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_dist
     """Return the bucket of a key ``distance`` behind (or before) its query.
 
     Half of the buckets stand for one distance each, the others for ranges that grow as powers up to
-    ``furthest`` (Raffel et al. 2020, section 2.1); where both sides are seen, each has half of all.
+    ``max_distance`` (Raffel et al. 2020, section 2.1); where both sides are seen, each has half of all.
     """
     base = torch.zeros_like(distance)
     if bidirectional:

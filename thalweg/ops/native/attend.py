@@ -25,13 +25,13 @@ ROPE_ARGS = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "cos", "sin", "q_norm", "k_norm",
     "eps", "table_of", "stripe",
 )  # fmt: skip
-"""``tables``: address of int32 block tables, ``table_of``: of each token's table as an offset in bytes;
+"""``tables``: address of int32 block tables, ``table_offsets``: of each token's table as an offset in bytes;
 ``stripe``: bytes from a stripe of blocks to the next."""
 ATTENTION_ARGS = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "out", "scratch", "scratch_stride",
     "slopes", "table_of", "stripe", "lasts",
 )  # fmt: skip
-"""``positions``: where each token is, ``lasts``: the last position it sees.  ``slopes``: ALiBi's, or a table
+"""``positions``: where each token is, ``last_visible``: the last position it sees.  ``slopes``: ALiBi's, or a table
 of relative biases, (heads, 2 * reach + 16) floats with that of key j before query i at reach + j - i."""
 
 

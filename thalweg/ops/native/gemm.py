@@ -1,7 +1,7 @@
 """Matrix products with packed weights: one row streams at memory speed, many rows at the multiplier's.
 
 A weight lies in panels (``panels.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
-Arguments of a product: see :data:`ARGUMENTS`.
+Arguments of a product: see :data:`GEMM_ARGS`.
 """
 
 from __future__ import annotations

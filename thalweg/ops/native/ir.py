@@ -1,6 +1,6 @@
 """A small language for CPU kernels, turned to machine code by llvmlite (the LLVM library as a wheel).
 
-A kernel is a Python function that receives a :class:`Code` and calls its methods; each call appends an
+A kernel is a Python function that receives a :class:`KernelBuilder` and calls its methods; each call appends an
 instruction.  Addresses are plain 64-bit integers, vectors are LLVM vectors, mutable variables are stack slots
 that LLVM turns into registers, loops are context managers::
 

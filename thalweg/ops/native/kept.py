@@ -41,7 +41,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     kv_dtype: str = "fp32"
-    """What keys and values are kept as: a name of :data:`CACHES`."""
+    """What keys and values are kept as: a name of :data:`KV_DTYPE_BYTES`."""
     bf16_pairs: bool = False
     """Whether a bf16 cache lies in pairs, for processors that multiply them (``vdpbf16ps``)."""
     rotary_dim: int = 0

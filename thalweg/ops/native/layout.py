@@ -36,7 +36,7 @@ class ActivationBuffer:
         self.row_sums = torch.zeros(rows, dtype=torch.int32)
 
     def output_args(self) -> list[Any]:
-        """Return the arguments that :data:`pointwise.OUTPUTS` names."""
+        """Return the arguments that :data:`pointwise.OUTPUT_ARGS` names."""
         sums = self.group_sums.stride(0) * 4
         y = self.y.stride(0) * 4
         return [self.y, y, self.operand, self.operand_stride, self.scale, self.group_sums, sums, self.row_sums]

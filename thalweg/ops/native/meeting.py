@@ -55,7 +55,7 @@ def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any
 
 
 def emit_reduce_sum(module: Any) -> str:
-    """Add the kernel that adds up the ranks' rows, in their order; arguments: :data:`JOIN`."""
+    """Add the kernel that adds up the ranks' rows, in their order; arguments: :data:`REDUCE_SUM_ARGS`."""
     code = KernelBuilder(module, "join")
     out, out_stride, inputs, input_stride, rank_stride, size, rows, width = (code.load_arg(i) for i in range(len(REDUCE_SUM_ARGS)))
     first, last = code.thread_range(code.load(I64, rows, 8))

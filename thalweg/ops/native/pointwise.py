@@ -161,7 +161,7 @@ def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
 
 
 def emit_add(module: Any) -> str:
-    """Add the kernel that adds rows to rows: ``x``, ``part``, ``rows``, ``width``, ``part_stride``."""
+    """Add the kernel that adds rows to rows: ``x``, ``part``, ``rows``, ``width``, ``input_stride``."""
     code = KernelBuilder(module, "add")
     x, addend, width, stride = (code.load_arg(i) for i in (0, 1, 3, 4))
     first, last = code.thread_range(code.load(I64, code.load_arg(2), 8))
@@ -177,7 +177,7 @@ def emit_add(module: Any) -> str:
 
 
 def emit_gather_rows(module: Any) -> str:
-    """Add the kernel that copies rows by their numbers; arguments: :data:`PICK`."""
+    """Add the kernel that copies rows by their numbers; arguments: :data:`GATHER_ROWS_ARGS`."""
     code = KernelBuilder(module, "pick")
     a = _load_args(code, GATHER_ROWS_ARGS)
     first, last = code.thread_range(code.load(I64, a["rows"], 8))
@@ -195,7 +195,7 @@ def emit_gather_rows(module: Any) -> str:
 
 
 def emit_argmax(module: Any) -> str:
-    """Add the kernel that finds each row's largest number and its first place; arguments: :data:`BEST`.
+    """Add the kernel that finds each row's largest number and its first place; arguments: :data:`ARGMAX_ARGS`.
 
     A row that holds a NaN has NaN as its largest.
     """

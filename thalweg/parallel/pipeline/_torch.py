@@ -1,7 +1,7 @@
 """The private names of ``torch.distributed.pipelining`` that Thalweg touches, in one place.
 
-``torch_orders`` asks one of torch's schedules for the order that it would run, without
-building a stage; ``halve_backward`` and ``finish_weights`` are torch's two halves of a
+``torch_schedule_orders`` asks one of torch's schedules for the order that it would run, without
+building a stage; ``backward_inputs`` and ``backward_weights`` are torch's two halves of a
 stage's backward pass.
 
 They are imported where they are used: that module takes torch's compiler along, half a second
@@ -61,7 +61,7 @@ def backward_inputs(
     inputs: list[Tensor],
     weights: list[nn.Parameter],
 ) -> tuple[tuple[Tensor | None, ...], Any]:
-    """The gradients of ``inputs``; the second result is what :func:`finish_weights` goes on from."""
+    """The gradients of ``inputs``; the second result is what :func:`backward_weights` goes on from."""
     from torch.distributed.pipelining import _backward
 
     # torch detaches them in place, which a view refuses.

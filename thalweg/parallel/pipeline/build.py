@@ -65,7 +65,7 @@ class PipelineParallel:
     """This rank's part of one model's pipeline; ``model`` is what the rank holds of it.
 
     ``batch``: keyword arguments of a micro-batch, for a model that is no PipelineModule.
-    ``limit_bytes``: what a rank may hold, where a cut by measured costs is to heed it.
+    ``memory_limit``: what a rank may hold, where a cut by measured costs is to heed it.
 
     Raises:
         ValueError: the model cannot be cut so.

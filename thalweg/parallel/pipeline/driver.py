@@ -51,7 +51,7 @@ class LocalStages(Protocol):
 
 
 class GradientReduction(Protocol):
-    """What of ZeRO is asked of (:class:`thalweg.zero.shard.Sharded`)."""
+    """What of ZeRO is asked of (:class:`thalweg.zero.shard.ShardedModel`)."""
 
     groups: Any
 
@@ -95,7 +95,7 @@ class ForwardHooks:
 
 
 class PipelineRunner:
-    """Runs windows on this rank; ``schedule_of(count)`` makes the schedule of so many micro-batches."""
+    """Runs windows on this rank; ``make_schedule(count)`` makes the schedule of so many micro-batches."""
 
     unsupported_message = (
         "this engine runs stages of a pipeline, which take turns over a whole window of micro-batches: call "
@@ -199,7 +199,7 @@ class PipelineRunner:
     def _after_backward(self, action: Action) -> None:
         if action.kind == "W":
             for group in self._reduction.groups:
-                group.widen_grads()
+                group.upcast_grads()
 
     def _mean_loss(self) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
