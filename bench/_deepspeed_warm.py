@@ -25,9 +25,7 @@ def _async_io() -> str:
 
 def main() -> int:
     port = str(os.getpid())
-    os.environ.update(
-        deepspeed_env(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1"
-    )
+    os.environ.update(deepspeed_env(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = port
     start = time.perf_counter()
     import deepspeed  # pyright: ignore[reportMissingImports]

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from _contestants import Job
-from _peers import ROOT, deepspeed_env, remove_deepspeed_shm, python_for
+from _peers import ROOT, deepspeed_env, python_for, remove_deepspeed_shm
 
 WORKER = Path(__file__).resolve().parent / "_worker.py"
 
@@ -90,7 +90,13 @@ class RankGroup:
     """The ranks of one contestant."""
 
     def __init__(
-        self, name: str, job: Job, world: int, *, threads: int = 1, placements: list[RankPlacement] | None = None
+        self,
+        name: str,
+        job: Job,
+        world: int,
+        *,
+        threads: int = 1,
+        placements: list[RankPlacement] | None = None,
     ) -> None:
         self.name, self.job, self.world = name, job, world
         remove_stale()

@@ -118,7 +118,11 @@ def start_peers(
 ) -> Iterator[list[PeerProcess]]:
     """Give the peers that are installed, with this model loaded; of the named forms and engines, or all."""
     processes: list[PeerProcess] = []
-    kinds = [kind for kind in PEER_SPECS if kind.installed and (not weight_formats or kind.weight_format in weight_formats)]
+    kinds = [
+        kind
+        for kind in PEER_SPECS
+        if kind.installed and (not weight_formats or kind.weight_format in weight_formats)
+    ]
     kinds = [kind for kind in kinds if not engines or kind.engine in engines]
     with TemporaryDirectory(prefix="thalweg-bench-") as folder:
         if kinds:

@@ -96,7 +96,9 @@ class NamespaceHosts:
             _run_command("ip", "-n", self._bridge, "link", "set", "bridge0", "up")
             for host, name in enumerate(self.names):
                 self._add_cable(name, _CABLE, self._bridge, f"port{host}")
-                _run_command("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0", "up")
+                _run_command(
+                    "ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0", "up"
+                )
         for host, name in enumerate(self.names):
             _run_command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
             _run_command("ip", "-n", name, "link", "set", "lo", "up")
@@ -179,5 +181,7 @@ class NamespaceHosts:
 
     def sent_mib(self) -> float:
         """Return how much the first host has sent over the cable so far, in MiB."""
-        (link,) = json.loads(_run_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE))
+        (link,) = json.loads(
+            _run_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE)
+        )
         return link["stats64"]["tx"]["bytes"] / 2**20

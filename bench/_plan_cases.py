@@ -310,7 +310,7 @@ def _offload_config(case: dict[str, Any]) -> dict[str, Any]:
 
 def make_batch(case: dict[str, Any], model: nn.Module, seed: int) -> dict[str, Any]:
     """Return one real micro-batch."""
-    from thalweg.plan.batch import infer_input_spec
+    from thalweg.plan.inputs.input_spec import infer_input_spec
 
     generator = torch.Generator().manual_seed(seed)
     batch = {}

@@ -80,7 +80,7 @@ def main() -> int:
 
     import torch
     import torch.distributed as dist
-    from _plan_cases import build_model, make_config, make_batch, preload
+    from _plan_cases import build_model, make_batch, make_config, preload
 
     import thalweg
 
@@ -114,7 +114,9 @@ def main() -> int:
                 facts["steps"].append({"at": f"backward {micro}", **proc_status_mib(), **glibc_heap_mib()})
             engine.step()
         facts["seconds"].append(time.perf_counter() - clock)
-        facts["steps"].append({"at": f"step {step}", **proc_status_mib(), **glibc_heap_mib(), "mappings": mapped_mib()})
+        facts["steps"].append(
+            {"at": f"step {step}", **proc_status_mib(), **glibc_heap_mib(), "mappings": mapped_mib()}
+        )
     facts["loss"] = loss.item()
     facts["ledger"] = {
         kind: engine.ledger.total(kind).sent_bytes for kind in ("all_gather", "reduce_scatter", "all_reduce")

@@ -190,8 +190,19 @@ def render_section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[
     """Return one run as Markdown: its name, when and where, its own table, its rows."""
     summary = f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}."
     if run.get("load", 0.0) > run["machine"]["cores"]:
-        summary += f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
-    parts = [f"## {run['run']}", "", summary, "", markdown_table(headers, lines), "", rows_table(run["rows"]), ""]
+        summary += (
+            f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
+        )
+    parts = [
+        f"## {run['run']}",
+        "",
+        summary,
+        "",
+        markdown_table(headers, lines),
+        "",
+        rows_table(run["rows"]),
+        "",
+    ]
     return "\n".join(parts)
 
 

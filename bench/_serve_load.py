@@ -65,7 +65,9 @@ def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[Arrival]
     return arrivals
 
 
-async def run_load(port: int, model: str, arrivals: list[Arrival], timeout: float) -> tuple[list[RequestRecord], float]:
+async def run_load(
+    port: int, model: str, arrivals: list[Arrival], timeout: float
+) -> tuple[list[RequestRecord], float]:
     """Send the load; returns a record for each request and the seconds until the last one ended."""
     start = time.perf_counter()
 
@@ -115,9 +117,7 @@ def summary(
     records: list[RequestRecord], arrivals: list[Arrival], seconds: float, max_ttft: float, max_itl: float
 ) -> dict[str, float]:
     """Return goodput (requests a second within the latencies), token rate and percentiles."""
-    good = sum(
-        r.meets_slo(max_ttft, max_itl, a.max_tokens) for r, a in zip(records, arrivals, strict=True)
-    )
+    good = sum(r.meets_slo(max_ttft, max_itl, a.max_tokens) for r, a in zip(records, arrivals, strict=True))
     firsts = [r.ttft if r.ttft is not None else math.inf for r in records]
     gaps = [gap for r in records for gap in r.inter_token_times]
     return {

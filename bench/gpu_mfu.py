@@ -25,7 +25,16 @@ from _contestants import Job
 from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
 from _llama import flops_per_token, peak_flops
-from _report import Row, format_cell, compare, make_result, format_machine, rows_table, markdown_table, write_result
+from _report import (
+    Row,
+    compare,
+    format_cell,
+    format_machine,
+    make_result,
+    markdown_table,
+    rows_table,
+    write_result,
+)
 
 JOB = Job(
     "llama-1b",
@@ -59,7 +68,9 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     return best
 
 
-def lines_of(duel: InterleavedRun, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
+def lines_of(
+    duel: InterleavedRun, names: list[str], peak: float | None, matmul: float
+) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
     job = duel.job
     tokens = job.micro_batch * job.sequence
@@ -134,7 +145,9 @@ def render(data: dict[str, Any]) -> str:
         "share_of_matmul": 3,
         "gpu_peak_mib": 0,
     }
-    lines = [[c["contestant"], *(format_cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]]
+    lines = [
+        [c["contestant"], *(format_cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]
+    ]
     return "\n".join(
         [
             "# MFU on one GPU",

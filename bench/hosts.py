@@ -19,8 +19,8 @@ from typing import Any
 from _contestants import JOBS
 from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
-from _namespaces import NamespaceHosts, NamespaceError, missing_reason
-from _report import Row, format_cell, compare, make_result, add_output_options, publish_runs, render_section
+from _namespaces import NamespaceError, NamespaceHosts, missing_reason
+from _report import Row, add_output_options, compare, format_cell, make_result, publish_runs, render_section
 
 ANCHOR = "ddp_fused"
 DEFAULT = [ANCHOR, *(f"thalweg_torch_{stage}" for stage in range(4)), "fsdp2_2", "fsdp2_3"]

@@ -32,14 +32,23 @@ from typing import Any
 from _infer_peers import start_peers
 from _multiply import multiply_adds_per_second
 from _peers import ROOT
-from _report import Row, format_cell, compare, make_result, format_machine, rows_table, markdown_table, write_result
+from _report import (
+    Row,
+    compare,
+    format_cell,
+    format_machine,
+    make_result,
+    markdown_table,
+    rows_table,
+    write_result,
+)
 
 sys.path.insert(0, str(ROOT))
 
 import torch
 
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
-from thalweg.infer.engine import LLMEngine
+from thalweg.infer.engine.engine import LLMEngine
 
 SHAPE = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, make_result, format_machine, rows_table, markdown_table, write_result
+from _report import Row, compare, format_machine, make_result, markdown_table, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 import thalweg
-from thalweg.cli.demo_corpus import prepare_corpus
+from thalweg.cli.demo.corpus import prepare_corpus
 from thalweg.moe import MoE
 from thalweg.nn.transformer import GPT, GPTConfig
 

@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from _peers import PEERS_PYTHON, ROOT, aio_missing_reason
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
 import torch
 from torch import nn
 
-from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import NvmeStep, optimizer_state_bytes
-from thalweg.store import BufferRing, SwapFile, IoFuture
-from thalweg.store.regions import round_up
+from thalweg.optim.algorithms.elementwise import AdamW
+from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
+from thalweg.storage_io import BufferRing, IoFuture, SwapFile
+from thalweg.storage_io.allocator import round_up
 
 MIB = 1 << 20
 BLOCK = 8 * MIB

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, remove_deepspeed_shm, python_for
-from _report import Row, compare, make_result, format_machine, publish_runs, rows_table
+from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, python_for, remove_deepspeed_shm
+from _report import Row, compare, format_machine, make_result, publish_runs, rows_table
 
 WORKER = Path(__file__).with_name("_offload_worker.py")
 CASES = ("equality", "nvme", "host", "gpt2-1.5b")
@@ -72,7 +72,7 @@ def typical(found: dict[str, Any], key: str = "seconds") -> float:
 def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
     """Bytes a second of reading and writing ``megabytes`` through a swap file's threads."""
     sys.path.insert(0, str(ROOT))
-    from thalweg.store import BufferRing, SwapFile
+    from thalweg.storage_io import BufferRing, SwapFile
 
     nbytes = megabytes << 20
     with SwapFile(folder, nbytes) as swap:

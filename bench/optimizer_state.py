@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -29,10 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.cli.demo_corpus import prepare_corpus
+from thalweg.cli.demo.corpus import prepare_corpus
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer, lowbit
-from thalweg.optim.delayed import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim import build_optimizer
+from thalweg.optim.algorithms import low_bit
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
 
 LENGTH, BATCH, VOCABULARY = 128, 8, 2048
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -124,13 +125,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for case, (_, make) in CASES.items():
             if args.quick and case not in ("AdamW, fp32", "AdamW, bf16", "AdamW, int8"):
                 continue
-            stochastic = lowbit.stochastic_round_into
+            stochastic = low_bit.stochastic_round_into
             if case.endswith("to nearest"):
-                lowbit.stochastic_round_into = nearest
+                low_bit.stochastic_round_into = nearest
             try:
                 found[case] = run(make, args.steps, train, held_out)
             finally:
-                lowbit.stochastic_round_into = stochastic
+                low_bit.stochastic_round_into = stochastic
     rows: list[Row] = []
     for case, values in found.items():
         base = CASES[case][0]

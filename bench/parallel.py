@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -100,7 +100,9 @@ AXES: dict[str, Axis] = {
     "tp": Axis(
         lambda n: {"tensor_parallel": {"autotp_size": n}},
         lambda shape, n, _: 4 * shape.layers * shape.activation * 2 * (n - 1) / n,
-        lambda entry: entry.transport == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce",
+        lambda entry: (
+            entry.transport == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce"
+        ),
     ),
     "sp": Axis(
         lambda n: {"sequence_parallel_size": n},
@@ -304,7 +306,9 @@ def main(argv: list[str] | None = None) -> int:
             lines.append({"axis": name, "ranks": world, **found})
     if args.write:
         rows, lines = _with_others(args.axis, rows, lines)
-    data = make_result("parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines)
+    data = make_result(
+        "parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines
+    )
     text = "\n".join(
         [
             "# Axes of parallelism",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
-from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
-from thalweg.parallel.pipeline.simulate import simulate
-from thalweg.parallel.pipeline.wire import P2PChannel
+from thalweg.parallel.pipeline.p2p import P2PChannel
+from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, build_schedule
+from thalweg.parallel.pipeline.schedules.simulate import simulate
 
 
 class SleepInBackward(torch.autograd.Function):

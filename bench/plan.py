@@ -25,7 +25,7 @@ from typing import Any
 
 from _peers import ROOT
 from _plan_cases import CASES, HELD_OUT, case_name
-from _report import Row, commit, make_result, format_machine, markdown_table, write_result
+from _report import Row, commit, format_machine, make_result, markdown_table, write_result
 
 WORKER = Path(__file__).resolve().parent / "_plan_worker.py"
 
@@ -79,7 +79,7 @@ def predict(case: dict[str, Any], process_bytes: int) -> dict[str, Any]:
     from _plan_cases import build_model, make_config
 
     from thalweg.plan import plan
-    from thalweg.plan.cluster import local_cluster
+    from thalweg.plan.spec.cluster import local_cluster
 
     found = plan(
         build_model(case, "meta"),
@@ -138,7 +138,9 @@ def show(found: list[dict[str, Any]]) -> str:
     worst = max((abs(one["error"]) for one in found), default=0.0)
     return "\n".join(
         [
-            markdown_table(["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines),
+            markdown_table(
+                ["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines
+            ),
             "",
             f"{len(found)} cases: {close[0]} within 5%, {close[1]} within 10%, the worst {100 * worst:.1f}%. "
             "* held out: not looked at while the model of memory was made.",

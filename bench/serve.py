@@ -28,15 +28,15 @@ from _peers import ROOT
 from _report import (
     Row,
     compare,
-    make_result,
     format_machine,
+    make_result,
     merge_runs,
     publish_runs,
     rows_for,
     rows_table,
     write_result,
 )
-from _serve_load import run_load, median_of_runs, poisson_arrivals, summary
+from _serve_load import median_of_runs, poisson_arrivals, run_load, summary
 from _serve_peers import SERVERS, PeerServer, missing_reason
 
 Runs = dict[tuple[str, float], list[dict[str, float]]]

@@ -18,10 +18,10 @@ import subprocess
 from typing import Any
 
 from _contestants import JOBS
-from _duel import missing_reason, log_stderr
+from _duel import log_stderr, missing_reason
 from _groups import RankGroup, RankGroupError, exit_on_terminate
 from _peers import ROOT, deepspeed_env, python_for
-from _report import Row, compare, make_result, format_machine, rows_table, write_result
+from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 # Prints the clock and the CPU seconds of the statement after its ground, as the last line on standard error.
 _PROBE = """
@@ -149,7 +149,12 @@ def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
 
 def render(data: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    lines = ["# Start", "", f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.", ""]
+    lines = [
+        "# Start",
+        "",
+        f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
+        "",
+    ]
     lines += [f"Medians of {data['repeats']} fresh starts, in turns.", "", rows_table(data["rows"]), ""]
     for goal in data["goals"]:
         verdict = "met" if goal["met"] else "NOT MET"

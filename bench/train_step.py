@@ -23,7 +23,17 @@ from _contestants import JOBS
 from _duel import InterleavedRun, RunSettings
 from _goals import check_goals
 from _groups import exit_on_terminate
-from _report import Row, format_cell, compare, make_result, format_machine, merge_runs, rows_table, markdown_table, write_result
+from _report import (
+    Row,
+    compare,
+    format_cell,
+    format_machine,
+    make_result,
+    markdown_table,
+    merge_runs,
+    rows_table,
+    write_result,
+)
 
 ANCHOR = "ddp_fused"
 BY_STAGE = [
@@ -159,7 +169,11 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     )
     lines = []
     for c in run["contestants"]:
-        values = ["-"] * 7 if c["note"] else [format_cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
+        values = (
+            ["-"] * 7
+            if c["note"]
+            else [format_cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
+        )
         lines.append([c["contestant"], *values, *([] if c["note"] else [f"{c['loss_difference']:.1e}"])])
     text += [markdown_table(headers, lines), ""]
     text += [f"{c['contestant']}: {c['note']}\n" for c in run["contestants"] if c["note"]]

@@ -29,9 +29,19 @@ from typing import Any
 from _contestants import JOBS
 from _duel import InterleavedRun, RunSettings, log_stderr
 from _groups import exit_on_terminate
-from _namespaces import NamespaceHosts, NamespaceError, missing_reason
+from _namespaces import NamespaceError, NamespaceHosts, missing_reason
 from _peers import ROOT
-from _report import Row, format_cell, compare, make_result, load_run, add_output_options, publish_runs, render_section, write_runs
+from _report import (
+    Row,
+    add_output_options,
+    compare,
+    format_cell,
+    load_run,
+    make_result,
+    publish_runs,
+    render_section,
+    write_runs,
+)
 
 RAW = "thalweg_torch_3+16"
 PEERS = [RAW, "fsdp2_16_3"]
@@ -99,7 +109,9 @@ def _rows(duel: InterleavedRun, head: str, mix: str, name: str, labels: dict[str
         sent = [statistics.median(o.metered_per_step) for o in (a, b)]
         clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
         rows.append(compare(case, labels[peer], "link_mib", *sent))
-        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
+        rows.append(
+            compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer))
+        )
     return rows
 
 

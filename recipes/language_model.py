@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from thalweg.cli.demo_settings import build_engine_config as demo
+from thalweg.cli.demo.settings import build_engine_config as demo
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.toy_engine import ToyTokenizer
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ThreadLauncher
 from thalweg.serve.server import ServeOptions, serve
-from thalweg.serve.spawn import EngineSpec, ProcessLauncher, ThreadLauncher
-from thalweg.serve.text import ChatTokenizer
 
 
 class ServerThread:
@@ -99,18 +99,27 @@ class ServerThread:
 
 @contextlib.contextmanager
 def run_toy_server(
-    model: str = "toy", *, processes: bool = False, make_tokenizer: Callable[[], ChatTokenizer] | None = None, **options: Any
+    model: str = "toy",
+    *,
+    processes: bool = False,
+    make_tokenizer: Callable[[], ChatTokenizer] | None = None,
+    **options: Any,
 ) -> Iterator[ServerThread]:
     """A server with toy engines in threads, or in processes."""
     task = EngineSpec(model, loader="tests.toy_engine:load_engine")
     start_replica = ProcessLauncher(task) if processes else None
-    with run_server(task.load, make_tokenizer or (lambda: ChatTokenizer(ToyTokenizer())), start_replica, **options) as server:
+    with run_server(
+        task.load, make_tokenizer or (lambda: ChatTokenizer(ToyTokenizer())), start_replica, **options
+    ) as server:
         yield server
 
 
 @contextlib.contextmanager
 def run_server(
-    load_engine: Callable[[], Any], make_tokenizer: Callable[[], ChatTokenizer], start_replica: Any = None, **options: Any
+    load_engine: Callable[[], Any],
+    make_tokenizer: Callable[[], ChatTokenizer],
+    start_replica: Any = None,
+    **options: Any,
 ) -> Iterator[ServerThread]:
     """A server whose replicas are threads with an engine that ``load`` makes, or begin with ``start``."""
     server = ServerThread()
@@ -126,7 +135,13 @@ def run_server(
     async def main() -> None:
         server.loop, server.stop_event = asyncio.get_running_loop(), asyncio.Event()
         serve_options = ServeOptions("toy", port=0, **options)
-        await serve(serve_options, start_replica or ThreadLauncher(load_and_record), make_tokenizer, on_ready, server.stop_event)
+        await serve(
+            serve_options,
+            start_replica or ThreadLauncher(load_and_record),
+            make_tokenizer,
+            on_ready,
+            server.stop_event,
+        )
 
     def run() -> None:
         try:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from thalweg.infer.api import (
+from thalweg.infer.types import (
     EngineConfig,
     EngineStats,
     ModelMetadata,
@@ -85,12 +85,17 @@ class _ToySequence:
         new_text = self.pending_text
         for stop in params.stop:
             if (at := self.pending_text.find(stop)) >= 0:
-                new_text, reason, stop_reason = self.pending_text[: at + len(stop) * params.include_stop], "stop", stop
+                new_text, reason, stop_reason = (
+                    self.pending_text[: at + len(stop) * params.include_stop],
+                    "stop",
+                    stop,
+                )
         if reason is None and self.num_generated == self.max_new_tokens:
             reason = "length"
         if reason is None:
             num_withheld = max(
-                (n for stop in params.stop for n in range(1, len(stop)) if new_text.endswith(stop[:n])), default=0
+                (n for stop in params.stop for n in range(1, len(stop)) if new_text.endswith(stop[:n])),
+                default=0,
             )
             new_text = new_text[: len(new_text) - num_withheld]
         self.pending_text = self.pending_text[len(new_text) :]
@@ -121,7 +126,9 @@ class ToyEngine:
         self.blocks = int(settings.get("blocks", 4096))
         length = int(settings.get("length", 2048))
         kind = "encoder" if "encoder" in model else "causal"
-        self.metadata = ModelMetadata("toy", kind, length, 257, "fp32", eos_token_ids=(EOS,), adapters=("tuned",))
+        self.metadata = ModelMetadata(
+            "toy", kind, length, 257, "fp32", eos_token_ids=(EOS,), adapters=("tuned",)
+        )
         self.tokenizer = ToyTokenizer()
         self.used = self.steps = self.generated = 0
         self.waiting: list[_ToySequence] = []

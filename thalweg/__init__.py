@@ -14,16 +14,16 @@ __version__ = "0.1.0.dev0"
 _PUBLIC = {
     "initialize": "thalweg.engine",
     "Engine": "thalweg.engine",
-    "init_distributed": "thalweg.mesh",
-    "init_inference": "thalweg.infer.init",
+    "init_distributed": "thalweg.parallel_dims",
+    "init_inference": "thalweg.infer.init_inference",
     "load_config": "thalweg.config",
     "plan": "thalweg.plan",
     "zero": "thalweg.zero",
     "moe": "thalweg.moe",
     "pipe": "thalweg.pipe",
-    "pipeline": "thalweg.serve.local",
+    "pipeline": "thalweg.serve.mii.pipeline",
     "serve": "thalweg.serve",
-    "client": "thalweg.serve.mii",
+    "client": "thalweg.serve.mii.deployment",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
     module = importlib.import_module(_PUBLIC[name])
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    return module if module.__name__ == f"thalweg.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -20,22 +20,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.assemble import Components, WindowRunner, parallelize, parallel_dims_from_config, get_model_info, merge_model_settings
-from thalweg.checkpoint.training import TrainingState
+from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
-from thalweg.data.feed import BatchFeed
-from thalweg.data.for_engine import build_engine_loader
-from thalweg.device import configure_malloc, pick_device, trim_malloc, synchronize
-from thalweg.mesh import build_meshes, init_distributed
+from thalweg.data.batch_feed import BatchFeed
+from thalweg.data.engine_loader import build_engine_loader
+from thalweg.deferred_init.context import pause_recording
+from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe import resident_mib
-from thalweg.optim.managed import EngineOptimizer
-from thalweg.parallel.parts import build_loader_splitter
-from thalweg.plan.job import fill_auto_for_job
+from thalweg.optim.step import EngineOptimizer
+from thalweg.parallel.sequence.batch_split import build_loader_splitter
+from thalweg.parallel_dims import build_meshes, init_distributed
+from thalweg.parallelize import (
+    Components,
+    WindowRunner,
+    get_model_info,
+    merge_model_settings,
+    parallel_dims_from_config,
+    parallelize,
+)
+from thalweg.plan.runtime import fill_auto_for_job
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
-from thalweg.zero.init import pause_recording
-from thalweg.zero.offload import prefers_low_memory
+from thalweg.zero.storage.nvme import prefers_low_memory
 
 _log = get_logger(__name__)
 
@@ -85,7 +92,9 @@ def initialize(
     if device.type == "cpu":
         configure_malloc(prefers_low_memory(resolved))
     dp_coords = (meshes.dp.get_local_rank(), meshes.dp.size())
-    loader = build_engine_loader(training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes))
+    loader = build_engine_loader(
+        training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes)
+    )
     user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
         components = parallelize(model, meshes, resolved, device, **user_args)
@@ -126,7 +135,11 @@ class Engine(nn.Module):
         if torch.is_grad_enabled():
             self._components.meter.add_batch(args, kwargs)
             self._components.sharded.set_backward_flags(self._window.is_last, self._sync_grads)
-        with self._components.phase_timer.span("forward"), self._components.forward_context(), self._reset_on_error():
+        with (
+            self._components.phase_timer.span("forward"),
+            self._components.forward_context(),
+            self._reset_on_error(),
+        ):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -297,14 +310,22 @@ class Engine(nn.Module):
             loss = runner.evaluate(self._next_window(runner, data_iter))
         else:
             with torch.no_grad():
-                batches, loss_and_weight = self._batch_feed.next_batches(data_iter, self._window.num_micro_batches), self._components.loss_normalizer.loss_and_weight
-                loss = _mean_loss(self._components, [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches])
+                batches, loss_and_weight = (
+                    self._batch_feed.next_batches(data_iter, self._window.num_micro_batches),
+                    self._components.loss_normalizer.loss_and_weight,
+                )
+                loss = _mean_loss(
+                    self._components,
+                    [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches],
+                )
         self.train(was_training)
         return self._mean_over_ranks(loss)
 
     def _next_window(self, runner: WindowRunner, data_iter: Iterator[Any] | None) -> list[Any]:
         reads_data = runner.needs_batch or data_iter is not None
-        return runner.agree_micro_batches(self._batch_feed.next_window(data_iter, self._window.num_micro_batches) if reads_data else None)
+        return runner.agree_micro_batches(
+            self._batch_feed.next_window(data_iter, self._window.num_micro_batches) if reads_data else None
+        )
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         mesh = self._components.mesh

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.nn.experts import ExpertParameter
-from thalweg.nn.moe import MoE
+from thalweg.nn.moe.experts import ExpertParameter
+from thalweg.nn.moe.layer import MoE
 
 __all__ = ["MoE", "has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"]
 

@@ -19,7 +19,7 @@ from tests.dist.parity import full_tensor
 from tests.dist.tensor_models import VOCAB_SIZE
 from tests.dist.tensor_parity import TrainResult
 from thalweg.moe import MoE
-from thalweg.nn import moe
+from thalweg.nn.moe import layer
 from thalweg.nn.transformer import GPT, GPTConfig
 
 ROWS, SEQ_LEN, STEPS, LR = 8, 9, 20, 0.05
@@ -91,28 +91,30 @@ def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
         yield
         return
     assert not {"sp", "cp", "pp", "remat"} & combination.degrees.keys(), "which tokens are whose?"
-    route, recorded_experts = moe.route, []
+    route, recorded_experts = layer.route, []
 
-    def record_routing(logits: Tensor, *args: Any) -> moe.Routing:
+    def record_routing(logits: Tensor, *args: Any) -> layer.Routing:
         routing = route(logits, *args)
         recorded_experts.append(routing.experts)
         return routing
 
-    local_rows = slice(rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp"))
+    local_rows = slice(
+        rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp")
+    )
 
-    def replay_routing(logits: Tensor, *args: Any) -> moe.Routing:
+    def replay_routing(logits: Tensor, *args: Any) -> layer.Routing:
         routing = route(logits, *args)
         experts = recorded_experts.pop(0).view(ROWS, -1, routing.experts.shape[1])[local_rows].flatten(0, 1)
         weights = logits.float().softmax(-1).gather(1, experts)
         return replace(routing, experts=experts, weights=weights / weights.sum(-1, keepdim=True))
 
     try:
-        moe.route = record_routing
+        layer.route = record_routing
         train_plain(build_model(combination))
-        moe.route = replay_routing
+        layer.route = replay_routing
         yield
     finally:
-        moe.route = route
+        layer.route = route
     assert not recorded_experts
 
 
@@ -268,5 +270,7 @@ def collect_errors(rank: int, world: int, names: list[str]) -> list[str]:
     return errors
 
 
-compare_with_wrong_lr = partial(compare_to_plain, optimizer={"type": "SGD", "params": {"lr": 1.01 * LR, "momentum": 0.9}})
+compare_with_wrong_lr = partial(
+    compare_to_plain, optimizer={"type": "SGD", "params": {"lr": 1.01 * LR, "momentum": 0.9}}
+)
 compare_with_wrong_mean = partial(compare_to_plain, gradient_allreduce_op="sum", gradient_clipping=1e9)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dist.parity import full_tensor
-from tests.dist.tensor_models import make_batch, compute_loss
+from tests.dist.tensor_models import compute_loss, make_batch
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def train_engine(model: nn.Module, config: dict[str, Any], loss_fn: LossFn, step
         engine.backward(loss)
         if step == 0:
             engine._parts.sharded.finalize_grads()
-            gradients = {n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+            gradients = {
+                n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None
+            }
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -117,4 +119,6 @@ def run_engine(
     data_ranks = world // tensor
     local_rows = slice(rank // tensor, None, data_ranks)
     config = make_config(stage, tensor, rows, data_ranks, **extra)
-    return train_engine(model, config, lambda engine, step: compute_loss(engine, make_batch(step, rows)[local_rows]), steps)
+    return train_engine(
+        model, config, lambda engine, step: compute_loss(engine, make_batch(step, rows)[local_rows]), steps
+    )

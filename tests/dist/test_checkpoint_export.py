@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
-from tests.unit.checkpoint_support import NoFsyncFileSystem, list_names, fail_at
+from tests.unit.checkpoint_support import NoFsyncFileSystem, fail_at, list_names
 from thalweg.checkpoint import Checkpoint, CheckpointError, build_snapshot, save_snapshot
-from thalweg.checkpoint.hf import export_hf, save_16bit
+from thalweg.checkpoint.export_hf import export_hf, save_16bit
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,9 +40,13 @@ def write(rank: int, world: int, folder: str) -> list[str]:
     texts = []
     for k in (2, 3, 5, 6):
         with pytest.raises(CheckpointError) as caught:
-            save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else NoFsyncFileSystem())
+            save_16bit(
+                model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else NoFsyncFileSystem()
+            )
         texts.append(str(caught.value))
-        assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {"model.safetensors"}
+        assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {
+            "model.safetensors"
+        }
     return texts
 
 

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, list_names, fail_at, kill_at
+from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, fail_at, kill_at, list_names
 from thalweg.checkpoint import (
     Checkpoint,
     CheckpointError,
+    CheckpointMismatchError,
     CorruptCheckpointError,
     FileSystem,
-    CheckpointMismatchError,
     Snapshot,
     open_verified,
     save_snapshot,

@@ -17,7 +17,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness import run_ranks
 from tests.unit.checkpoint_support import SmallModel, small_model, train_steps
-from thalweg.checkpoint import Checkpoint, Snapshot, UnserializableStateError, build_snapshot, open_verified, restore_module, save_snapshot
+from thalweg.checkpoint import (
+    Checkpoint,
+    Snapshot,
+    UnserializableStateError,
+    build_snapshot,
+    open_verified,
+    restore_module,
+    save_snapshot,
+)
 
 
 def build(seed: int, stage: int) -> SmallModel:
@@ -61,7 +69,12 @@ def save_trained(rank: int, world: int, folder: str, stage: int) -> dict[str, st
     model = build(0, stage)
     optimizer = optimizer_of(model)
     train_steps(model, optimizer, 3)
-    save_snapshot(folder, "a", build_snapshot(model, optimizer, state={"client": (1, {2})}, per_rank={"rank": rank}), step=3)
+    save_snapshot(
+        folder,
+        "a",
+        build_snapshot(model, optimizer, state={"client": (1, {2})}, per_rank={"rank": rank}),
+        step=3,
+    )
     return fingerprint(model, optimizer)
 
 

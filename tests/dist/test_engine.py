@@ -313,11 +313,15 @@ def _overflow(rank, world, stage, dtype):
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("inf") if rank == world - 1 else loss)
     engine.step()
-    unchanged = all(torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    unchanged = all(
+        torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True)
+    )
     for step in range(1, 3):
         engine.backward(engine(*mine(step, rank, world)))
         engine.step()
-    moved = any(not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    moved = any(
+        not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True)
+    )
     finite = all(bool(full_tensor(p).isfinite().all()) for p in engine.module.parameters())
     return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
 
@@ -417,7 +421,9 @@ def _hosts(rank, world, stage):
 
     os.environ["THALWEG_HOST"] = f"host {rank // 2}"
     case = ParityCase(stage, windows=(2,) * 5, accumulation=2, clip=0.05)
-    plain = run_plain(OddShapesModel(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
+    plain = run_plain(
+        OddShapesModel(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0)
+    )
     outcome = run_engine(OddShapesModel(), case, rank, world)
     engine = start(OddShapesModel(), stage)
     carriers = {

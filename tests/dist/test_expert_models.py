@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.dist.moe_models import SEQ_LEN, make_batch, build_model, compute_loss
+from tests.dist.moe_models import SEQ_LEN, build_model, compute_loss, make_batch
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config
 from tests.harness import run_ranks
@@ -152,7 +152,7 @@ def test_traffic_is_four_times_the_chosen_rows():
 
 
 def _control(rank: int, world: int) -> dict[str, float]:
-    from thalweg.parallel.expert import AllToAllDispatcher
+    from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher
 
     torch.set_num_threads(1)
     model = build_model("mixtral")
@@ -193,7 +193,9 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
         for key, parameter in engine.module.named_parameters():
             found[f"{name}/{key}"] = full_tensor(parameter).numpy()
             for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}/{key}/{moment}"] = full_tensor(engine.optimizer.state[parameter][moment]).numpy()
+                found[f"{name}/{key}/{moment}"] = full_tensor(
+                    engine.optimizer.state[parameter][moment]
+                ).numpy()
         engine.close()
     return found
 

@@ -10,7 +10,7 @@ import torch
 import thalweg
 from tests.harness import run_ranks
 from tests.unit.infer_models import tiny_decoder
-from thalweg.infer.ranks import WorkerDiedError
+from thalweg.infer.parallel.workers import WorkerDiedError
 
 DEGREES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor_parallel": {"tp_size": 2}}),

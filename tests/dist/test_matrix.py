@@ -13,7 +13,13 @@ import pytest
 
 from tests.dist import matrix
 from tests.dist.matrix import UNSUPPORTED_PAIRS, Combination, combinations
-from tests.dist.matrix_run import compare_to_plain, collect_errors, get_tolerance, compare_with_wrong_mean, compare_with_wrong_lr
+from tests.dist.matrix_run import (
+    collect_errors,
+    compare_to_plain,
+    compare_with_wrong_lr,
+    compare_with_wrong_mean,
+    get_tolerance,
+)
 from tests.harness import run_ranks
 
 Differences = dict[str, float]
@@ -31,11 +37,15 @@ def found(
     def of(one: Combination) -> Differences:
         if one.world_size not in results:
             same = [
-                other.name for other in asked if isinstance(other, Combination) and other.world_size == one.world_size
+                other.name
+                for other in asked
+                if isinstance(other, Combination) and other.world_size == one.world_size
             ]
             folder = str(tmp_path_factory.mktemp("tiers"))
             try:
-                results[one.world_size] = run_ranks(compare_to_plain, one.world_size, same, folder, timeout=300)[0]
+                results[one.world_size] = run_ranks(
+                    compare_to_plain, one.world_size, same, folder, timeout=300
+                )[0]
             except (
                 AssertionError
             ) as error:  # it is the error of all of them: one that hangs takes the rest along
@@ -61,7 +71,9 @@ def test_at_least_sixty_combinations() -> None:
     assert {one.world_size for one in combinations()} == {2, 4, 8}
 
 
-@pytest.mark.parametrize(("wrong", "where"), [(compare_with_wrong_lr, "parameter"), (compare_with_wrong_mean, "gradient")])
+@pytest.mark.parametrize(
+    ("wrong", "where"), [(compare_with_wrong_lr, "parameter"), (compare_with_wrong_mean, "gradient")]
+)
 def test_negative_controls_fail(
     wrong: Callable[..., dict[str, Differences]], where: str, tmp_path: Path
 ) -> None:
@@ -72,8 +84,14 @@ def test_negative_controls_fail(
 
 def test_what_does_not_go_together_says_so() -> None:
     told = {}
-    for world in {Combination.parse(refusal.combination).world_size for refusal in UNSUPPORTED_PAIRS.values()}:
-        names = [r.combination for r in UNSUPPORTED_PAIRS.values() if Combination.parse(r.combination).world_size == world]
+    for world in {
+        Combination.parse(refusal.combination).world_size for refusal in UNSUPPORTED_PAIRS.values()
+    }:
+        names = [
+            r.combination
+            for r in UNSUPPORTED_PAIRS.values()
+            if Combination.parse(r.combination).world_size == world
+        ]
         told |= dict(zip(names, run_ranks(collect_errors, world, names)[0], strict=True))
     for pair, refusal in UNSUPPORTED_PAIRS.items():
         assert set(pair) <= Combination.parse(refusal.combination).degrees.keys(), pair

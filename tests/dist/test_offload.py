@@ -112,7 +112,10 @@ def _hosts(rank: int, world: int) -> list[str]:
     torch.set_num_threads(1)
     failures = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        for case in (ParityCase(3, windows=(1,) * 3), ParityCase(3, "bf16", windows=(2,) * 2, accumulation=2, clip=0.05)):
+        for case in (
+            ParityCase(3, windows=(1,) * 3),
+            ParityCase(3, "bf16", windows=(2,) * 2, accumulation=2, clip=0.05),
+        ):
             none = run_engine(tiny_gpt(), case, rank, world)
             tiered = run_engine(tiny_gpt(), tiers(case, folder, "nvme", "nvme"), rank, world)
             if tiered.losses != none.losses or not bitwise_equal(tiered.parameters, none.parameters):

@@ -13,10 +13,10 @@ import thalweg
 from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
-from thalweg.optim.worker import PiecewiseOptimizer
-from thalweg.store import SwapFile, IoFuture
-from thalweg.store.disk import Disk
-from thalweg.store.regions import round_up
+from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer
+from thalweg.storage_io import IoFuture, SwapFile
+from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.disk import Disk
 
 
 def _bytes(rank, world):
@@ -110,11 +110,11 @@ def _waits_for(begin: Any) -> Any:
 
 
 def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
-    from thalweg.optim import tiered
+    from thalweg.optim.offload import policy
 
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiered, "_MIN_BUFFER_BYTES", 1 << 16)  # so that a unit takes many buffers
+        patch.setattr(policy, "_MIN_BUFFER_BYTES", 1 << 16)  # so that a unit takes many buffers
         config = settings(folder)
         config["zero_optimization"]["offload_optimizer"]["buffer_size"] = 1000
         config["zero_optimization"]["offload_param"]["buffer_count"] = 3

@@ -93,13 +93,13 @@ def test_negative_control_a_step_that_is_taken_differs():
 
 def _without_room(rank, world):
     """Where the disk has no room for second places gradients rest until the step; nothing else changes."""
-    from thalweg.optim import tiered
+    from thalweg.optim.offload import policy
 
     results = []
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
         for room in (True, False):
             if not room:
-                patch.setattr(tiered.SwapFile, "extend_if_free", lambda self, needed, free: False)
+                patch.setattr(policy.SwapFile, "extend_if_free", lambda self, needed, free: False)
             engine = start(tiny_gpt(), folder)
             tentative = engine.optimizer._update._tentative
             assert (tentative is not None) == room

@@ -13,8 +13,8 @@ import torch
 import thalweg
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
-from tests.dist.test_abandon import Fused
 from tests.dist.test_engine import Branching
+from tests.dist.test_exception_recovery import Fused
 from tests.harness import run_ranks
 
 
@@ -213,7 +213,7 @@ def _partly(rank, world, folder):
 
 def _delays(rank, world, folder):
     """Transfers that take their time, each another one, in every order that this allows."""
-    from thalweg.store.disk import Disk
+    from thalweg.storage_io.disk import Disk
 
     results = []
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from thalweg.optim import to_local_optimizer, build_optimizer, clip_grads_, global_grad_norm
+from thalweg.optim import build_optimizer, clip_grads_, global_grad_norm, to_local_optimizer
 from thalweg.optim.build import OPTIMIZERS
 
 HYPER: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def two_axes(rank: int, world: int) -> dict[str, float]:
 
 def muon_traffic(rank: int, world: int, replicated: bool) -> tuple[float, int, bool]:
     """(distance to one process, orthogonalisations on this rank, all ranks hold the same bits)."""
-    import thalweg.optim.muon as muon_module
+    import thalweg.optim.algorithms.muon as muon_module
 
     counted = []
     original = muon_module.orthogonalize

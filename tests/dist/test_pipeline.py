@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
-from thalweg.parallel.pipeline.actions import PipelineSchedule
-from thalweg.parallel.pipeline.module import LayerSpec, PipelineModule, LocalLayers
-from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
-from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule, stages_per_rank
-from thalweg.parallel.pipeline.wire import P2PChannel
+from thalweg.parallel.pipeline.module import LayerSpec, LocalLayers, PipelineModule
+from thalweg.parallel.pipeline.p2p import P2PChannel
+from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, build_schedule, stages_per_rank
+from thalweg.parallel.pipeline.schedules.schedule import PipelineSchedule
 
 WIDTH = 6
 
@@ -68,7 +68,9 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
     schedule: PipelineSchedule = build_schedule(name, world, num_micro, num_virtual_stages=chunks)
     model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
     cuts = model.partition_layers(schedule.num_stages)
-    mine = {s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)}
+    mine = {
+        s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)
+    }
 
     def run(stage, value, batch):
         value = mine[stage](batch[0] if stage == 0 else value)
@@ -76,7 +78,9 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
 
     calls = StageCallbacks(run, lambda s: list(mine[s].parameters()), lambda loss: loss / num_micro)
     back = dist.new_group(list(range(world)))  # as on CUDA
-    runner = ScheduleExecutor(schedule, rank, P2PChannel(dist.group.WORLD, torch.device("cpu"), reverse_group=back), calls)
+    runner = ScheduleExecutor(
+        schedule, rank, P2PChannel(dist.group.WORLD, torch.device("cpu"), reverse_group=back), calls
+    )
     losses = [loss.item() for loss in runner.train(micro_batches(num_micro))]
     seen = [loss.item() for loss in runner.evaluate(micro_batches(num_micro))]
     assert seen == losses

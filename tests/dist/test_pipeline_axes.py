@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.pipe_parity import PipelineCase
+from tests.dist.pipeline_parity import PipelineCase
 from tests.dist.test_pipeline_engine import check
 
 pytest.importorskip("transformers")

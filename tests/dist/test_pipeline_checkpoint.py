@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import thalweg
-from tests.dist.tensor_models import make_batch, build_model
+from tests.dist.tensor_models import build_model, make_batch
 from tests.harness import run_ranks
 from thalweg.checkpoint import Checkpoint
 

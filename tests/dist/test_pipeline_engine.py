@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.dist.pipe_parity import LR, PipelineCase, PipelineResult, run_engine, run_plain
+from tests.dist.pipeline_parity import LR, PipelineCase, PipelineResult, run_engine, run_plain
 from tests.harness import run_ranks
 
 pytest.importorskip("transformers")

@@ -56,7 +56,7 @@ CASES = [(stage, dtype, n) for stage in range(4) for dtype, n in (("fp32", 1), (
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (2, 2)])
 def test_traffic_is_what_the_ledger_counts(world_size, hosts):
     import thalweg
-    from thalweg.plan.cluster import Cluster
+    from thalweg.plan.spec.cluster import Cluster
 
     cluster = Cluster(num_nodes=hosts, devices_per_node=world_size // hosts, device="cpu")
     for found in run_ranks(_ledger, world_size, CASES, hosts):
@@ -85,7 +85,7 @@ def _split(rank, world_size, degrees):
 
 def test_traffic_of_tensor_ranks_is_what_the_ledger_counts():
     import thalweg
-    from thalweg.plan.cluster import Cluster
+    from thalweg.plan.spec.cluster import Cluster
 
     degrees = [(2, 0), (2, 1), (2, 3)]
     cluster = Cluster(devices_per_node=4, device="cpu")
@@ -131,7 +131,7 @@ def _between_hosts(rank, world_size, cases):
 
 def test_what_crosses_between_hosts_is_what_the_ledger_counts():
     import thalweg
-    from thalweg.plan.cluster import Cluster
+    from thalweg.plan.spec.cluster import Cluster
 
     cluster = Cluster(num_nodes=2, devices_per_node=2, device="cpu")
     ranks = run_ranks(_between_hosts, 4, CROSSINGS)
@@ -218,7 +218,7 @@ def _offloaded(rank, world_size, zero):
     """(peak, planned peak) in MiB of one job."""
     import thalweg
     from thalweg.observe import resident_mib
-    from thalweg.plan.cluster import Cluster
+    from thalweg.plan.spec.cluster import Cluster
 
     cluster = Cluster(devices_per_node=world_size, device="cpu")
     _ = thalweg.initialize

@@ -7,7 +7,7 @@ import torch
 import thalweg
 from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.plan.cluster import Cluster
+from thalweg.plan.spec.cluster import Cluster
 
 SHAPE = GPTConfig(vocab_size=2048, n_layer=2, n_head=2, n_embd=64, block_size=32)
 
@@ -23,7 +23,7 @@ def config_of(stage, dtype="fp32", accumulation=1):
 
 
 def _simulate(rank, world_size, cases, ranks):
-    from thalweg.plan.simulate import simulate_rank
+    from tests.dist.simulated_rank import simulate_rank
 
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     batch = {"tokens_BT": tokens, "labels_BT": tokens}

@@ -121,7 +121,7 @@ def _place(swaps, tensor):
 def _train(cell, dtype, rank, world, folder):
     """Losses, parameters and moments; and what is not where it should be."""
     import thalweg
-    from thalweg.remat.offload import NvmeActivationOffloader
+    from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
 
     engine = thalweg.initialize(model=Small(), config=cell.config(dtype, folder))[0]
     update = getattr(engine.optimizer._update, "inner", engine.optimizer._update)
@@ -163,13 +163,13 @@ def _train(cell, dtype, rank, world, folder):
 
 
 def _run(rank, world, dtype, cells):
-    from thalweg.remat import putaway
+    from thalweg.activation_checkpointing import offloaded_forward
 
     torch.set_num_threads(1)
     failures: list[str] = []
     known: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(putaway, "MIN_OFFLOAD_BYTES", 1)
+        patch.setattr(offloaded_forward, "MIN_OFFLOAD_BYTES", 1)
         for cell in cells:
             losses, values, wrong = _train(cell, dtype, rank, world, folder)
             failures += [f"{cell}: {one}" for one in wrong]

@@ -26,7 +26,9 @@ def _pair(rank: int, world: int, cases: list[tuple[ParityCase, bool]]) -> list[t
             float((a.float() - b.float()).abs().max())
             for a, b in zip(plain.parameters, tiled.parameters, strict=True)
         )
-        found.append((plain.max_loss_difference(tiled), worst, bitwise_equal(plain.parameters, tiled.parameters)))
+        found.append(
+            (plain.max_loss_difference(tiled), worst, bitwise_equal(plain.parameters, tiled.parameters))
+        )
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.dist.parity import full_tensor
-from tests.dist.pipe_parity import PipelineCase, PipelineResult, run_engine, run_plain
+from tests.dist.pipeline_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
 
@@ -69,12 +69,16 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
     return PipelineResult([], norms, found)
 
 
-def _run(rank: int, world: int, cases: list[PipelineCase], loops: list[PipelineCase]) -> tuple[list[PipelineResult], list[list[PipelineResult]]]:
+def _run(
+    rank: int, world: int, cases: list[PipelineCase], loops: list[PipelineCase]
+) -> tuple[list[PipelineResult], list[list[PipelineResult]]]:
     whole = [run_engine(case, world, STEPS) for case in cases]
     return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss")] for case in loops]
 
 
-def _worst(results: list[PipelineResult], plain: PipelineResult, keys: tuple[str, ...] = tuple(TOLERANCE)) -> dict[str, float]:
+def _worst(
+    results: list[PipelineResult], plain: PipelineResult, keys: tuple[str, ...] = tuple(TOLERANCE)
+) -> dict[str, float]:
     found = [run.max_differences(plain) for run in results]
     return {key: max(one[key] for one in found) for key in keys}
 

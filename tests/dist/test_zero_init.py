@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from tests.harness import run_ranks
+from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import GatheredParameters, Init
-from thalweg.zero.init import has_meta_tensors, materialize_module
 
 SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
 TOKENS = torch.arange(16)[None]

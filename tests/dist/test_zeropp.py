@@ -10,7 +10,20 @@ import torch.distributed as dist
 
 from tests.dist.models import OddShapesModel, tiny_gpt
 from tests.dist.parity import ParityCase, bitwise_equal, run_engine, run_plain
-from tests.dist.zeropp import ALL, HPZ, LAYOUTS, LOCO, MICS, FEATURE_SETS, QG, QN, set_fake_host, init_engine, train_steps, wide_gpt
+from tests.dist.zeropp_support import (
+    ALL,
+    FEATURE_SETS,
+    HPZ,
+    LAYOUTS,
+    LOCO,
+    MICS,
+    QG,
+    QN,
+    init_engine,
+    set_fake_host,
+    train_steps,
+    wide_gpt,
+)
 from tests.harness import run_ranks
 
 # Largest difference of a loss in 6 updates from one plain process in fp32.
@@ -101,7 +114,9 @@ def _half(rank, world, dtype, stage):
     for name in ("hpZ", "MiCS", "all", "LoCo all", "all MiCS"):
         changes = {"dtype": dtype, "windows": (2, 2, 1, 2), "accumulation": 2, "clip": 0.05}
         plain = run_plain(tiny_gpt(), _case({}, **changes), world, adamw)
-        worst = run_engine(tiny_gpt(), _case(FEATURE_SETS[name], stage, **changes), rank, world).max_loss_difference(plain)
+        worst = run_engine(
+            tiny_gpt(), _case(FEATURE_SETS[name], stage, **changes), rank, world
+        ).max_loss_difference(plain)
         if not worst <= TOLERANCE["gradients"]:
             failures.append(f"{name} {dtype} stage {stage}: off by {worst:.1e}")
     return failures
@@ -151,7 +166,11 @@ def _hierarchical(rank, world):
     route = HostTopology.discover(group)
     hosts = HostGroups.discover(group, route)
     gather = TwoLevelAllGather(
-        hosts.intra_host_group, hosts.inter_host_group, (hosts.intra_host_topology, hosts.inter_host_topology), hosts.ranks_by_local_rank, "m"
+        hosts.intra_host_group,
+        hosts.inter_host_group,
+        (hosts.intra_host_topology, hosts.inter_host_topology),
+        hosts.ranks_by_local_rank,
+        "m",
     )
     out = gather.allocate((5 * world,), dtype=torch.bfloat16, device=torch.device("cpu"))
     own = out.narrow(0, 5 * rank, 5)

@@ -10,7 +10,18 @@ import torch.distributed as dist
 
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
-from tests.dist.zeropp import HPZ, LAYOUTS, LOCO, MICS, FEATURE_SETS, QW, set_fake_host, init_engine, train_steps, wide_gpt
+from tests.dist.zeropp_support import (
+    FEATURE_SETS,
+    HPZ,
+    LAYOUTS,
+    LOCO,
+    MICS,
+    QW,
+    init_engine,
+    set_fake_host,
+    train_steps,
+    wide_gpt,
+)
 from tests.harness import run_ranks
 
 ALL = FEATURE_SETS["all"]
@@ -192,7 +203,10 @@ def _with_offload(rank, world, layout):
                         continue  # keeps a copy of the parameters in each host's memory
                     mix["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0}
                 engine = init_engine(tiny_gpt(), mix)
-                found = train_steps(engine, rank, world, 3), [full_tensor(p) for p in engine.module.parameters()]
+                found = (
+                    train_steps(engine, rank, world, 3),
+                    [full_tensor(p) for p in engine.module.parameters()],
+                )
                 engine.close()
                 known = known or found
                 if found[0] != known[0] or not bitwise_equal(found[1], known[1]):

@@ -1,5 +1,5 @@
 """Fixtures of the end-to-end tests."""
 
-from tests.e2e.launching import launch
+from tests.e2e.launch_support import launch
 
 __all__ = ["launch"]

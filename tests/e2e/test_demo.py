@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import thalweg.cli
-from thalweg.cli.demo_rank import build_model, hash_weights, held_out_loss, build_plain_model
-from thalweg.cli.demo_settings import DemoSettings, build_engine_config
+from thalweg.cli.demo.settings import DemoSettings, build_engine_config
+from thalweg.cli.demo.worker import build_model, build_plain_model, hash_weights, held_out_loss
 from thalweg.config import load_config
 from thalweg.data import save_tokens
-from thalweg.observe.files import read_jsonl
+from thalweg.observe.file_writers import read_jsonl
 
 KEYS = {
     "loss_first",

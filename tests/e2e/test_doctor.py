@@ -38,7 +38,9 @@ def test_doctor_prints_one_json_object(tmp_path: Path) -> None:
 def test_doctor_names_a_cure_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (doctor._check_shared_memory, doctor._check_python, doctor._check_core_packages))
+    monkeypatch.setattr(
+        doctor, "CHECKS", (doctor._check_shared_memory, doctor._check_python, doctor._check_core_packages)
+    )
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import RUN_COMMAND, Launch, clean_environ, wait_output
+from tests.e2e.launch_support import RUN_COMMAND, Launch, clean_environ, wait_output
 
 DESCRIBE = """
     import json, os, sys
@@ -85,7 +85,11 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
     seen = json.loads((tmp_path / "rank0.json").read_text())
     assert done.returncode == 0 and seen["argv"][1:] == ["--help"] and seen["name"] == "__main__"
     done = subprocess.run(
-        [*RUN_COMMAND, "--no-python", "env"], cwd=tmp_path, env=clean_environ(), capture_output=True, text=True
+        [*RUN_COMMAND, "--no-python", "env"],
+        cwd=tmp_path,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "LOCAL_RANK=0\n" in done.stdout
     spawning = """
@@ -137,12 +141,12 @@ def test_wrong_use_is_one_paragraph_and_code_two(
     capsys: pytest.CaptureFixture,
 ) -> None:
     from thalweg.cli import main
-    from thalweg.launch import request
+    from thalweg.launch import spec
 
     (tmp_path / "script.py").write_text("print('ran')")
     (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(request, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(spec, "_count_gpus", lambda: 0)
     try:
         code = main(["run", *options])
     except SystemExit as leaving:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import thalweg
-from tests.e2e.launching import is_alive, clean_environ, wait_exited
+from tests.e2e.launch_support import clean_environ, is_alive, wait_exited
 from tests.repo.source import ROOT
 from tests.toy_engine import expected_text
 
@@ -146,9 +146,9 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         (replica,) = server.descendants()
         os.kill(replica, signal.SIGKILL)
-        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0]["text"] == expected_text(
-            "x", 5
-        )
+        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0][
+            "text"
+        ] == expected_text("x", 5)
         assert server.descendants() != [replica] and not is_alive(replica)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import RUN_COMMAND, is_alive, clean_environ, wait_exited
+from tests.e2e.launch_support import RUN_COMMAND, clean_environ, is_alive, wait_exited
 from tests.e2e.test_serve import SERVE, TOY, Running, environ
 from tests.repo.source import ROOT
 from tests.toy_engine import expected_text
@@ -141,7 +141,15 @@ def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
             f"import os, sys\nenter = {enter!r}\nhost, command = sys.argv[1], ' '.join(sys.argv[2:])\n"
             "os.execvp(enter[host][0], [*enter[host], 'sh', '-c', command])\n"
         )
-        command = [*RUN_COMMAND, "--hostfile", str(hostfile), "--ssh", f"{sys.executable} {reach}", "-m", "thalweg"]
+        command = [
+            *RUN_COMMAND,
+            "--hostfile",
+            str(hostfile),
+            "--ssh",
+            f"{sys.executable} {reach}",
+            "-m",
+            "thalweg",
+        ]
         command += ["serve", "toy:delay=0.005", *LOADER, "--port", "8123", "--json", "--host"]
         command += [hosts.addresses[0], "--api-key", "between-hosts"]
         process = subprocess.Popen(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import clean_environ
+from tests.e2e.launch_support import clean_environ
 from tests.repo.source import ROOT
 from tests.toy_engine import expected_text
 
@@ -26,7 +26,7 @@ SCRIPT = """
 import json, socket, sys, time, urllib.error, urllib.request
 import ray
 from ray import serve
-from thalweg.serve.ray import application
+from thalweg.serve.integrations.ray import application
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
@@ -97,7 +97,7 @@ def test_a_ray_application_is_the_same_server(tmp_path: Path) -> None:
 def test_without_ray_the_error_names_the_cure() -> None:
     if importlib.util.find_spec("ray"):
         pytest.skip("ray is installed")
-    from thalweg.serve.ray import application
+    from thalweg.serve.integrations.ray import application
 
     with pytest.raises(ImportError, match=r"pip install 'ray\[serve\]'"):
         application("model")

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import thalweg
-from tests.unit.infer_models import SEQ2SEQ_CONFIGS, DECODER_CONFIGS, tiny_encoder, greedy_generate, tiny_decoder
+from tests.unit.infer_models import (
+    DECODER_CONFIGS,
+    SEQ2SEQ_CONFIGS,
+    greedy_generate,
+    tiny_decoder,
+    tiny_encoder,
+)
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 pytestmark = [

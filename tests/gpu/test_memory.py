@@ -9,12 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from thalweg.activation_checkpointing import (
+    ActivationCheckpointPolicy,
+    CpuActivationOffloader,
+    NvmeActivationOffloader,
+    apply_activation_checkpointing,
+    offloaded_forward,
+)
 from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
-from thalweg.optim.delayed import ZenFlowPolicy
-from thalweg.remat import NvmeActivationOffloader, CpuActivationOffloader, ActivationCheckpointPolicy, apply_activation_checkpointing, putaway
-from thalweg.store import SwapFile
+from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.storage_io import SwapFile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +47,14 @@ def _train(saver, steps=4):
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_offloaded_inputs_keep_their_bits(where, monkeypatch):
-    monkeypatch.setattr(putaway, "MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr(offloaded_forward, "MIN_OFFLOAD_BYTES", 1)
     want = _train(None)
     with tempfile.TemporaryDirectory() as folder:
-        saver = CpuActivationOffloader(torch.device("cuda")) if where == "host" else NvmeActivationOffloader(partial(SwapFile, folder))
+        saver = (
+            CpuActivationOffloader(torch.device("cuda"))
+            if where == "host"
+            else NvmeActivationOffloader(partial(SwapFile, folder))
+        )
         assert all(torch.equal(a, b) for a, b in zip(_train(saver), want, strict=True))
 
 
@@ -80,7 +90,9 @@ def test_a_tiled_module():
 
 @pytest.mark.parametrize("hyper", [{"state_dtype": "bf16"}, {"state_dtype": "int8"}, {}], ids=str)
 def test_optimisers_step_as_on_the_cpu(hyper):
-    delay = None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
+    delay = (
+        None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
+    )
     results = []
     for device in ("cpu", "cuda"):
         g = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thalweg.moe import MoE
-from thalweg.ops.grouped import RowGroups, grouped_linear
+from thalweg.ops.grouped_mm import RowGroups, grouped_linear
 
 pytestmark = [
     pytest.mark.gpu,

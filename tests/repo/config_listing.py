@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.expected import describe_type
-from thalweg.config.fates import get_support_status
-from thalweg.config.problems import to_json_snippet
+from thalweg.config.errors import to_json_snippet
 from thalweg.config.schema import Config
-from thalweg.config.schema_base import Section, list_options, to_jsonable, get_section_type
-from thalweg.config.schema_optim import OPTIMIZERS
-from thalweg.config.schema_schedules import SCHEDULES
+from thalweg.config.schema.base import Section, get_section_type, list_options, to_jsonable
+from thalweg.config.schema.optimizer import OPTIMIZERS
+from thalweg.config.schema.scheduler import SCHEDULES
+from thalweg.config.suggestions import describe_type
+from thalweg.config.support import get_support_status
 
 LISTING_FILE = Path(__file__).with_name("config_schema.txt")
 
@@ -24,7 +24,11 @@ LISTING_FILE = Path(__file__).with_name("config_schema.txt")
 def render_listing() -> str:
     """One line for each option, in the order of the schema, then the parameters by type."""
     lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
-    lines += [_line(path, field, get_support_status(path)) for path, field in list_options(Config) if not _is_block(field)]
+    lines += [
+        _line(path, field, get_support_status(path))
+        for path, field in list_options(Config)
+        if not _is_block(field)
+    ]
     lines += _nested_options()
     for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         for name, model in table.items():

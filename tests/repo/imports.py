@@ -70,7 +70,11 @@ def find_layer_violations(modules: Iterable[SourceModule], lazy: Mapping[str, st
     """Imports that point the wrong way in ``LAYERS``, and rooms that are not in it."""
     modules = list(modules)
     rooms = {module.name: module.subpackage for module in modules}
-    wrong = [f"{m.path}: {m.subpackage} is not in the layout" for m in modules if m.subpackage and m.subpackage not in LAYERS]
+    wrong = [
+        f"{m.path}: {m.subpackage} is not in the layout"
+        for m in modules
+        if m.subpackage and m.subpackage not in LAYERS
+    ]
     for module, targets in zip(modules, import_graph(modules, lazy).values(), strict=True):
         if module.subpackage not in LAYERS:
             continue

@@ -7,14 +7,14 @@ from itertools import combinations as pairs_of
 
 from tests.dist.matrix import (
     FEATURES,
-    PLANNED_FEATURES,
-    UNCOVERED_PAIRS,
     PAIRED_FEATURES,
-    UNSUPPORTED_PAIRS,
+    PLANNED_FEATURES,
     TRIPLES,
+    UNCOVERED_PAIRS,
+    UNSUPPORTED_PAIRS,
     combinations,
-    mutually_exclusive,
     combinations_with,
+    mutually_exclusive,
 )
 
 _HEAD = """# What goes together
@@ -33,7 +33,11 @@ In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along a
 def pair_status(*keys: str) -> tuple[str, str]:
     """(mark, text) of a pair or triple of features; a pair that nobody has an answer for is an error."""
     for one, other in pairs_of(keys, 2):
-        pair = (one, other) if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS else (other, one)
+        pair = (
+            (one, other)
+            if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS
+            else (other, one)
+        )
         if mutually_exclusive(one, other):
             return "·", "one of the two is chosen"
         if later := PLANNED_FEATURES.get(one) or PLANNED_FEATURES.get(other):

@@ -21,14 +21,14 @@ UNSAFE_CALLS = {
     "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load",
     "builtins.eval", "builtins.exec", "builtins.compile",
 }  # fmt: skip
-FSDP2_FILE = "thalweg/zero/_fsdp2.py"
+FSDP2_FILE = "thalweg/zero/fsdp2/private_api.py"
 OPS_FOLDER = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
 PRIVATE_NAME_FILES = {
-    "_C._current_graph_task_id": "thalweg/zero/_fsdp2.py",  # whether a backward pass runs, as FSDP2 asks
-    "_C._swap_tensor_impl": "thalweg/zero/exchange.py",  # what torch.utils.swap_tensors does after its checks
-    "_C._nn": "thalweg/zero/pending.py",  # the argument parser of nn.Module.to
-    "_C._DisableTorchDispatch": "thalweg/zero/pending.py",  # the guard that FakeTensor is built with
+    "_C._current_graph_task_id": "thalweg/zero/fsdp2/private_api.py",  # whether a backward pass runs, as FSDP2 asks
+    "_C._swap_tensor_impl": "thalweg/deferred_init/tensor_swap.py",  # what torch.utils.swap_tensors does after its checks
+    "_C._nn": "thalweg/deferred_init/deferred_tensor.py",  # the argument parser of nn.Module.to
+    "_C._DisableTorchDispatch": "thalweg/deferred_init/deferred_tensor.py",  # the guard that FakeTensor is built with
 }
 DOCUMENTED_IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
 PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}

@@ -10,8 +10,8 @@ import pytest
 import thalweg
 from tests.repo.config_listing import LISTING_FILE, render_listing
 from thalweg.config import Config
-from thalweg.config.fates import UNSUPPORTED_BLOCKS, IGNORED, UNSUPPORTED, get_support_status
-from thalweg.config.schema_base import AUTO, Section, literal_choices, list_options, get_section_type
+from thalweg.config.schema.base import AUTO, Section, get_section_type, list_options, literal_choices
+from thalweg.config.support import IGNORED, UNSUPPORTED, UNSUPPORTED_BLOCKS, get_support_status
 
 CURE = "run `python -m tests.repo.config_listing` and review the difference"
 PATHS = {path for path, _ in list_options(Config)}

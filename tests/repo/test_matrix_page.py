@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import matrix
-from tests.repo.matrix_page import render_page, pair_status
+from tests.repo.matrix_page import pair_status, render_page
 from tests.repo.source import ROOT
 
 

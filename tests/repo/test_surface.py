@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from tests.repo.surface import surface_lines, member_lines
+from tests.repo.surface import member_lines, surface_lines
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
 

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.checkpoint import Checkpoint, FileSystem, FaultInjectingFileSystem, Snapshot, build_snapshot, open_verified, save_snapshot
+from thalweg.checkpoint import (
+    Checkpoint,
+    FaultInjectingFileSystem,
+    FileSystem,
+    Snapshot,
+    build_snapshot,
+    open_verified,
+    save_snapshot,
+)
 
 
 def tiny_snapshot(seed: int = 0) -> Snapshot:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from thalweg.infer import Request, SamplingParams
-from thalweg.infer.engine import LLMEngine
+from thalweg.infer.engine.engine import LLMEngine
 
 _BASE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256}
 _LLAMA = _BASE | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

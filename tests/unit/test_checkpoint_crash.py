@@ -11,12 +11,12 @@ import torch
 
 from tests.unit.checkpoint_support import (
     NoFsyncFileSystem,
-    record_operations,
-    list_names,
     fail_at,
-    run_in_fork,
     kill_at,
+    list_names,
     newest_digest,
+    record_operations,
+    run_in_fork,
     saved_digest,
     tiny_snapshot,
 )
@@ -41,7 +41,9 @@ def first(folder: Path) -> None:
 
 
 def digests(folder: Path) -> tuple[str, str]:
-    return saved_digest(tiny_snapshot(1), 1, folder / "one"), saved_digest(tiny_snapshot(2), 2, folder / "two")
+    return saved_digest(tiny_snapshot(1), 1, folder / "one"), saved_digest(
+        tiny_snapshot(2), 2, folder / "two"
+    )
 
 
 def left_over(folder: Path) -> set[str]:
@@ -97,12 +99,16 @@ def test_a_failing_disk_at_every_operation_leaves_the_old_checkpoint(tmp_path, v
 
 def test_a_first_save_that_is_killed_leaves_nothing_to_load(tmp_path):
     operations = len(
-        record_operations(lambda io: save_snapshot(tmp_path / "count" / "deep", "a", tiny_snapshot(1), step=1, io=io)).calls
+        record_operations(
+            lambda io: save_snapshot(tmp_path / "count" / "deep", "a", tiny_snapshot(1), step=1, io=io)
+        ).calls
     )
     new = saved_digest(tiny_snapshot(1), 1, tmp_path / "reference")
     for k in range(operations):
         folder = tmp_path / f"{k}" / "deep"
-        run_in_fork(lambda folder=folder, k=k: save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=kill_at(k)))
+        run_in_fork(
+            lambda folder=folder, k=k: save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=kill_at(k))
+        )
         checkpoint = open_verified(folder)
         assert checkpoint is None or newest_digest(folder) == new
         save_snapshot(folder, "b", tiny_snapshot(2), step=2, io=NoFsyncFileSystem())

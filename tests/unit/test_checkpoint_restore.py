@@ -21,8 +21,8 @@ from thalweg.checkpoint import (
     CheckpointMismatchError,
     Snapshot,
     build_snapshot,
-    open_verified,
     model_tensors,
+    open_verified,
     restore_module,
     save_snapshot,
 )

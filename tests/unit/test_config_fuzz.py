@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from tests.unit.config_mutations import BASE_CONFIGS, misspell, mutate, mutate_text
 from thalweg.config import Config, ConfigError, load, load_config, resolve
-from thalweg.config.older import DEPRECATED_KEYS
-from thalweg.config.schema_base import Section, union_members, get_section_type
-from thalweg.config.schema_optim import get_params_schema
-from thalweg.config.text import parse
+from thalweg.config.aliases import DEPRECATED_KEYS
+from thalweg.config.hjson import parse
+from thalweg.config.schema.base import Section, get_section_type, union_members
+from thalweg.config.schema.optimizer import get_params_schema
 
 SEED = int(os.environ.get("THALWEG_SEED", "20"))
 COUNT = int(os.environ.get("THALWEG_MUTATIONS", "600"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from thalweg.config import ConfigError, load_config
-from thalweg.config.schema_base import Section, to_jsonable
-from thalweg.config.schema_optim import OPTIMIZERS, UNUSABLE_OPTIMIZERS
-from thalweg.config.schema_schedules import REQUIRED_PARAMS, SCHEDULES, UNUSABLE_SCHEDULES
-from thalweg.optim import build_optimizer, build_lr_scheduler
+from thalweg.config.schema.base import Section, to_jsonable
+from thalweg.config.schema.optimizer import OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from thalweg.config.schema.scheduler import REQUIRED_PARAMS, SCHEDULES, UNUSABLE_SCHEDULES
+from thalweg.optim import build_lr_scheduler, build_optimizer
 
 COMPRESSED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 BUILT = [name for name in OPTIMIZERS if name not in COMPRESSED]

@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.config import Config, ConfigError, ModelSize, load, load_config, resolve
-from thalweg.config.check import RULES
-from thalweg.config.fates import IGNORED, UNSUPPORTED
-from thalweg.config.schema_base import AUTO, literal_choices, list_options, get_section_type, get_by_path, replace_by_path
+from thalweg.config.rules import RULES
+from thalweg.config.schema.base import (
+    AUTO,
+    get_by_path,
+    get_section_type,
+    list_options,
+    literal_choices,
+    replace_by_path,
+)
+from thalweg.config.support import IGNORED, UNSUPPORTED
 
 LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -519,7 +526,9 @@ def _a_leaf(path: str) -> tuple[str, Any]:
     """The path itself, or the first option below it that is no block, and its default."""
     found = ((p, field) for p, field in list_options(Config) if p == path or p.startswith(f"{path}."))
     return next(
-        (p, field.default) for p, field in found if not get_section_type(field.annotation) and field.default != AUTO
+        (p, field.default)
+        for p, field in found
+        if not get_section_type(field.annotation) and field.default != AUTO
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from thalweg.data import PassthroughLoader, wrap_dataloader, build_loader, cycle
+from thalweg.data import PassthroughLoader, build_loader, cycle, wrap_dataloader
 
 
 class Squares(Dataset):

@@ -95,7 +95,8 @@ def test_slurm_first_host(nodes: str, first: str) -> None:
 
 def test_schedulers_without_a_port_agree_on_one() -> None:
     ports = {
-        read_rank_info(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port for r in range(6)
+        read_rank_info(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port
+        for r in range(6)
     }
     assert len(ports) == 1
     assert read_rank_info(SRUN | {"SLURM_JOB_ID": "4243"}).master_port not in ports, "two jobs, two ports"
@@ -103,7 +104,9 @@ def test_schedulers_without_a_port_agree_on_one() -> None:
     first = read_rank_info(MPIRUN).master_port
     assert (
         first
-        == read_rank_info(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port
+        == read_rank_info(
+            MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        ).master_port
     )
     assert first is not None and first != 29500
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.moe_models import NUM_EXPERTS, MODELS, make_batch, build_model, compute_loss
-from thalweg.ops.grouped import RowGroups
-from thalweg.parallel.containers import ExpertFilter, find_experts
-from thalweg.parallel.expert import local_rows
-from thalweg.parallel.lists import ExpertModuleList
-from thalweg.parallel.plans import UnshardableModelError
+from tests.dist.moe_models import MODELS, NUM_EXPERTS, build_model, compute_loss, make_batch
+from thalweg.ops.grouped_mm import RowGroups
+from thalweg.parallel.expert.detect import ExpertFilter, find_experts
+from thalweg.parallel.expert.expert_parallel import local_rows
+from thalweg.parallel.expert.module_list import ExpertModuleList
+from thalweg.parallel.tensor.plan import UnshardableModelError
 
 
 class LocalDispatcher:
@@ -74,7 +74,9 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
 
 def test_patterns_choose_layers():
     model = build_model("mixtral")
-    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
+    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == [
+        "model.layers.1.mlp.experts"
+    ]
     assert not find_experts(model, ExpertFilter(expert_pattern="^others$"))
 
 

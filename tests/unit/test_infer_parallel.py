@@ -20,13 +20,15 @@ import thalweg
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.parallel import start_worker
-from thalweg.infer.ranks import WorkerChannel, WorkerGroup, WorkerDiedError
-from thalweg.infer.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
-from thalweg.ops import native
+from thalweg.infer.parallel.executor import start_worker
+from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
+from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup
+from thalweg.ops import cpu_kernels
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
-kernels = pytest.mark.skipif(bool(native.unsupported_reason("int8")), reason=native.unsupported_reason("int8"))
+kernels = pytest.mark.skipif(
+    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +70,9 @@ def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = No
         lines.append(WorkerChannel(ours))
 
         threads.append(
-            threading.Thread(target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True)
+            threading.Thread(
+                target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True
+            )
         )
         threads[-1].start()
     engine = load_engine(model, asked, runner=runner, workers=WorkerGroup(lines))
@@ -233,7 +237,9 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"):
+    with pytest.raises(
+        WorkerDiedError, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"
+    ):
         tokens(engine)
     assert time.monotonic() - begun < 10
     engine.close()

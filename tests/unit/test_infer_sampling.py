@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from thalweg.infer import Request, SamplingParams
-from thalweg.infer.sampler import SampledToken, sample_token, argmax, seeded_uniform
-from thalweg.infer.sequence import Sequence
-from thalweg.infer.text import IncrementalDetokenizer
+from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
+from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, seeded_uniform
+from thalweg.infer.engine.sequence import Sequence
 
 VOCAB = 40
 
@@ -70,7 +70,7 @@ def test_the_kept_tokens_are_hugging_faces(
     fields = {"temperature": heat, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     made = sequence(**fields, repetition_penalty=repetition, seed=seed)
     want = hugging_face(made.params, (1, 2, 3), row)
-    from thalweg.infer import sampler
+    from thalweg.infer.engine import sampler
 
     drawn = set()
     for draw in (0.0, 0.25, 0.5, 0.75, 1 - 1e-12):
@@ -193,7 +193,9 @@ class Spaces:
 
 @given(st.lists(st.sampled_from([" a", " bc", "d", ".", " "]), max_size=8), st.integers(0, 8))
 def test_the_space_between_prompt_and_output_is_there(tokens: list[str], at: int) -> None:
-    stream = IncrementalDetokenizer(Spaces(), (), include_stop=False, skip_special_tokens=True, prompt_tokens=tokens[:at])  # type: ignore[arg-type]
+    stream = IncrementalDetokenizer(
+        Spaces(), (), include_stop=False, skip_special_tokens=True, prompt_tokens=tokens[:at]
+    )  # type: ignore[arg-type]
     got = "".join(stream.append(token)[0] for token in tokens[at:]) + stream.flush()  # type: ignore[arg-type]
     assert Spaces().decode(tokens[:at]) + got == Spaces().decode(tokens)
 

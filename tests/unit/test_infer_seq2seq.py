@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
-from tests.unit.infer_models import SEQ2SEQ_CONFIGS, tiny_encoder, greedy_generate
+from tests.unit.infer_models import SEQ2SEQ_CONFIGS, greedy_generate, tiny_encoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
-from thalweg.infer.engine import LLMEngine
-from thalweg.ops import native
+from thalweg.infer.engine.engine import LLMEngine
+from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNER = "eager" if native.unsupported_reason("fp32") else "native"
+RUNNER = "eager" if cpu_kernels.unsupported_reason("fp32") else "native"
 OPTIONS = EngineConfig(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
 T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})

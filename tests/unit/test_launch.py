@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.cli import run as cli_run
-from thalweg.launch.cores import cpu_quota, parse_cpu_list, physical_cores, assign_cores
+from thalweg.cli import run
+from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_cpu_list, physical_cores
 from thalweg.launch.failure import collect_failures, format_report
-from thalweg.launch.watch import RankExit
+from thalweg.launch.process_monitor import RankExit
 
 
 @settings(deadline=None)
@@ -128,7 +128,9 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
     ):
         text = format_report(collect_failures(tmp_path, {0: -number}, {}), 1)
         assert number.name in text and hint in text
-    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
+    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), (
+        "a real-time signal has no name"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,5 +150,5 @@ def test_the_scripts_arguments_are_set_apart(
     arguments: list[str], mine: list[str], script: list[str]
 ) -> None:
     subparsers = argparse.ArgumentParser().add_subparsers()
-    cli_run.add_parser(subparsers)
-    assert cli_run.split_passthrough(subparsers.choices["run"], arguments) == (mine, script)
+    run.add_parser(subparsers)
+    assert run.split_passthrough(subparsers.choices["run"], arguments) == (mine, script)

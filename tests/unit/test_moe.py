@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thalweg.nn.experts import Experts
-from thalweg.nn.moe import GatePolicy, MoE, route
-from thalweg.ops.grouped import RowGroups
+from thalweg.nn.moe.experts import Experts
+from thalweg.nn.moe.layer import GatePolicy, MoE, route
+from thalweg.ops.grouped_mm import RowGroups
 
 
 def _expert(width: int = 8, inner: int = 12, bias: bool = True) -> nn.Module:

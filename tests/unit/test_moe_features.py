@@ -18,9 +18,9 @@ from thalweg.moe import (
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
-from thalweg.nn.experts import Experts
-from thalweg.nn.moe import GatePolicy, route
-from thalweg.ops.grouped import RowGroups, grouped_linear, sort_by_expert
+from thalweg.nn.moe.experts import Experts
+from thalweg.nn.moe.layer import GatePolicy, route
+from thalweg.ops.grouped_mm import RowGroups, grouped_linear, sort_by_expert
 
 
 def _layer(**options) -> MoE:
@@ -82,7 +82,9 @@ def test_dropped_choices_give_nothing(options):
     y, _, counts = layer(x)
     routing = route(layer.gate(x), layer.policy)
     assert (
-        not routing.in_capacity.all() and torch.equal(counts, routing.counts) and counts.sum() == 10 * layer.policy.k
+        not routing.in_capacity.all()
+        and torch.equal(counts, routing.counts)
+        and counts.sum() == 10 * layer.policy.k
     )
     assert torch.allclose(y, _by_loop(layer, x), atol=1e-5)
     found = torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()])

@@ -27,8 +27,8 @@ from thalweg.observe import (
     model_tflops,
     resident_mib,
 )
-from thalweg.observe.console import ConsoleWriter
-from thalweg.observe.files import CsvWriter, JsonlWriter, read_jsonl
+from thalweg.observe.console_writer import ConsoleWriter
+from thalweg.observe.file_writers import CsvWriter, JsonlWriter, read_jsonl
 
 OFF = SimpleNamespace(enabled=False)
 
@@ -181,7 +181,7 @@ def test_a_terminal_without_a_size_gets_a_bar_too():
     """A pseudo-terminal that nobody sized says 0 columns and 0 rows (as under `script`)."""
     code = (
         "from thalweg.observe import StepRecord\n"
-        "from thalweg.observe.console import ConsoleWriter\n"
+        "from thalweg.observe.console_writer import ConsoleWriter\n"
         "writer = ConsoleWriter(every=1, total_steps=3)\n"
         "[writer.step(StepRecord(step=step, loss=1.5)) for step in (1, 2, 3)]\n"
         "writer.close()\n"
@@ -213,7 +213,7 @@ def test_tensorboard_holds_the_scalars_of_both_runs(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_package_is_named_on_every_rank(tmp_path, monkeypatch, rank):
-    monkeypatch.setattr("thalweg.observe.record.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("thalweg.observe.step_record.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"wandb.*pip install wandb"):
         build_recorder(config(tmp_path, "wandb"), rank=rank)
     with pytest.raises(ValueError, match=r"thalweg\[monitor\]"):

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thalweg.ops import linear as linear_module
-from thalweg.ops import products
-from thalweg.ops.linear import conv1d, linear
-from thalweg.ops.products import KERNELS, SUPPORTED_DTYPES, MATMUL_KINDS, REFERENCE, make_operands, is_usable
+from thalweg.ops.linear import functional, kernels
+from thalweg.ops.linear.functional import conv1d, linear
+from thalweg.ops.linear.kernels import (
+    KERNELS,
+    MATMUL_KINDS,
+    REFERENCE,
+    SUPPORTED_DTYPES,
+    is_usable,
+    make_operands,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
@@ -38,8 +44,8 @@ def forced(monkeypatch: pytest.MonkeyPatch):
 
     def force(name: str = "onednn") -> Forced:
         table = Forced(name)
-        monkeypatch.setattr(linear_module, "get_autotune_cache", lambda: table)
-        monkeypatch.setattr(linear_module, "_MIN_FLOPS", 0.0)
+        monkeypatch.setattr(functional, "get_autotune_cache", lambda: table)
+        monkeypatch.setattr(functional, "_MIN_FLOPS", 0.0)
         return table
 
     return force
@@ -108,7 +114,7 @@ def test_the_probe_refuses_a_wrong_kernel_and_a_missing_one(monkeypatch: pytest.
         raise RuntimeError("could not create a primitive")
 
     broken["nn"]["onednn"] = missing
-    monkeypatch.setattr(products, "KERNELS", broken)
+    monkeypatch.setattr(kernels, "KERNELS", broken)
     is_usable.cache_clear()
     try:
         assert not is_usable("nt", "onednn", torch.float32)
@@ -139,7 +145,7 @@ def test_a_wrong_kernel_would_be_seen(forced, monkeypatch: pytest.MonkeyPatch) -
     for kind in MATMUL_KINDS:
         wrong = {**KERNELS[kind], "onednn": lambda *args, k=kind: KERNELS[k][REFERENCE](*args) * 1.001}
         with monkeypatch.context() as patch:
-            patch.setattr(linear_module, f"_{kind.upper()}", wrong)
+            patch.setattr(functional, f"_{kind.upper()}", wrong)
             with pytest.raises(AssertionError):
                 compare(linear, F.linear, *layer((37, 24), 40))
 
@@ -183,8 +189,8 @@ def test_any_shape_layout_and_frozen_part(shape, k, n, bias, frozen, layout) -> 
     if b is not None:
         b.requires_grad_("bias" not in frozen)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "get_autotune_cache", lambda: Forced("onednn"))
-        patch.setattr(linear_module, "_MIN_FLOPS", 0.0)
+        patch.setattr(functional, "get_autotune_cache", lambda: Forced("onednn"))
+        patch.setattr(functional, "_MIN_FLOPS", 0.0)
         results = []
         for function in (linear, F.linear):
             leaf = x.detach().requires_grad_("x" not in frozen)
@@ -380,7 +386,7 @@ def test_what_is_not_known_to_be_safe_goes_to_torch(forced) -> None:
 
 def test_a_small_product_is_not_worth_a_question(forced, monkeypatch: pytest.MonkeyPatch) -> None:
     table = forced()
-    monkeypatch.setattr(linear_module, "_MIN_FLOPS", 4e6)
+    monkeypatch.setattr(functional, "_MIN_FLOPS", 4e6)
     x, weight, bias = layer((16, 24), 40)
     assert not fused_node(linear(x, weight, bias))
     x, weight, bias = layer((256, 128), 128)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.optim import build_optimizer
+from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS
 from thalweg.optim.build import OPTIMIZERS
-from thalweg.optim.elementwise import ELEMENTWISE_OPTIMIZERS
-from thalweg.optim.local import LocalStepMixin
+from thalweg.optim.dtensor_local import LocalStepMixin
 
 torch.set_num_threads(1)
 SHAPES = [(5, 3), (4,), (), (0, 3), (2, 3, 2)]

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thalweg.parallel.pipeline._torch import backward_weights, backward_inputs
-from thalweg.parallel.pipeline.actions import Action, PipelineSchedule, validate_schedule
-from thalweg.parallel.pipeline.cut import partition_balanced
-from thalweg.parallel.pipeline.draw import timeline_to_svg, timeline_to_text
-from thalweg.parallel.pipeline.runtime import ScheduleExecutor, StageCallbacks
-from thalweg.parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule, stages_per_rank
-from thalweg.parallel.pipeline.simulate import ActionCosts, simulate
-from thalweg.parallel.pipeline.wire import P2PChannel
+from thalweg.parallel.pipeline._torch_pipelining import backward_inputs, backward_weights
+from thalweg.parallel.pipeline.p2p import P2PChannel
+from thalweg.parallel.pipeline.partition import partition_balanced
+from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
+from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, build_schedule, stages_per_rank
+from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule, validate_schedule
+from thalweg.parallel.pipeline.schedules.simulate import ActionCosts, simulate
+from thalweg.parallel.pipeline.schedules.visualize import timeline_to_svg, timeline_to_text
 
 COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16)]
 
@@ -31,7 +31,10 @@ def test_the_bubble_is_the_textbook_one(name, ranks, micro):
 
 @pytest.mark.parametrize(("ranks", "micro"), COUNTS)
 def test_zbv_at_least_halves_the_bubble_within_the_same_memory(ranks, micro):
-    plain, better = simulate(build_schedule("1f1b", ranks, micro)), simulate(build_schedule("zbv", ranks, micro))
+    plain, better = (
+        simulate(build_schedule("1f1b", ranks, micro)),
+        simulate(build_schedule("zbv", ranks, micro)),
+    )
     assert better.bubble <= 0.5 * plain.bubble
     # Its stages are half as large.
     assert max(better.peak_in_flight(r) for r in range(ranks)) <= 2 * plain.peak_in_flight(0)
@@ -39,7 +42,10 @@ def test_zbv_at_least_halves_the_bubble_within_the_same_memory(ranks, micro):
 
 @pytest.mark.parametrize(("ranks", "micro"), COUNTS)
 def test_zb_h1_shrinks_the_bubble_within_the_first_ranks_memory(ranks, micro):
-    plain, better = simulate(build_schedule("1f1b", ranks, micro)), simulate(build_schedule("zb_h1", ranks, micro))
+    plain, better = (
+        simulate(build_schedule("1f1b", ranks, micro)),
+        simulate(build_schedule("zb_h1", ranks, micro)),
+    )
     assert better.bubble <= 0.58 * plain.bubble
     assert max(better.peak_in_flight(r) for r in range(ranks)) <= plain.peak_in_flight(0)
 
@@ -69,7 +75,9 @@ def test_check_names_what_is_wrong():
     with pytest.raises(ValueError, match="twice"):
         validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, (first, (*second, second[0]))))
     with pytest.raises(ValueError, match="stage lies on rank 1"):
-        validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, ((*first, Action("F", 1, 0)), second[1:])))
+        validate_schedule(
+            PipelineSchedule("x", 2, good.stage_to_rank, ((*first, Action("F", 1, 0)), second[1:]))
+        )
     backwards_first = tuple(sorted(first, key=lambda action: action.kind))
     with pytest.raises(ValueError, match="wait for each other: rank 0 at 0B0"):
         validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, (backwards_first, second)))

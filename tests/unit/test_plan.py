@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
-from thalweg.config.schema_train import Tiling
+from thalweg.config.schema.training import Tiling
 from thalweg.nn.tiling import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.plan.batch import infer_input_spec, input_spec_from_call
-from thalweg.plan.cluster import DEVICES, Cluster, build_cluster
-from thalweg.plan.depth import measure_extrapolated
-from thalweg.plan.heap import MallocModel
-from thalweg.plan.published import transformer_activation_bytes, zero_state_bytes
-from thalweg.plan.rehearsal import trace_step
-from thalweg.plan.setting import RankTopology, RunSpec, copy_to_meta
-from thalweg.plan.sizes import parse_bytes, format_bytes
-from thalweg.plan.source import load_meta_model
-from thalweg.plan.tape import AllocationRecorder
+from thalweg.plan.extrapolate import measure_extrapolated
+from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
+from thalweg.plan.inputs.model_loader import load_meta_model
+from thalweg.plan.memory.malloc_model import MallocModel
+from thalweg.plan.report.formulas import transformer_activation_bytes, zero_state_bytes
+from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
+from thalweg.plan.spec.run_spec import RankTopology, RunSpec, copy_to_meta
+from thalweg.plan.trace.alloc_recorder import AllocationRecorder
+from thalweg.plan.trace.step import trace_step
+from thalweg.utils.formatting import format_bytes, parse_bytes
 from thalweg.zero.policy import Precision, ZeroPolicy
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)
@@ -149,7 +149,9 @@ def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
     own = {number for number, _, label in fake.window_events if label == "buffers"}
     events = [event for event in fake.window_events if abs(event[0]) not in own]
     assert live_peak(events) == pytest.approx(live_peak(tape.events), rel=0.03)
-    plain = trace_step(on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None))
+    plain = trace_step(
+        on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
+    )
     if tiling.loss:  # full logits would be most of it
         assert live_peak(fake.window_events) < 0.7 * live_peak(plain.window_events)
     else:
@@ -273,7 +275,7 @@ def test_the_answer_has_its_keys_and_fits_or_not():
 
 
 def test_a_suggestion_fits_when_it_is_followed():
-    from thalweg.plan.changes import apply_changes
+    from thalweg.plan.spec.config_changes import apply_changes
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 64}
@@ -285,7 +287,7 @@ def test_a_suggestion_fits_when_it_is_followed():
 
 
 def test_the_page_needs_no_network():
-    from thalweg.plan.page import plan_to_html
+    from thalweg.plan.report.html import plan_to_html
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     page = plan_to_html(thalweg.plan(tiny, CONFIG, device="h100"))

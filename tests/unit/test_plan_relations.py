@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
-from thalweg.plan import Cluster, Plan, depth
-from thalweg.plan.batch import input_spec_from_call
-from thalweg.plan.changes import apply_changes
-from thalweg.plan.page import plan_to_html
+from thalweg.plan import Cluster, Plan, extrapolate
+from thalweg.plan.inputs.input_spec import input_spec_from_call
+from thalweg.plan.report.html import plan_to_html
+from thalweg.plan.spec.config_changes import apply_changes
 
 pytest.importorskip("transformers")
 GIB = 2**30
@@ -214,10 +214,10 @@ def test_a_deep_model_needs_what_the_whole_of_it_does(
     """Also where another moment is the highest in a shallow one: a large embedding is gathered there."""
     config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config |= {"activation_checkpointing": {"policy": policy}}
-    monkeypatch.setattr(depth, "MAX_FULL_DEPTH", 6)
+    monkeypatch.setattr(extrapolate, "MAX_FULL_DEPTH", 6)
     found = ask(shape, config, 1, 8, 32)
-    monkeypatch.setattr(depth, "MAX_FULL_DEPTH", 1000)
-    monkeypatch.setattr(depth, "MAX_TOTAL_FULL_DEPTH", 1000)
+    monkeypatch.setattr(extrapolate, "MAX_FULL_DEPTH", 1000)
+    monkeypatch.setattr(extrapolate, "MAX_TOTAL_FULL_DEPTH", 1000)
     whole = ask(shape, config, 1, 8, 32)
     assert found.per_rank.total == pytest.approx(whole.per_rank.total, rel=0.02)
     for name, value in asdict(whole.per_rank).items():

@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thalweg
 from thalweg.config import load
-from thalweg.ops.table import AutotuneCache
-from thalweg.plan.auto import auto_keys
-from thalweg.plan.cluster import DEVICES, Cluster
-from thalweg.plan.setting import unmodelled_options
-from thalweg.plan.tape import AllocationRecorder
+from thalweg.ops.linear.autotune_cache import AutotuneCache
+from thalweg.plan.search.auto import auto_keys
+from thalweg.plan.spec.cluster import DEVICES, Cluster
+from thalweg.plan.spec.run_spec import unmodelled_options
+from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 
 SHAPE = {"vocab_size": 512, "n_layer": 8, "n_head": 4, "n_embd": 128, "block_size": 128}
 GPUS = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 40, flops=DEVICES["h100"].flops)

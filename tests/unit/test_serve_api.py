@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import ToyTokenizer, expected_text
-from thalweg.serve.text import ChatTokenizer
+from thalweg.serve.openai.tokenizer import ChatTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ def test_a_completion_is_what_the_engine_gives(server: ServerThread) -> None:
     assert choice["text"] == expected_text("deep river", 40) and choice["finish_reason"] == "length"
     assert answer["object"] == "text_completion" and answer["model"] == "toy"
     assert answer["usage"]["prompt_tokens"] == 10 and answer["usage"]["completion_tokens"] == 40
-    assert choice["text"] != expected_text("deep rivers", 40), "negative control: another prompt, another text"
+    assert choice["text"] != expected_text("deep rivers", 40), (
+        "negative control: another prompt, another text"
+    )
 
 
 def test_prompts_in_each_form_and_n_samples(server: ServerThread) -> None:
@@ -67,7 +69,11 @@ def test_streams_of_several_samples_are_told_apart(server: ServerThread) -> None
     for event in events[:-1]:
         (choice,) = event["choices"]
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    assert texts[0] == expected_text("a", 20, 7, 0) and texts[1] == expected_text("a", 20, 7, 1) and len(texts) == 4
+    assert (
+        texts[0] == expected_text("a", 20, 7, 0)
+        and texts[1] == expected_text("a", 20, 7, 1)
+        and len(texts) == 4
+    )
 
 
 @pytest.mark.parametrize("stop", [["Flüsse"], ["川"], ["e F", "深い"], "n"])
@@ -118,9 +124,9 @@ def test_chat_with_the_plain_template(server: ServerThread) -> None:
 
 
 def test_echo(server: ServerThread) -> None:
-    assert server.create_completion("echo me", max_tokens=5, echo=True)["choices"][0]["text"] == "echo me" + expected_text(
-        "echo me", 5
-    )
+    assert server.create_completion("echo me", max_tokens=5, echo=True)["choices"][0][
+        "text"
+    ] == "echo me" + expected_text("echo me", 5)
     events = server.stream("/v1/completions", prompt="echo me", max_tokens=5, echo=True)
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "echo me" + expected_text("echo me", 5)
 
@@ -214,7 +220,9 @@ def test_chat_with_a_template_and_tools() -> None:
         none = server.post(
             "/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none"
         )
-        assert none[1]["choices"][0]["message"]["content"] == expected_text("[user] How deep?\n[assistant] ", 20)
+        assert none[1]["choices"][0]["message"]["content"] == expected_text(
+            "[user] How deep?\n[assistant] ", 20
+        )
         refused = [*messages, {"role": "tool", "content": "7", "tool_call_id": "x"}]
         status, answer = server.post("/v1/chat/completions", messages=refused)
         assert status == 400 and "no tool results here" in answer["error"]["message"]
@@ -276,9 +284,9 @@ def test_the_page_needs_nothing_from_elsewhere(server: ServerThread) -> None:
 def test_the_openai_client_understands_it(server: ServerThread) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected_text(
-        "sdk", 8
-    )
+    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[
+        0
+    ].text == expected_text("sdk", 8)
     messages = [{"role": "user", "content": "sdk"}]
     chunks = list(
         client.chat.completions.create(model="toy", messages=messages, max_tokens=30, stream=True, seed=2)

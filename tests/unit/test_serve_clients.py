@@ -17,15 +17,15 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import ToyTokenizer, expected_text
-from thalweg.cli import chat as chat_command
-from thalweg.serve import lower
+from thalweg.cli import chat
 from thalweg.serve import server as serving
-from thalweg.serve.ask import iter_sse
+from thalweg.serve.client import iter_sse
 from thalweg.serve.errors import ApiError
-from thalweg.serve.mii import Client
-from thalweg.serve.schema import ChatRequest, parse_body
-from thalweg.serve.text import ChatTokenizer
-from thalweg.serve.tools import ToolParser, tool_choice_schema
+from thalweg.serve.mii.deployment import Client
+from thalweg.serve.openai import convert
+from thalweg.serve.openai.schema import ChatRequest, parse_body
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai.tools import ToolParser, tool_choice_schema
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -140,13 +140,18 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(server: ServerThr
         answers = exchange(server, *pieces)
         assert [answer[:3] for answer in answers] == [b"200"] * 3
         for answer in answers[:2]:
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected_text("java", 6)
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected_text(
+                "java", 6
+            )
     many = sized.replace(b"Host", b"A: " + b"x" * 40_000 + b"\r\nHost")
     assert exchange(server, many[:36_000])[0].startswith(b"431"), "the limits hold"
 
 
 def test_a_byte_order_mark(server: ServerThread) -> None:
-    assert server.request_raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0] == 200
+    assert (
+        server.request_raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0]
+        == 200
+    )
 
 
 def test_many_texts_are_embedded_in_parts() -> None:
@@ -272,7 +277,7 @@ def test_tools_may_be_allowed_by_name() -> None:
     def chosen(**given: Any) -> Any:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named, **given}}
         body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
-        return lower.apply_allowed_tools(parse_body(ChatRequest, json.dumps(body).encode()))
+        return convert.apply_allowed_tools(parse_body(ChatRequest, json.dumps(body).encode()))
 
     ask = chosen()
     assert ask.tool_choice == "required" and [tool.function.name for tool in ask.tools] == ["f", "h"]
@@ -301,10 +306,10 @@ class Terminal(io.StringIO):
 
 def talk(server: ServerThread, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     parser = argparse.ArgumentParser()
-    chat_command.add_parser(parser.add_subparsers())
+    chat.add_parser(parser.add_subparsers())
     monkeypatch.setattr("sys.stdin", Terminal(text))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    return chat_command.run(parser.parse_args(["chat", "--url", f"127.0.0.1:{server.port}/v1", *options]))
+    return chat.run(parser.parse_args(["chat", "--url", f"127.0.0.1:{server.port}/v1", *options]))
 
 
 def test_a_conversation_outlives_an_error(

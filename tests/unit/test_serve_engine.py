@@ -18,7 +18,7 @@ import thalweg
 from tests.serve_client import send_request
 from tests.serve_support import ServerThread, run_server
 from thalweg.infer import EngineConfig, load_engine
-from thalweg.serve.text import ChatTokenizer, load_tokenizer
+from thalweg.serve.openai.tokenizer import ChatTokenizer, load_tokenizer
 
 PROMPTS = [
     "import os",
@@ -83,7 +83,9 @@ def greedy(model: tuple[Path, Any, Any], prompt: str, count: int) -> tuple[str, 
     return tokenizer.decode(tokens), tokens, scores
 
 
-def test_row41_the_server_gives_what_hugging_face_gives(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
+def test_row41_the_server_gives_what_hugging_face_gives(
+    server: ServerThread, model: tuple[Path, Any, Any]
+) -> None:
     """Prompts of unequal lengths, all at once, streamed and whole: the tokens of one-by-one generation."""
 
     def one(prompt: str) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import expected_text
-from thalweg.serve.pool import PoolLimits
+from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
 pytestmark = pytest.mark.alone
@@ -98,7 +98,7 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thalweg.serve.protocol import HardenedProtocol
+    from thalweg.serve.http.hardened_protocol import HardenedProtocol
 
     monkeypatch.setattr(HardenedProtocol, "write_seconds", 0.3)
     with run_toy_server("toy:length=100000,blocks=100000") as server:
@@ -144,12 +144,14 @@ def test_row42_a_dead_engine_thread_fails_health() -> None:
         assert len(events) > 1
         until(lambda: health(server) == 200)
         assert len(server.engines) == 2 and server.engines[0].closed
-        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text(
+            "again", 4
+        )
         assert "thalweg_replica_restarts_total 1.0" in metrics(server)
 
 
 def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.serve.pool._RESTART_BACKOFF", (1.0,))
+    monkeypatch.setattr("thalweg.serve.replicas.pool._RESTART_BACKOFF", (1.0,))
     with run_toy_server("toy:delay=0.002") as server:
         server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
         status, answer = server.request("GET", "/health")
@@ -159,7 +161,7 @@ def test_row42_health_fails_while_no_replica_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.serve.pool._RESTART_BACKOFF", (0.0, 0.0, 30.0))
+    monkeypatch.setattr("thalweg.serve.replicas.pool._RESTART_BACKOFF", (0.0, 0.0, 30.0))
     with run_toy_server("toy") as server:
         for _ in range(2):
             assert server.post("/v1/completions", prompt="CRASH!", max_tokens=5)[0] == 503
@@ -185,7 +187,9 @@ def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
         until(lambda: health(server) == 200, 20)
         client.join(10)
         assert events[-1]["error"]["code"] == "lost"  # type: ignore[index]
-        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text(
+            "again", 4
+        )
 
 
 def children() -> list[int]:
@@ -193,7 +197,9 @@ def children() -> list[int]:
     found = {
         int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
     }
-    return sorted(pid for pid in found if "thalweg.serve.spawn" in Path(f"/proc/{pid}/cmdline").read_text())
+    return sorted(
+        pid for pid in found if "thalweg.serve.replicas.launcher" in Path(f"/proc/{pid}/cmdline").read_text()
+    )
 
 
 def test_replicas_share_the_load_and_a_killed_one_is_replaced() -> None:
@@ -266,7 +272,10 @@ def test_a_request_may_not_take_for_ever() -> None:
 
 def test_an_engine_that_cannot_start_ends_the_server() -> None:
     for processes in (False, True):
-        with pytest.raises(RuntimeError, match="is not there"), run_toy_server("missing", processes=processes):
+        with (
+            pytest.raises(RuntimeError, match="is not there"),
+            run_toy_server("missing", processes=processes),
+        ):
             pass
 
 

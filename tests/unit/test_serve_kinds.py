@@ -10,9 +10,9 @@ import torch
 
 import thalweg
 from tests.serve_support import run_server
-from tests.unit.infer_models import tiny_encoder, tiny_decoder
+from tests.unit.infer_models import tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, load_engine
-from thalweg.serve.text import ChatTokenizer, load_tokenizer
+from thalweg.serve.openai.tokenizer import ChatTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,9 @@ def options(**fields: Any) -> EngineConfig:
 def test_a_model_that_listens(tmp_path: Path) -> None:
     model = tiny_encoder("flan_t5")
     folder = saved(tmp_path / "t5", model)
-    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+    with run_server(
+        lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))
+    ) as server:
         for text in TEXTS:
             want = model.generate(ids_of(text), max_new_tokens=9, do_sample=False)[0, 1:].tolist()
             said = " ".join(f"w{token}" for token in want)
@@ -66,7 +68,9 @@ def test_an_encoder(tmp_path: Path) -> None:
     folder = saved(tmp_path / "bert", model)
     with torch.no_grad():
         want = [model(ids_of(text)).last_hidden_state[0].mean(0).tolist() for text in TEXTS]
-    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+    with run_server(
+        lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))
+    ) as server:
         status, answer = server.post("/v1/embeddings", input=TEXTS)
         assert status == 200 and answer["usage"]["prompt_tokens"] == 11
         for row, data in zip(want, answer["data"], strict=True):
@@ -85,7 +89,9 @@ def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = tiny_decoder("llama")
     folder = saved(tmp_path / "llama", model)
-    made = peft.get_peft_model(tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    made = peft.get_peft_model(
+        tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:

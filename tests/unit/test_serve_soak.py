@@ -12,7 +12,7 @@ import random
 from tests.serve_client import RequestResult, send_request
 from tests.serve_support import run_toy_server
 from tests.toy_engine import expected_text
-from thalweg.serve.pool import PoolLimits
+from thalweg.serve.replicas.pool import PoolLimits
 
 NUM_REQUESTS, CANCELLED = 600, 0.3
 
@@ -45,7 +45,9 @@ def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
         assert {outcome.status for outcome in outcomes} <= {200, 429, 0}
         for outcome in done:
             body = outcome.body
-            want = [expected_text(body["prompt"], body["max_tokens"], body["seed"], k) for k in range(body["n"])]
+            want = [
+                expected_text(body["prompt"], body["max_tokens"], body["seed"], k) for k in range(body["n"])
+            ]
             assert outcome.texts == want
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thalweg.optim.elementwise import AdamW
-from thalweg.optim.streamed import NvmeStep
-from thalweg.optim.worker import PiecewiseOptimizer
-from thalweg.store import BufferRing, SwapFile
+from thalweg.optim.algorithms.elementwise import AdamW
+from thalweg.optim.offload.nvme_step import NvmeStep
+from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer
+from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.utils.threads import set_single_threaded
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thalweg.nn import tiled_cross_entropy
-from thalweg.nn.tiled_loss import tile_rows
+from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.zero_init_support import SMALL_SIZES, build_plain_and_recorded, matches_plain, materialized_values
+from tests.unit.zero_init_support import (
+    SMALL_SIZES,
+    build_plain_and_recorded,
+    matches_plain,
+    materialized_values,
+)
+from thalweg.deferred_init.context import has_meta_tensors, materialize_module
+from thalweg.deferred_init.record_mode import RecordMode
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import Init
-from thalweg.zero.init import has_meta_tensors, materialize_module
-from thalweg.zero.recorder import RecordMode
 
 torch.set_num_threads(1)
 

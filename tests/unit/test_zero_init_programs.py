@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.unit.zero_init_support import build_plain_and_recorded, matches_plain, materialized_values
-from thalweg.zero.pending import DeferredTensor, peek_value
-from thalweg.zero.record import storage_records
-from thalweg.zero.recorder import RecordMode
+from thalweg.deferred_init.deferred_tensor import DeferredTensor, peek_value
+from thalweg.deferred_init.op_graph import storage_records
+from thalweg.deferred_init.record_mode import RecordMode
 
 torch.set_num_threads(1)
 
@@ -163,7 +163,7 @@ class TwoPasses(nn.Module):
 
 
 def test_replay_holds_one_parameter_at_a_time() -> None:
-    from thalweg.zero import replay
+    from thalweg.deferred_init import replay
 
     _, model = build_plain_and_recorded(TwoPasses, 0)
     held: list[int] = []
@@ -189,7 +189,7 @@ def test_dead_operations_are_forgotten_and_cells_are_cleaned() -> None:
         for _ in range(300):
             weight.normal_()
             weight.mul_(2)
-        from thalweg.zero.pending import make_view_ref
+        from thalweg.deferred_init.deferred_tensor import make_view_ref
 
         chain, op = 0, make_view_ref(weight).version
         while op is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.unit.zero_init_support import build_plain_and_recorded, matches_plain, materialized_values
+from thalweg.deferred_init.context import has_meta_tensors
 from thalweg.zero import Init
-from thalweg.zero.init import has_meta_tensors
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 torch.set_num_threads(1)

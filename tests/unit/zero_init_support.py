@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.zero.init import materialize_module
-from thalweg.zero.recorder import RecordMode
+from thalweg.deferred_init.context import materialize_module
+from thalweg.deferred_init.record_mode import RecordMode
 
 SMALL_SIZES = [0, 64, 4096]  # what counts as small: nothing, biases, nearly everything in a test model
 

@@ -9,33 +9,33 @@ from __future__ import annotations
 
 from thalweg.checkpoint.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     UnserializableStateError,
 )
-from thalweg.checkpoint.io import FileSystem, FaultInjectingFileSystem
+from thalweg.checkpoint.filesystem import FaultInjectingFileSystem, FileSystem
 from thalweg.checkpoint.load import open_verified
+from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
 from thalweg.checkpoint.reader import Checkpoint, Corruption
 from thalweg.checkpoint.rng import capture_rng, restore_rng
 from thalweg.checkpoint.save import Snapshot, save_snapshot
-from thalweg.checkpoint.state import build_snapshot, model_tensors, restore_module
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Corruption",
-    "CorruptCheckpointError",
-    "FileSystem",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CorruptCheckpointError",
+    "Corruption",
     "FaultInjectingFileSystem",
+    "FileSystem",
     "Snapshot",
     "UnserializableStateError",
-    "capture_rng",
     "build_snapshot",
-    "open_verified",
+    "capture_rng",
     "model_tensors",
+    "open_verified",
     "restore_module",
     "restore_rng",
     "save_snapshot",

@@ -28,5 +28,11 @@ class UnserializableStateError(CheckpointError, ValueError):
 
 ERRORS_BY_NAME: dict[str, type[CheckpointError]] = {
     cls.__name__: cls
-    for cls in (CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, CheckpointMismatchError, UnserializableStateError)
+    for cls in (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        CheckpointMismatchError,
+        UnserializableStateError,
+    )
 }

@@ -10,15 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from thalweg.checkpoint import publish
+from thalweg.checkpoint import directory
 from thalweg.checkpoint.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
 )
-from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.ranks import RankGroup
+from thalweg.checkpoint.filesystem import FileSystem
+from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint, format_list
 from thalweg.utils.log import get_logger
 
@@ -49,14 +49,14 @@ def open_verified(
     if resume == "never":
         return None
     io, checkpoint_dir, ranks = io or FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
-    has_tag = tag is not None and tag != publish.LATEST
+    has_tag = tag is not None and tag != directory.LATEST
 
     def choose() -> dict[str, Any]:
         names = []
         if ranks.rank == 0 and has_tag:
-            names = [publish.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
+            names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
         elif ranks.rank == 0:
-            names = [found.path.name for found in publish.list_load_candidates(io, checkpoint_dir)]
+            names = [found.path.name for found in directory.list_load_candidates(io, checkpoint_dir)]
         return {"tag": None if tag is None else str(tag), "names": names}
 
     chosen = ranks.all_or_raise(f"looking for a checkpoint in {checkpoint_dir}", choose)

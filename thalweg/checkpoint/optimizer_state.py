@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
-from thalweg.checkpoint.dtypes import DTYPES
 from thalweg.checkpoint.errors import CheckpointMismatchError, UnserializableStateError
+from thalweg.checkpoint.format.dtypes import DTYPES
 from thalweg.checkpoint.reader import Checkpoint
-from thalweg.parallel.pipeline.names import IDENTITY_NAMING, ParamNaming
+from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
 
 # How an optimiser computes, not what it has learnt: the running job's choice stands.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -51,7 +51,9 @@ def collect_optimizer_state(
     names = _param_names_by_id(module, naming)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        members = [_get_param_name(parameter, names, index) for parameter in _group_params(group, module, naming)]
+        members = [
+            _get_param_name(parameter, names, index) for parameter in _group_params(group, module, naming)
+        ]
         hyper = {key: value for key, value in group.items() if key not in _PARAM_KEYS}
         groups.append({"params": members, "hyper": hyper})
     tensors: dict[str, torch.Tensor] = {}
@@ -152,7 +154,9 @@ def plan_optimizer_load(
                 stored = f"optim/{key}/{stored_name}"
                 kinds = saved["forms"].get(key, [])
                 allocate = getattr(optimizer, "state_like", _empty_like)
-                entries[key] = _allocate_like(checkpoint, stored, key, parameter, current.get(key), group, kinds, allocate)
+                entries[key] = _allocate_like(
+                    checkpoint, stored, key, parameter, current.get(key), group, kinds, allocate
+                )
                 plan.targets.append((stored, _to_dtensor_like(entries[key], parameter)))
             if entries:
                 plan.state[parameter] = entries
@@ -195,7 +199,9 @@ def _match_group(
         group_indices = [index]  # a stage without members of this group
     if not group_indices:
         return {}
-    choices = [{k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION_KEYS} for n in group_indices]
+    choices = [
+        {k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION_KEYS} for n in group_indices
+    ]
     if any(choice != choices[0] for choice in choices[1:]):
         raise CheckpointMismatchError(
             f"the optimiser's group {index} joins parameters of the saved groups {group_indices}, whose "

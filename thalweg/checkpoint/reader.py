@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint import publish
-from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
+from thalweg.checkpoint import directory
 from thalweg.checkpoint.errors import (
-    CorruptCheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
 )
-from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.layout import TensorChunk, local_chunks, local_tensor, full_chunk
-from thalweg.checkpoint.manifest import ManifestHead, Manifest, ChunkRecord
-from thalweg.checkpoint.ranks import RankGroup
-from thalweg.checkpoint.shards import ShardReader
-from thalweg.checkpoint.stream import SMALL_FILE_BYTES
-from thalweg.checkpoint.tree import decode_tree
+from thalweg.checkpoint.filesystem import FileSystem
+from thalweg.checkpoint.format.chunks import TensorChunk, full_chunk, local_chunks, local_tensor
+from thalweg.checkpoint.format.codec import decode_tree
+from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
+from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
+from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest, ManifestHead
+from thalweg.checkpoint.format.shards import ShardReader
+from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
 _NUM_READ_THREADS = min(4, os.cpu_count() or 1)  # threads that read and hash; both release the GIL
@@ -79,19 +79,21 @@ class Checkpoint:
         tag whose manifest does not match its checksum.  Not collective.
         """
         io, checkpoint_dir = io or FileSystem(), Path(checkpoint_dir)
-        if tag is not None and tag != publish.LATEST:
-            return cls.from_path(publish.resolve_tag(io, checkpoint_dir, tag).path, io=io)
-        if tag is None and io.exists(checkpoint_dir / publish.MANIFEST):
+        if tag is not None and tag != directory.LATEST:
+            return cls.from_path(directory.resolve_tag(io, checkpoint_dir, tag).path, io=io)
+        if tag is None and io.exists(checkpoint_dir / directory.MANIFEST):
             return cls.from_path(checkpoint_dir, io=io)
         problems = []
-        for entry in publish.list_load_candidates(io, checkpoint_dir):
+        for entry in directory.list_load_candidates(io, checkpoint_dir):
             try:
                 return cls.from_path(entry.path, io=io)
             except CorruptCheckpointError as error:
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
         if problems:
-            raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
+            raise CorruptCheckpointError(
+                f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}"
+            )
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
         )
@@ -100,7 +102,7 @@ class Checkpoint:
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
         """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
-        return cls(path, publish.read_manifest(io, path), io)
+        return cls(path, directory.read_manifest(io, path), io)
 
     @property
     def head(self) -> ManifestHead:
@@ -133,7 +135,11 @@ class Checkpoint:
 
     def per_rank(self, rank: int) -> Any:
         """The tree that ``rank`` of the saving job stored, or None if that job had no such rank."""
-        return decode_tree(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
+        return (
+            decode_tree(self.manifest.ranks[rank], self.read)
+            if 0 <= rank < len(self.manifest.ranks)
+            else None
+        )
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -240,7 +246,9 @@ class Checkpoint:
         items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
         pairs: list[tuple[str, torch.Tensor]] = list(items)
         matched = ranks.all_or_raise(operation, lambda: self._match_request(pairs, strict))
-        ranks.all_or_raise(operation, lambda: self._check_all_requested(pairs, matched, extra_names) if strict else None)
+        ranks.all_or_raise(
+            operation, lambda: self._check_all_requested(pairs, matched, extra_names) if strict else None
+        )
         missing = set(matched[ranks.rank]["missing"])
         if ranks.rank == 0 and matched[0]["cast"]:
             _log.warning("%s: cast to another dtype: %s", self.path, format_list(matched[0]["cast"]))
@@ -250,11 +258,16 @@ class Checkpoint:
             read_items.extend(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
             if not self._verified:
                 self._map_concurrently(
-                    read_items, lambda w: self._get_reader(w.piece).verify_chunk(w.name, w.piece, self._get_dtype(w.name))
+                    read_items,
+                    lambda w: self._get_reader(w.piece).verify_chunk(
+                        w.name, w.piece, self._get_dtype(w.name)
+                    ),
                 )
 
         ranks.all_or_raise(operation, check)
-        ranks.all_or_raise(operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release)))
+        ranks.all_or_raise(
+            operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release))
+        )
         return sorted(missing)
 
     def _match_request(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
@@ -297,7 +310,9 @@ class Checkpoint:
         }
         top_level_names = {name.partition("/")[0] for name in used}
         unused = [
-            name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
+            name
+            for name in self.manifest.tensors
+            if name.partition("/")[0] in top_level_names and name not in used
         ]
         if unused:
             requested = [name for name, _ in tensors]
@@ -312,7 +327,9 @@ class Checkpoint:
             stored = self.manifest.resolve_alias(name)
             local = local_tensor(tensor)
             for local_chunk in local_chunks(name, tensor):
-                origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
+                origin = tuple(
+                    g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True)
+                )
                 for index, piece in enumerate(self.manifest.tensors[stored].pieces):
                     overlap = piece.chunk.intersect(local_chunk.chunk)
                     if overlap is not None:

@@ -26,18 +26,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import thalweg
-from thalweg.checkpoint import publish
-from thalweg.checkpoint.dtypes import DTYPES, DTYPE_NAMES
+from thalweg.checkpoint import directory
 from thalweg.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnserializableStateError
-from thalweg.checkpoint.io import FileSystem
-from thalweg.checkpoint.layout import TensorChunk, local_chunks, local_tensor, split_chunk, covers_exactly
-from thalweg.checkpoint.manifest import FileRecord, ManifestHead, Manifest, ChunkRecord, TensorRecord
-from thalweg.checkpoint.ranks import RankGroup
-from thalweg.checkpoint.shards import ShardWriter, TensorEntry, sort_for_alignment
-from thalweg.checkpoint.tree import encode_tree
+from thalweg.checkpoint.filesystem import FileSystem
+from thalweg.checkpoint.format.chunks import (
+    TensorChunk,
+    covers_exactly,
+    local_chunks,
+    local_tensor,
+    split_chunk,
+)
+from thalweg.checkpoint.format.codec import encode_tree
+from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
+from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
+from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry, sort_for_alignment
+from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
-MAX_CHUNK_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
+MAX_CHUNK_BYTES = (
+    32 << 20
+)  # a load that needs one row of a piece reads and hashes all of it, so not too large
 
 _log = get_logger(__name__)
 
@@ -114,7 +122,7 @@ def save_snapshot(
     temporary: list[Path] = []
 
     def prepare() -> dict[str, Any]:
-        publish.check_tag(tag)
+        directory.check_tag(tag)
         _check_keep_latest_k(keep_latest_k)
         encoded.append(_encode_snapshot(snapshot, ranks.rank))
         inventory: dict[str, Any] = {
@@ -125,7 +133,7 @@ def save_snapshot(
             "state": encoded[0].per_rank,
         }
         if ranks.rank == 0:
-            temporary_dir, inventory["sequence"] = publish.start_save(io, checkpoint_dir, tag, epoch)
+            temporary_dir, inventory["sequence"] = directory.start_save(io, checkpoint_dir, tag, epoch)
             temporary.append(temporary_dir)
             inventory["temporary"] = temporary_dir.name
         return inventory
@@ -144,27 +152,34 @@ def save_snapshot(
                 return ""
             head = _build_head(tag, step, epoch, ranks.world_size, inventories[0]["sequence"])
             manifest = _build_manifest(head, encoded[0].state, inventories, plan, records, written)
-            return str(publish.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
+            return str(directory.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
 
         public = Path(ranks.all_or_raise(operation, commit)[0])
     except CheckpointError:
         if temporary:
-            publish.discard_save(io, temporary[0])
+            directory.discard_save(io, temporary[0])
         raise
-    final_paths = ranks.all_or_raise(operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else "")
+    final_paths = ranks.all_or_raise(
+        operation,
+        lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else "",
+    )
     return Path(final_paths[0])
 
 
 def _check_keep_latest_k(keep_latest_k: int | None) -> None:
-    if keep_latest_k is not None and (isinstance(keep_latest_k, bool) or not isinstance(keep_latest_k, int) or keep_latest_k < 1):
-        raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
+    if keep_latest_k is not None and (
+        isinstance(keep_latest_k, bool) or not isinstance(keep_latest_k, int) or keep_latest_k < 1
+    ):
+        raise CheckpointMismatchError(
+            f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on"
+        )
 
 
 def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
     try:
-        public = publish.finalize_tag(io, checkpoint_dir, tag)
+        public = directory.finalize_tag(io, checkpoint_dir, tag)
         if keep_latest_k is not None:
-            publish.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, public)
+            directory.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, public)
     except (
         OSError,
         CheckpointError,
@@ -184,7 +199,9 @@ def _encode_snapshot(snapshot: Snapshot, rank: int) -> _EncodedSnapshot:
             )
     for alias, target in snapshot.aliases.items():
         if target not in tensors or alias in tensors:
-            raise UnserializableStateError(f"the alias {alias} of {target} must be a new name of a stored tensor")
+            raise UnserializableStateError(
+                f"the alias {alias} of {target} must be a new name of a stored tensor"
+            )
     state, from_state = encode_tree(dict(snapshot.state), "state")
     per_rank, from_rank = encode_tree(dict(snapshot.per_rank), f"rank{rank}")
     if rank != 0:  # rank 0's state is kept, so its plain tensors are; of DTensors every rank has a part
@@ -222,7 +239,9 @@ def _plan_writes(inventories: list[dict[str, Any]]) -> tuple[list[_WriteItem], d
                     f"{list(first_record.shape)} on a rank before it; all ranks must save the same logical tensors"
                 )
             for offset, size in boxes:
-                holders.setdefault(name, {}).setdefault(TensorChunk(tuple(offset), tuple(size)), []).append(rank)
+                holders.setdefault(name, {}).setdefault(TensorChunk(tuple(offset), tuple(size)), []).append(
+                    rank
+                )
     for name in {name for description in inventories for name in description["unsynced"]}:
         for box, owners in holders.get(name, {}).items():
             holders[name][box] = owners[:1]
@@ -293,7 +312,9 @@ def _write_shards(
             files.setdefault(piece.file, {})[piece.key] = piece
     results = {}
     for file, pieces in files.items():
-        entries = sort_for_alignment(TensorEntry(p.key, DTYPE_NAMES[tensors[p.name].dtype], p.chunk.size) for p in pieces.values())
+        entries = sort_for_alignment(
+            TensorEntry(p.key, DTYPE_NAMES[tensors[p.name].dtype], p.chunk.size) for p in pieces.values()
+        )
         with closing(ShardWriter(io, path / file, entries)) as writer:
             for entry in entries:
                 values = _read_local_chunk(pieces[entry.key], tensors[pieces[entry.key].name])
@@ -307,7 +328,9 @@ def _write_shards(
 def _read_local_chunk(item: _WriteItem, tensor: torch.Tensor) -> torch.Tensor:
     for local_chunk in local_chunks(item.name, tensor):
         if local_chunk.chunk.intersect(item.chunk) == item.chunk:
-            origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
+            origin = tuple(
+                g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True)
+            )
             return local_tensor(tensor)[item.chunk.slices(origin)]
     raise AssertionError(f"{item.name} has no {item.chunk} here")
 
@@ -339,7 +362,9 @@ def _build_manifest(
     for item in plan:
         digest = files[item.file]["digests"][item.key]
         pieces[item.name].append(
-            ChunkRecord(file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest)
+            ChunkRecord(
+                file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest
+            )
         )
     return Manifest(
         head=head,

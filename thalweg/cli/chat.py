@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
-    from thalweg.serve.ask import iter_sse, post_json
+    from thalweg.serve.client import iter_sse, post_json
     from thalweg.serve.errors import ApiError
 
     base = args.url if "://" in args.url else f"http://{args.url}"
@@ -105,9 +105,9 @@ def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator
 
 
 def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
-    from thalweg.infer.api import Request, SamplingParams
+    from thalweg.infer.types import Request, SamplingParams
     from thalweg.serve.errors import ApiError
-    from thalweg.serve.text import FALLBACK_STOP, ChatTokenizer
+    from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer
 
     engine = build_engine_spec(args).load()
     if engine.facts.kind == "encoder" or engine.tokenizer is None:
@@ -117,7 +117,9 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
 
     def stream_reply(messages: Messages) -> Iterator[str]:
         try:
-            prompt, special = chat_tokenizer.apply_chat_template([dict(message) for message in messages], None, False, {})
+            prompt, special = chat_tokenizer.apply_chat_template(
+                [dict(message) for message in messages], None, False, {}
+            )
         except ApiError as error:
             raise ValueError(str(error)) from None
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
@@ -128,7 +130,10 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
             )
         stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         params = SamplingParams(
-            max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
+            max_tokens=min(args.max_tokens, max_new_tokens),
+            temperature=args.temperature,
+            seed=args.seed,
+            stop=stop,
         )
         engine.add(Request("chat", tokens, params))
         try:

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _find_checkpoint(checkpoint_dir: Path, tag: str | None) -> Path:
     """The one directory to verify: never another one in place of a damaged one."""
-    from thalweg.checkpoint import FileSystem, CheckpointNotFoundError, publish
+    from thalweg.checkpoint import CheckpointNotFoundError, FileSystem
+    from thalweg.checkpoint import directory as publish
 
     if tag is None and (checkpoint_dir / publish.MANIFEST).exists():
         return checkpoint_dir
@@ -140,7 +141,7 @@ def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
 
 
 def _export(checkpoint: Any, args: argparse.Namespace) -> int:
-    from thalweg.checkpoint.hf import export_hf
+    from thalweg.checkpoint.export_hf import export_hf
     from thalweg.utils.dtypes import parse_dtype
 
     dtype = parse_dtype(args.dtype) if args.dtype else None
@@ -148,7 +149,10 @@ def _export(checkpoint: Any, args: argparse.Namespace) -> int:
     export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
     report = {"path": str(checkpoint.path), "out": str(out), "files": files}
-    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_format_bytes(size)}" for name, size in files.items())]
+    lines = [
+        f"{checkpoint.path} -> {out}",
+        *(f"  {name}  {_format_bytes(size)}" for name, size in files.items()),
+    ]
     _print_report(report, lines, as_json=args.json)
     return 0
 

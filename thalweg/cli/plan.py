@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.pipeline import add_pipeline_options, show_pipeline
+from thalweg.cli.plan_pipeline import add_pipeline_options, show_pipeline
 
 _EXAMPLES = """examples:
   thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
@@ -65,7 +65,10 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
     parser.add_argument(
-        "--sequence-length", type=int_at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
+        "--sequence-length",
+        type=int_at_least(1),
+        metavar="T",
+        help="tokens (the model's longest, at most 1024)",
     )
 
 
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = plan(args.model, read_config(args), **cluster_options(args))
     if args.html:
-        from thalweg.plan.page import plan_to_html
+        from thalweg.plan.report.html import plan_to_html
 
         Path(args.html).write_text(plan_to_html(result))
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)

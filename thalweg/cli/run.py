@@ -10,11 +10,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from thalweg.cli.run_habits import hint_for_option
-from thalweg.launch.hosts import Host, is_this_host, read_hostfile, filter_hosts
-from thalweg.launch.outcome import JobResult
-from thalweg.launch.propagate import collect_forwarded_env
-from thalweg.launch.request import LaunchSpec, build_local_job
+from thalweg.cli.run_hints import hint_for_option
+from thalweg.launch.env_forwarding import collect_forwarded_env
+from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
+from thalweg.launch.job_result import JobResult
+from thalweg.launch.spec import LaunchSpec, build_local_job
 
 _EPILOG = """examples:
   thalweg run --nproc 2 train.py --config ds_config.json
@@ -65,7 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
     # fmt: on
-    manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
+    manual_group = parser.add_argument_group(
+        "started by hand on each host (PET_NNODES and the like are read too)"
+    )
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
     manual_group.add_argument(
@@ -156,8 +158,8 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 
 def _run_on_this_host(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
-    from thalweg.launch.by_hand import resolve_node
     from thalweg.launch.local import run_local
+    from thalweg.launch.multi_node.static_nodes import resolve_node
 
     if hosts:
         request = replace(request, slots=hosts[0].slots, chosen=hosts[0].chosen)
@@ -166,7 +168,7 @@ def _run_on_this_host(args: argparse.Namespace, request: LaunchSpec, hosts: tupl
 
 
 def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
-    from thalweg.launch.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
+    from thalweg.launch.multi_node.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
@@ -178,7 +180,11 @@ def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Ho
 def _run_with_scheduler(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     from thalweg.launch import schedulers
 
-    num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
+    num_nodes = (
+        None
+        if args.num_nodes is None
+        else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
+    )
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
     tasks = schedulers.SchedulerJob(
         request,

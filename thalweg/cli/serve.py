@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.telling import log_stderr
-from thalweg.utils.folder import check_model_path
+from thalweg.cli.console import log_stderr
+from thalweg.utils.hub import check_model_path
 
 _EPILOG = """examples:
   thalweg serve ./my-model
@@ -114,8 +114,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_engine_spec(args: argparse.Namespace) -> Any:
     """Return what the engine's options ask for."""
-    from thalweg.infer.api import EngineConfig
-    from thalweg.serve.spawn import LOADER, EngineSpec
+    from thalweg.infer.types import EngineConfig
+    from thalweg.serve.replicas.launcher import LOADER, EngineSpec
 
     if args.loader is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
@@ -161,12 +161,12 @@ def _parse_adapters(values: list[str]) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
-    from thalweg.cli.serve_hosts import ClusterRole
-    from thalweg.serve.gate import BodyLimits
-    from thalweg.serve.pool import PoolLimits
+    from thalweg.cli.serve_cluster import ClusterRole
+    from thalweg.serve.http.middleware import BodyLimits
+    from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
+    from thalweg.serve.replicas.launcher import ProcessLauncher
+    from thalweg.serve.replicas.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, run
-    from thalweg.serve.spawn import ProcessLauncher
-    from thalweg.serve.text import ChatTokenizer, load_chat_tokenizer
 
     if args.max_queue < 0 or args.max_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
@@ -205,7 +205,9 @@ def run(args: argparse.Namespace) -> int:
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        start_replica = stack.enter_context(cluster_role.listen(ProcessLauncher(engine_spec, _make_placements(args)), args.replicas))
+        start_replica = stack.enter_context(
+            cluster_role.listen(ProcessLauncher(engine_spec, _make_placements(args)), args.replicas)
+        )
         run(options, start_replica, make_tokenizer, on_ready)
     return 0
 
@@ -250,8 +252,8 @@ def parse_size(text: str) -> int:
 
 def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     """Deal the cores to the replicas as `thalweg run` deals them to ranks; one replica is not bound."""
-    from thalweg.launch.cores import cpu_quota, physical_cores, assign_cores, usable_cpus
-    from thalweg.serve.spawn import ReplicaResources
+    from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
+    from thalweg.serve.replicas.launcher import ReplicaResources
 
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
@@ -259,7 +261,9 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
         if args.replicas == 0 and args.workers:
             return ()
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
-    plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
+    plan = assign_cores(
+        args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1
+    )
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)
     environ = {"OMP_NUM_THREADS": threads}
     if sys.platform.startswith("linux"):
@@ -270,7 +274,7 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _registered_deployment(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
-    from thalweg.serve.mii import unregister_deployment, register_deployment
+    from thalweg.serve.mii.deployment import register_deployment, unregister_deployment
 
     register_deployment(name, url, keys[0] if keys else None)
     try:

@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import add_model_options, int_at_least, check_parent_folder, cluster_options, read_config
+from thalweg.cli.plan import (
+    add_model_options,
+    check_parent_folder,
+    cluster_options,
+    int_at_least,
+    read_config,
+)
 
 _EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
@@ -31,7 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--best", type=int_at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
+        "--best",
+        type=int_at_least(0),
+        default=3,
+        metavar="N",
+        help="candidates to measure (3; 0 measures none)",
     )
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)"
@@ -45,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """Search, measure, write; returns the exit code (1 if nothing fits)."""
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.config import load, resolve
-    from thalweg.plan.changes import apply_changes
-    from thalweg.plan.core import build_planner
-    from thalweg.plan.tuner import tune
+    from thalweg.plan.api import build_planner
+    from thalweg.plan.search.tuner import tune
+    from thalweg.plan.spec.config_changes import apply_changes
     from thalweg.zero.options import get_model_size
 
     check_parent_folder("--output", args.output)
@@ -56,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(
         load(source), world_size=planner.cluster.world_size, model=get_model_size(planner.meta_model.model)
     )
-    result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress)
+    result = tune(
+        planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress
+    )
     if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
         return 1
@@ -67,7 +79,12 @@ def run(args: argparse.Namespace) -> int:
         trials = [trial.to_dict() for trial in result.trials]
         print(
             json.dumps(
-                {"best": best, "changes": result.best.changes, "ruled_out": result.num_ruled_out, "trials": trials}
+                {
+                    "best": best,
+                    "changes": result.best.changes,
+                    "ruled_out": result.num_ruled_out,
+                    "trials": trials,
+                }
             )
         )
     else:
@@ -77,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _config_as_written(source: Any) -> dict[str, Any]:
     """The user's config as it was written, so that what is left open stays open."""
-    from thalweg.config.source import read_source
+    from thalweg.config.reader import read_source
 
     return source if isinstance(source, dict) else dict(read_source(source)[0].tree)
 

@@ -3,15 +3,15 @@
 FSDP2 takes its collectives as objects with two verbs, ``allocate`` and ``__call__``
 (``set_custom_all_gather``, ``set_custom_reduce_scatter``).  This room holds ours:
 
-* :mod:`.plain`   the wire forms: what gloo does well (all-to-all with a local sum);
-* :mod:`.arena`   one anonymous memory mapping shared by the ranks of a host, with
+* :mod:`.collectives.wire`   the wire forms: what gloo does well (all-to-all with a local sum);
+* :mod:`.shared_memory`   one anonymous memory mapping shared by the ranks of a host, with
   counters in its first page instead of messages;
-* :mod:`.ring`    reductions through slots of that arena: FSDP2's copy-in writes the
+* :mod:`.collectives.shared_memory`    reductions through slots of that arena: FSDP2's copy-in writes the
   gradients in place and each rank sums the rows it owns, a single pass;
-* :mod:`.hierarchical`  both: the arena inside a host, the wire between hosts;
-* :mod:`.codec`, :mod:`.quantised`  numbers in 8 and 4 bits, and the collectives that send them;
-* :mod:`.route`   which ranks of a group share a host;
-* :mod:`.ledger`  what was moved, for which module, in how many bytes and seconds.
+* :mod:`.collectives.hierarchical`  both: the arena inside a host, the wire between hosts;
+* :mod:`.quantization`, :mod:`.collectives.quantized`  numbers in 8 and 4 bits, and the collectives that send them;
+* :mod:`.topology`   which ranks of a group share a host;
+* :mod:`.comms_logger`  what was moved, for which module, in how many bytes and seconds.
 
 Invariants.  Sums run over ranks in rank order and in fp32, so each rank and each form
 gives the same bits.  A slot is rewritten only after every peer has read it.  Nothing
@@ -19,9 +19,7 @@ has a name in a file system, so nothing is left behind however the job ends.  Th
 objects know nothing of ZeRO.
 """
 
-from thalweg.comm.arena import SharedMemoryArena, CommError
-from thalweg.comm.codec import BlockQuantizer, PayloadFormat
-from thalweg.comm.hierarchical import (
+from thalweg.comm.collectives.hierarchical import (
     HierarchicalAllGather,
     HierarchicalAllReduce,
     HierarchicalReduceScatter,
@@ -29,9 +27,7 @@ from thalweg.comm.hierarchical import (
     create_host_arena,
     make_subgroup,
 )
-from thalweg.comm.ledger import CommsLog
-from thalweg.comm.plain import AllToAllReduceScatter, AllReduceSum, WireAllGather, WireAllReduce, AllToAllReduce
-from thalweg.comm.quantised import (
+from thalweg.comm.collectives.quantized import (
     ErrorFeedback,
     QuantizedAllGather,
     QuantizedAllReduceSum,
@@ -39,35 +35,50 @@ from thalweg.comm.quantised import (
     TwoLevelAllGather,
     TwoLevelReduceScatter,
 )
-from thalweg.comm.ring import SharedMemoryRing, SharedMemoryAllGather, SharedMemoryAllReduce, SharedMemoryReduceScatter
-from thalweg.comm.route import HostTopology
+from thalweg.comm.collectives.shared_memory import (
+    SharedMemoryAllGather,
+    SharedMemoryAllReduce,
+    SharedMemoryReduceScatter,
+    SharedMemoryRing,
+)
+from thalweg.comm.collectives.wire import (
+    AllReduceSum,
+    AllToAllReduce,
+    AllToAllReduceScatter,
+    WireAllGather,
+    WireAllReduce,
+)
+from thalweg.comm.comms_logger import CommsLog
+from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
+from thalweg.comm.shared_memory import CommError, SharedMemoryArena
+from thalweg.comm.topology import HostTopology
 
 __all__ = [
+    "AllReduceSum",
+    "AllToAllReduce",
     "AllToAllReduceScatter",
-    "SharedMemoryArena",
     "BlockQuantizer",
     "CommError",
-    "AllReduceSum",
+    "CommsLog",
     "ErrorFeedback",
     "HierarchicalAllGather",
     "HierarchicalAllReduce",
     "HierarchicalReduceScatter",
     "HostGroups",
-    "CommsLog",
+    "HostTopology",
     "PayloadFormat",
-    "WireAllGather",
-    "WireAllReduce",
     "QuantizedAllGather",
     "QuantizedAllReduceSum",
     "QuantizedAllToAllReduce",
-    "SharedMemoryRing",
-    "HostTopology",
     "SharedMemoryAllGather",
     "SharedMemoryAllReduce",
+    "SharedMemoryArena",
     "SharedMemoryReduceScatter",
-    "AllToAllReduce",
+    "SharedMemoryRing",
     "TwoLevelAllGather",
     "TwoLevelReduceScatter",
+    "WireAllGather",
+    "WireAllReduce",
     "create_host_arena",
     "make_subgroup",
 ]

@@ -18,21 +18,21 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from thalweg.config.check import find_rule_violations, find_unsupported
-from thalweg.config.expected import describe_type, paths_by_key, closest_match, suggest_value
-from thalweg.config.older import KeyAliases, apply_key_aliases
-from thalweg.config.problems import ConfigError, ConfigProblem, UnknownKey, join_path
+from thalweg.config.aliases import KeyAliases, apply_key_aliases
+from thalweg.config.errors import ConfigError, ConfigProblem, UnknownKey, join_path
+from thalweg.config.reader import read_source
 from thalweg.config.resolve import find_batch_problems, try_resolve
+from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
-from thalweg.config.schema_base import AUTO, Section, union_members, to_jsonable, get_section_type
-from thalweg.config.schema_optim import (
+from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
+from thalweg.config.schema.optimizer import (
     OPTIMIZERS,
     UNUSABLE_OPTIMIZERS,
-    get_params_schema,
     canonical_name,
+    get_params_schema,
 )
-from thalweg.config.schema_schedules import SCHEDULES, UNUSABLE_SCHEDULES
-from thalweg.config.source import read_source
+from thalweg.config.schema.scheduler import SCHEDULES, UNUSABLE_SCHEDULES
+from thalweg.config.suggestions import closest_match, describe_type, paths_by_key, suggest_value
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 _MAX_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
@@ -101,7 +101,9 @@ def load_config(
     ``world_size`` is the number of ranks in all (1 if not given).
     """
     partial = read_partial_config(source)
-    config, more = try_resolve(partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths)
+    config, more = try_resolve(
+        partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths
+    )
     partial.raise_if_any(more)
     return config
 
@@ -118,7 +120,9 @@ def read_partial_config(source: ConfigSource) -> PartialConfig:
     partial.problems += alias_problems
     user_set = frozenset(_leaf_paths(tree))
     derived = tuple(
-        (f"{block}.type", "asked for without a name") for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO
+        (f"{block}.type", "asked for without a name")
+        for block in _PARAM_SCHEMAS
+        if _get_type(tree, block) == AUTO
     )
     partial.problems += _validate_params_blocks(tree)
     config = _validate(tree, partial.problems)
@@ -161,7 +165,9 @@ def _to_problem(fault: Any, hint: bool) -> ConfigProblem:
             annotation, metadata = inner, ()
         path.append(key)
     value = fault["input"]
-    return ConfigProblem(join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value))
+    return ConfigProblem(
+        join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value)
+    )
 
 
 def _item_type(annotation: Any, key: str | int) -> Any:
@@ -226,7 +232,9 @@ def _get_type(tree: dict[str, Any], block: str) -> Any:
     return section.get("type") if isinstance(section, dict) else None
 
 
-def _validate_params(block: str, name: str, params: dict[str, Any], problems: list[ConfigProblem]) -> dict[str, Any]:
+def _validate_params(
+    block: str, name: str, params: dict[str, Any], problems: list[ConfigProblem]
+) -> dict[str, Any]:
     model = get_params_schema(block, name)
     assert model is not None
     try:
@@ -260,7 +268,9 @@ def _unknown_type_problem(block: str, type_name: str) -> ConfigProblem:
         return ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
     names = ", ".join(_PARAM_SCHEMAS[block])
     other = "; any other can be built by you and handed to initialize"
-    return ConfigProblem(f"{block}.type", type_name, f"one of {names}{other}", closest_match(type_name, _PARAM_SCHEMAS[block]))
+    return ConfigProblem(
+        f"{block}.type", type_name, f"one of {names}{other}", closest_match(type_name, _PARAM_SCHEMAS[block])
+    )
 
 
 def _leaf_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thalweg.config.batch import resolve_batch_sizes
-from thalweg.config.check import find_rule_violations, find_unsupported
-from thalweg.config.fates import is_under
-from thalweg.config.problems import ConfigError, ConfigProblem
+from thalweg.config.batch_size import resolve_batch_sizes
+from thalweg.config.errors import ConfigError, ConfigProblem
+from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize
-from thalweg.config.schema_base import AUTO, iter_auto_options, get_by_path, replace_by_path
-from thalweg.config.schema_optim import get_params_schema
-from thalweg.config.schema_schedules import REQUIRED_PARAMS
+from thalweg.config.schema.base import AUTO, get_by_path, iter_auto_options, replace_by_path
+from thalweg.config.schema.optimizer import get_params_schema
+from thalweg.config.schema.scheduler import REQUIRED_PARAMS
+from thalweg.config.support import is_under
 
 _BATCH_PATHS = (
     "train_batch_size",
@@ -51,7 +51,9 @@ AutoDefault = Callable[[ResolveContext], tuple[Any, str] | None]
 
 def _from_hidden_size(size: Callable[[int], int], formula: str) -> AutoDefault:
     return lambda known: (
-        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}") if known.hidden_size else None
+        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}")
+        if known.hidden_size
+        else None
     )
 
 
@@ -74,7 +76,9 @@ AUTO_DEFAULTS: dict[str, AutoDefault] = {
     ),
     "zero_optimization.overlap_comm": lambda known: (True, "communication always overlaps"),
     "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
-    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
+    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(
+        lambda h: int(0.9 * h * h), "0.9 x hidden^2"
+    ),
     "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(
         lambda hidden: 10 * hidden, "10 x hidden"
     ),
@@ -110,7 +114,11 @@ def try_resolve(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         return config, [ConfigProblem("world_size", world_size, "a whole number of ranks, at least 1")]
     values, reasons, problems = resolve_batch_sizes(config, world_size)
-    problems = [p for p in problems if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)]
+    problems = [
+        p
+        for p in problems
+        if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)
+    ]
     reasons["data_parallel_size"] = (
         f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
     )
@@ -132,7 +140,9 @@ def try_resolve(
     return resolved, _dedupe(problems)
 
 
-def find_batch_problems(config: Config, world_size: int, skip_paths: Iterable[str] = ()) -> list[ConfigProblem]:
+def find_batch_problems(
+    config: Config, world_size: int, skip_paths: Iterable[str] = ()
+) -> list[ConfigProblem]:
     """What contradicts itself in the batch equation, unless one of its terms could not be read."""
     if any(skipped_path in _BATCH_PATHS for skipped_path in skip_paths):
         return []

@@ -1,21 +1,20 @@
 """Text to documents, documents to tokens, tokens to blocks, blocks to each rank's batches."""
 
-from thalweg.data.adopt import PassthroughLoader, wrap_dataloader
 from thalweg.data.batches import cycle
+from thalweg.data.corpus import Document, read_files, read_folder, split_held_out, stdlib_documents
 from thalweg.data.loader import StatefulLoader, build_loader
-from thalweg.data.pack import PackedDataset, open_tokens, pack, save_tokens
+from thalweg.data.packing import PackedDataset, open_tokens, pack, save_tokens
 from thalweg.data.sampler import EpochSampler, permutation
-from thalweg.data.source import Document, read_files, read_folder, split_held_out, stdlib_documents
 from thalweg.data.tokenizer import BytePairTokenizer, train_tokenizer
+from thalweg.data.wrap_loader import PassthroughLoader, wrap_dataloader
 
 __all__ = [
     "BytePairTokenizer",
-    "PassthroughLoader",
     "Document",
     "EpochSampler",
     "PackedDataset",
+    "PassthroughLoader",
     "StatefulLoader",
-    "wrap_dataloader",
     "build_loader",
     "cycle",
     "open_tokens",
@@ -27,4 +26,5 @@ __all__ = [
     "split_held_out",
     "stdlib_documents",
     "train_tokenizer",
+    "wrap_dataloader",
 ]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from thalweg.data.sampler import EpochSampler, BatchSlice
-from thalweg.data.stream import ShardedIterableDataset
+from thalweg.data.sampler import BatchSlice, EpochSampler
+from thalweg.data.sharded_iterable import ShardedIterableDataset
 
 _STATE_VERSION = 1
 _END_OF_EPOCH = object()
@@ -43,7 +43,12 @@ class StatefulLoader:
     """
 
     def __init__(
-        self, dataset: Any, epoch_sampler: EpochSampler, *, collate_fn: Callable | None = None, **dataloader_options: Any
+        self,
+        dataset: Any,
+        epoch_sampler: EpochSampler,
+        *,
+        collate_fn: Callable | None = None,
+        **dataloader_options: Any,
     ) -> None:
         self.dataset = dataset
         self.epoch_sampler = epoch_sampler
@@ -118,7 +123,11 @@ class StatefulLoader:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the loader's state has version {state.get('version')!r}, not {_STATE_VERSION}")
-        expected = {"num_samples": self._num_samples, "seed": self.epoch_sampler.seed, "shuffle": self.epoch_sampler.shuffle}
+        expected = {
+            "num_samples": self._num_samples,
+            "seed": self.epoch_sampler.seed,
+            "shuffle": self.epoch_sampler.shuffle,
+        }
         for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(
@@ -142,7 +151,9 @@ class StatefulLoader:
     def _iter_batches(self, pass_number: int) -> Iterator[Any]:
         self._pending_slices.clear()
         # Worker processes seed their own libraries from this; nothing else reads it.
-        self._generator.manual_seed(hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63))
+        self._generator.manual_seed(
+            hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63)
+        )
         source = iter(self._build_dataloader())
         while True:
             if pass_number != self._pass_number:
@@ -162,9 +173,15 @@ class StatefulLoader:
 
     def _build_dataloader(self) -> DataLoader:
         if self._is_iterable:
-            sharded_dataset = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
+            sharded_dataset = ShardedIterableDataset(
+                self.dataset, self.epoch_sampler, self._position, self.collate_fn
+            )
             return DataLoader(
-                sharded_dataset, batch_size=None, collate_fn=_identity, generator=self._generator, **self._dataloader_options
+                sharded_dataset,
+                batch_size=None,
+                collate_fn=_identity,
+                generator=self._generator,
+                **self._dataloader_options,
             )
         if self._dataloader is None:
             self._dataloader = DataLoader(

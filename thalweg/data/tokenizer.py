@@ -79,7 +79,9 @@ def train_tokenizer(
     if vocab_size < _MIN_VOCAB_SIZE:
         raise ValueError(f"a byte-level vocabulary needs at least {_MIN_VOCAB_SIZE} tokens, not {vocab_size}")
     texts = list(texts)
-    cached_path = None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
+    cached_path = (
+        None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
+    )
     if cached_path is not None and cached_path.exists():
         return BytePairTokenizer.load(cached_path)
     tokenizers = _import_tokenizers()

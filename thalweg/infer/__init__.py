@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from thalweg.infer.api import (
-    EngineCore,
+from thalweg.infer.types import (
     EngineConfig,
+    EngineCore,
     EngineStats,
     ModelMetadata,
     Request,
@@ -17,11 +17,11 @@ from thalweg.infer.api import (
 )
 
 if TYPE_CHECKING:
-    from thalweg.infer.load import load_engine
+    from thalweg.infer.loader.load import load_engine
 
 __all__ = [
-    "EngineCore",
     "EngineConfig",
+    "EngineCore",
     "EngineStats",
     "ModelMetadata",
     "Request",
@@ -37,6 +37,6 @@ def __getattr__(name: str) -> Any:
     """Import torch with the engine, not with the words for requests: a server's front needs these alone."""
     if name != "load_engine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from thalweg.infer.load import load_engine
+    from thalweg.infer.loader.load import load_engine
 
     return load_engine

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.infer.passing import ModuleOffloader
-from thalweg.infer.swap import quantize_linears, restore_linears
+from thalweg.infer.offload.module_offload import ModuleOffloader
+from thalweg.infer.quantization.modules import quantize_linears, restore_linears
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.log import get_logger
 
@@ -27,7 +27,7 @@ _DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "de
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.api.EngineConfig`."""
+    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.types.EngineConfig`."""
 
     dtype: str | None = None
     """``fp32``, ``bf16``, ``fp16``; None: as it is."""
@@ -81,7 +81,11 @@ class DiffusionEngine:
         self.offloader: ModuleOffloader | None = None
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._compiled: list[nn.Module] = []
-        components = {key: component for key, component in pipeline.components.items() if isinstance(component, nn.Module)}
+        components = {
+            key: component
+            for key, component in pipeline.components.items()
+            if isinstance(component, nn.Module)
+        }
         if not components:
             raise ValueError(f"{type(pipeline).__name__} has no component with weights")
         if options.dtype is not None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thalweg.launch.watch import RankExit
+from thalweg.launch.process_monitor import RankExit
 
 _PEER_LOSS = re.compile(r"peer|connection|socket|gloo|nccl|broken pipe|store", re.IGNORECASE)
 _HINTS = {
@@ -64,7 +64,9 @@ class Failure:
         return "no traceback: it called sys.exit or os._exit"
 
 
-def collect_failures(folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
+def collect_failures(
+    folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]
+) -> list[Failure]:
     """The failures of a job, the first one first.
 
     ``codes`` are the agent's, by rank, minus n for signal n, in the order in which it saw them.

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from thalweg.launch import failure
-from thalweg.launch.cores import CpuBinding
+from thalweg.launch.cpu_affinity import CpuBinding
+from thalweg.launch.job_result import JobResult
 from thalweg.launch.network import interface_for
-from thalweg.launch.outcome import JobResult
-from thalweg.launch.watch import ProcessMonitor, kill_sessions, read_pids
+from thalweg.launch.process_monitor import ProcessMonitor, kill_sessions, read_pids
 
 if TYPE_CHECKING:
-    from thalweg.launch.meeting import StaticRendezvous
-    from thalweg.launch.peers import NodeMonitor, NodeSpec
+    from thalweg.launch.multi_node.node_monitor import NodeMonitor, NodeSpec
+    from thalweg.launch.rendezvous import StaticRendezvous
 
 _WORKER = Path(__file__).with_name("rank.py")
 _DIR_PREFIX = "thalweg-run-"
@@ -66,13 +66,15 @@ def run_local(job: LocalJob) -> JobResult:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from thalweg.launch.meeting import StaticRendezvous, bind_listener
-    from thalweg.launch.peers import NodeMonitor
+    from thalweg.launch.multi_node.node_monitor import NodeMonitor
+    from thalweg.launch.rendezvous import StaticRendezvous, bind_listener
 
     _remove_stale_dirs(Path(tempfile.gettempdir()))
     node = job.node
     rendezvous = (
-        node.rendezvous if node else StaticRendezvous("127.0.0.1", 0, 0, 1, bind_listener("127.0.0.1", job.master_port or 0))
+        node.rendezvous
+        if node
+        else StaticRendezvous("127.0.0.1", 0, 0, 1, bind_listener("127.0.0.1", job.master_port or 0))
     )
     with (
         tempfile.TemporaryDirectory(prefix=f"{_DIR_PREFIX}{os.getpid()}-") as name,
@@ -125,7 +127,11 @@ def _join_nodes(job: LocalJob, node_monitor: NodeMonitor) -> int:
 
 
 def _build_result(
-    job: LocalJob, failures: list[failure.Failure], stop_signal: int | None, world_size: int, node_monitor: NodeMonitor | None
+    job: LocalJob,
+    failures: list[failure.Failure],
+    stop_signal: int | None,
+    world_size: int,
+    node_monitor: NodeMonitor | None,
 ) -> JobResult:
     """The outcome of this host's ranks, or that of the job where it has several hosts."""
     result = None
@@ -135,7 +141,9 @@ def _build_result(
     elif stop_signal is not None and not (node_monitor and node_monitor.stopping):
         where = f" on {socket.gethostname()}" if node_monitor else ""
         name = signal.Signals(stop_signal).name
-        result = JobResult(128 + stop_signal, f"thalweg run: stopped by {name}{where}, and the ranks with it\n")
+        result = JobResult(
+            128 + stop_signal, f"thalweg run: stopped by {name}{where}, and the ranks with it\n"
+        )
     if node_monitor is not None and (failures or stop_signal is not None):
         lost_peer = bool(failures) and failures[0].is_peer_loss
         result = node_monitor.agree_result(result, lost_peer, timeout=job.grace + 3.0) or JobResult(
@@ -151,7 +159,7 @@ def _run_agent(job: LocalJob, rendezvous: StaticRendezvous, folder: Path) -> Non
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from thalweg.launch.meeting import BACKEND_NAME, register_rendezvous
+    from thalweg.launch.rendezvous import BACKEND_NAME, register_rendezvous
 
     register_rendezvous()
     num_nodes = job.node.num_nodes if job.node else 1

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from thalweg.launch.hosts import Host
-from thalweg.launch.outcome import JobResult
-from thalweg.launch.request import LaunchSpec
+from thalweg.launch.hostfile import Host
+from thalweg.launch.job_result import JobResult
+from thalweg.launch.spec import LaunchSpec
 
 
 @dataclass(frozen=True)

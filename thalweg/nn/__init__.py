@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thalweg.nn.tiled_loss import tiled_cross_entropy
+from thalweg.nn.losses.tiled_cross_entropy import tiled_cross_entropy
 from thalweg.nn.tiled_mlp import TiledMLP, tiled
 
 __all__ = ["TiledMLP", "tiled", "tiled_cross_entropy"]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
-from thalweg.ops.linear import must_use_plain_ops
-from thalweg.ops.subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.linear.functional import must_use_plain_ops
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,16 @@ def _split_args(args: Any, kwargs: Any, dim: int, num_tiles: int) -> _TiledArgs 
     length = first.shape[dim]
     leading_shape = first.shape[: dim + 1]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tiled = tuple(i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape)
+    tiled = tuple(
+        i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape
+    )
     untiled = tuple(i for i in tensors if i not in tiled)
     if length < 2 or num_tiles < 2:
         return None
     non_tensors = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return _TiledArgs(spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length)
+    return _TiledArgs(
+        spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length
+    )
 
 
 @dataclass
@@ -111,7 +115,12 @@ class _TiledForward(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, module: nn.Module, forward: Any, tiled_args: _TiledArgs, out_specs: list[Any], *tensors: Tensor
+        ctx: Any,
+        module: nn.Module,
+        forward: Any,
+        tiled_args: _TiledArgs,
+        out_specs: list[Any],
+        *tensors: Tensor,
     ) -> Any:
         inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
         ctx.around = _RngAutocastState.capture(inputs[0].device)
@@ -131,13 +140,17 @@ class _TiledForward(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[4:]
         num = len(tiled_args.tiled)
         sums: list[Tensor | None] = [
-            None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
+            None
+            if not want
+            else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
             for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
         with ctx.around.again():
             for start, size in tiled_args.tile_bounds():
                 _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
-        grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
+        grads_out = (
+            None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)
+        )
         return (None, None, None, None, *grads_out)
 
 
@@ -145,13 +158,17 @@ def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _forward_in_tiles(forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+def _forward_in_tiles(
+    forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], Any]:
     """The flat outputs put together from the tiles, and their structure."""
     tiled, untiled = inputs[: len(tiled_args.tiled)], inputs[len(tiled_args.tiled) :]
     outputs: list[Tensor] = []
     spec: Any = None
     for start, size in tiled_args.tile_bounds():
-        tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled]  # as modules expect them
+        tile_inputs = [
+            t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled
+        ]  # as modules expect them
         flat, spec = _pytree.tree_flatten(tiled_args.call(forward, tile_inputs, untiled))
         if not outputs:
             outputs = [_alloc_output(out, tiled_args, size) for out in flat]
@@ -172,8 +189,12 @@ def _backward_tile(
 ) -> None:
     """Run one tile again and add its gradients to ``sums``."""
     num, inputs = len(tiled_args.tiled), len(tiled_args.tiled) + len(tiled_args.untiled)
-    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(tensors[num:])
-    tile_inputs[:inputs] = [t.detach().requires_grad_(want) for t, want in zip(tile_inputs[:inputs], needs_grad, strict=False)]
+    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(
+        tensors[num:]
+    )
+    tile_inputs[:inputs] = [
+        t.detach().requires_grad_(want) for t, want in zip(tile_inputs[:inputs], needs_grad, strict=False)
+    ]
     with torch.enable_grad():
         flat = _pytree.tree_leaves(tiled_args.call(forward, tile_inputs[:num], tile_inputs[num:inputs]))
     pairs = [
@@ -228,7 +249,9 @@ class _TiledModule(DynamicSubclass):
             return _pytree.tree_unflatten(*_forward_in_tiles(original_forward, tiled_args, inputs))
         module: Any = self
         out_specs: list[Any] = []
-        flat: Any = _TiledForward.apply(module, original_forward, tiled_args, out_specs, *inputs, *_trainable_params(module))
+        flat: Any = _TiledForward.apply(
+            module, original_forward, tiled_args, out_specs, *inputs, *_trainable_params(module)
+        )
         return _pytree.tree_unflatten(list(flat), out_specs[0])
 
 

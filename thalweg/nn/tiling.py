@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from thalweg.config.schema_train import Tiling
-from thalweg.nn.deferred import LossTiling
-from thalweg.nn.head import make_logits_lazy
+from thalweg.config.schema.training import Tiling
+from thalweg.nn.losses.lazy_logits import LossTiling
+from thalweg.nn.losses.lm_head import make_logits_lazy
 from thalweg.nn.tiled_mlp import find_mlps, tiled
 
 

@@ -9,8 +9,8 @@ A new writer takes three steps:
 """
 
 from thalweg.observe.flops import flops_per_token, model_tflops, resident_mib
-from thalweg.observe.record import MissingPackageError, StepRecord, Writer
 from thalweg.observe.recorder import Recorder, build_recorder
+from thalweg.observe.step_record import MissingPackageError, StepRecord, Writer
 from thalweg.observe.table import format_table
 from thalweg.utils.timing import PhaseTimer
 

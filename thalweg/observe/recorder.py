@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from thalweg.observe.console import build_console
-from thalweg.observe.files import build_csv, build_jsonl
-from thalweg.observe.record import StepRecord, Writer, require_package
-from thalweg.observe.services import build_tensorboard, build_wandb
+from thalweg.observe.console_writer import build_console
+from thalweg.observe.file_writers import build_csv, build_jsonl
+from thalweg.observe.integrations import build_tensorboard, build_wandb
+from thalweg.observe.step_record import StepRecord, Writer, require_package
 
 _WRITER_BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
     build_csv,

@@ -30,7 +30,9 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([format_line(list(headers)), format_line(["-" * width for width in widths]), *map(format_line, cells)])
+    return "\n".join(
+        [format_line(list(headers)), format_line(["-" * width for width in widths]), *map(format_line, cells)]
+    )
 
 
 def _is_number(value: Any) -> bool:

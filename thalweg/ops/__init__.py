@@ -26,14 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from thalweg.ops.switch import restore_linear_layers, patch_linear_layers
-from thalweg.ops.table import get_autotune_cache
+from thalweg.ops.linear.autotune_cache import get_autotune_cache
+from thalweg.ops.linear.patch import patch_linear_layers, restore_linear_layers
 
 __all__ = [
     "export_autotune_cache",
     "import_autotune_cache",
-    "restore_linear_layers",
     "patch_linear_layers",
+    "restore_linear_layers",
 ]
 
 

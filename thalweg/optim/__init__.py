@@ -16,33 +16,40 @@ logical shape and layout (or no shape at all), so that a checkpoint sees logical
 
 from __future__ import annotations
 
-from thalweg.optim.adopt import to_local_optimizer
-from thalweg.optim.build import build_optimizer, build_lr_scheduler
+from thalweg.optim.algorithms.lamb import Lamb
+from thalweg.optim.algorithms.lion import Lion
+from thalweg.optim.algorithms.muon import Muon
+from thalweg.optim.algorithms.muon_params import muon_groups
+from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.clip import clip_grads_, global_grad_norm
-from thalweg.optim.lamb import Lamb
-from thalweg.optim.lion import Lion
-from thalweg.optim.muon import Muon
-from thalweg.optim.muon_params import muon_groups
-from thalweg.optim.scaler import LossScaleFloorError, LossScaler, LossScalePolicy
-from thalweg.optim.schedules import LRRangeTest, OneCycle, LRScheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.loss_scaler import LossScaleFloorError, LossScalePolicy, LossScaler
+from thalweg.optim.lr_scheduler import (
+    LRRangeTest,
+    LRScheduler,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 __all__ = [
     "LRRangeTest",
+    "LRScheduler",
     "Lamb",
     "Lion",
     "LossScaleFloorError",
+    "LossScalePolicy",
     "LossScaler",
     "Muon",
     "OneCycle",
-    "LossScalePolicy",
-    "LRScheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
-    "to_local_optimizer",
-    "build_optimizer",
     "build_lr_scheduler",
+    "build_optimizer",
     "clip_grads_",
     "global_grad_norm",
     "muon_groups",
+    "to_local_optimizer",
 ]

@@ -12,17 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thalweg.optim.adafactor import Adafactor
-from thalweg.optim.delayed import ZenFlowAdam, ZenFlowPolicy
-from thalweg.optim.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
-from thalweg.optim.lamb import Lamb
-from thalweg.optim.lion import Lion
-from thalweg.optim.lowbit import LowBitAdam, LowBitLion
-from thalweg.optim.muon import Muon
-from thalweg.optim.muon_params import muon_groups, get_param
-from thalweg.optim.names import check_keywords, get_keyword_parameters, match_name
-from thalweg.optim.schedules import LRRangeTest, OneCycle, LRScheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from thalweg.optim.states import check_state_dtype
+from thalweg.optim.algorithms.adafactor import Adafactor
+from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
+from thalweg.optim.algorithms.lamb import Lamb
+from thalweg.optim.algorithms.lion import Lion
+from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
+from thalweg.optim.algorithms.moment_codec import check_state_dtype
+from thalweg.optim.algorithms.muon import Muon
+from thalweg.optim.algorithms.muon_params import get_param, muon_groups
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
+from thalweg.optim.lr_scheduler import (
+    LRRangeTest,
+    LRScheduler,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
@@ -100,7 +107,9 @@ def build_optimizer(
     return cls(groups, **keywords)
 
 
-def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+def build_lr_scheduler(
+    type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer
+) -> Any:
     """Return the schedule called ``type_name`` over ``optimizer``'s groups, the first update's rates
     already set.
 
@@ -122,14 +131,18 @@ def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimiz
     }
     classes: dict[str, Any] = {**torch_classes, **LR_SCHEDULERS}
     name = match_name("scheduler", type_name, classes)
-    check_keywords(f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",)))
+    check_keywords(
+        f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",))
+    )
     return classes[name](optimizer, **keywords)
 
 
 def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
     alternative = _ONEBIT_ALTERNATIVES.get(str(type_name).replace("_", "").lower())
     if alternative:
-        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}")
+        raise ValueError(
+            f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}"
+        )
     name = match_name("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
     if name not in _ADAM_NAMES:
         return name
@@ -171,7 +184,9 @@ def _resolve_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple
     if dtype_name == "fp32":
         return cls, {key: value for key, value in hyper.items() if key != "state_dtype"}
     if name not in _LOW_BIT_CLASSES:
-        raise ValueError(f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone")
+        raise ValueError(
+            f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone"
+        )
     return _LOW_BIT_CLASSES[name], hyper
 
 
@@ -194,7 +209,9 @@ def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str
     check_keywords(where, keywords, known)
     if name in _ADAM_NAMES and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    checked = {key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()}
+    checked = {
+        key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()
+    }
     if cls in (LowBitAdam, ZenFlowAdam):
         checked["decoupled_weight_decay"] = name == "AdamW"
     return checked

@@ -26,9 +26,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
-from thalweg.optim.local import to_local, local_grad
-from thalweg.optim.norms import PartialNorm, NormInput, RowNorms, power_sum
-from thalweg.optim.reduce import AllReduce, ShardGroups, default_all_reduce, all_reduce_rows, get_shard_groups
+from thalweg.optim.dtensor_local import local_grad, to_local
+from thalweg.optim.norms import NormInput, PartialNorm, RowNorms, power_sum
+from thalweg.optim.shard_reduce import (
+    AllReduce,
+    ShardGroups,
+    all_reduce_rows,
+    default_all_reduce,
+    get_shard_groups,
+)
 
 
 @torch.no_grad()

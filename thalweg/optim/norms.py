@@ -42,7 +42,9 @@ class PartialNorm:
 
     def norm(self) -> Tensor:
         """The piece's norm, 0-dim fp64."""
-        return _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
+        return (
+            _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
+        )
 
     def numel(self) -> int:
         """Never 0, as it stands for a piece that counts."""
@@ -59,7 +61,9 @@ def compute_partial_norm(piece: Tensor) -> PartialNorm:
     total = _fast_square_sum([partial_norm], compute_row_norms)
     if total.isfinite() and total >= _MIN_ACCURATE_SUM:
         return partial_norm
-    return PartialNorm(partial_norm.row_norms, torch.linalg.vector_norm(piece, dtype=_accumulation_dtype(piece)))
+    return PartialNorm(
+        partial_norm.row_norms, torch.linalg.vector_norm(piece, dtype=_accumulation_dtype(piece))
+    )
 
 
 def power_sum(
@@ -81,7 +85,10 @@ def power_sum(
     if not by_device:
         return torch.zeros((), dtype=torch.float64, device=device)
     partial_sums = torch.stack(
-        [_power_sum_on_device(group, norm_type, row_norms_fn or compute_row_norms).to(device) for group in by_device.values()]
+        [
+            _power_sum_on_device(group, norm_type, row_norms_fn or compute_row_norms).to(device)
+            for group in by_device.values()
+        ]
     )
     return partial_sums.max() if math.isinf(norm_type) else partial_sums.sum()
 
@@ -98,7 +105,9 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def _power_sum_on_device(pieces: Sequence[NormInput], norm_type: float, row_norms_fn: Callable[[Tensor], RowNorms]) -> Tensor:
+def _power_sum_on_device(
+    pieces: Sequence[NormInput], norm_type: float, row_norms_fn: Callable[[Tensor], RowNorms]
+) -> Tensor:
     if math.isinf(norm_type):
         peak = torch.stack(foreach.norm(pieces, math.inf)).max().double()
         return peak.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -137,7 +146,11 @@ def compute_row_norms(piece: Tensor) -> RowNorms:
         return [], [piece.float() if piece.dtype in HALF_DTYPES else piece]
     flat = piece.view(-1)
     full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH
-    rest = [flat[full_size:].float() if piece.dtype in HALF_DTYPES else flat[full_size:]] if full_size < flat.numel() else []
+    rest = (
+        [flat[full_size:].float() if piece.dtype in HALF_DTYPES else flat[full_size:]]
+        if full_size < flat.numel()
+        else []
+    )
     return full_row_norms(flat[:full_size]), rest
 
 
@@ -146,4 +159,7 @@ def full_row_norms(flat: Tensor) -> list[Tensor]:
     are widened a part at a time."""
     if flat.dtype not in HALF_DTYPES:
         return [torch.linalg.vector_norm(flat.view(-1, ROW_LENGTH), dim=1)]
-    return [torch.linalg.vector_norm(elements.float().view(-1, ROW_LENGTH), dim=1) for elements in flat.split(_UPCAST_ELEMENTS)]
+    return [
+        torch.linalg.vector_norm(elements.float().view(-1, ROW_LENGTH), dim=1)
+        for elements in flat.split(_UPCAST_ELEMENTS)
+    ]

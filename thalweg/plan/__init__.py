@@ -1,6 +1,6 @@
 """The plan: bytes, traffic and seconds of a run, before anything is allocated.
 
-This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg.plan.core.plan`.
+This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg.plan.api.plan`.
 
     source      a config, a class or a model  ->  the model on meta
     rehearsal   the model on fake tensors      ->  events of a step (tape, batch, setting)
@@ -19,9 +19,9 @@ import types
 from typing import Any
 
 _PUBLIC = {
-    "Cluster": "thalweg.plan.cluster",
-    "Plan": "thalweg.plan.core",
-    "plan": "thalweg.plan.core",
+    "Cluster": "thalweg.plan.spec.cluster",
+    "Plan": "thalweg.plan.api",
+    "plan": "thalweg.plan.api",
 }
 
 __all__ = ["Cluster", "Plan", "plan"]

@@ -23,17 +23,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.config import Config
 from thalweg.observe import resident_mib
 from thalweg.optim import build_optimizer
-from thalweg.plan.batch import InputSpec, infer_input_spec, input_spec_from_call
-from thalweg.plan.core import Plan, Planner
-from thalweg.plan.job import build_job_cluster, find_memory_limit, measure_process_bytes, get_topology, try_meta_copy
-from thalweg.plan.rehearsal import resident_params, shard_bytes, build_param_specs
-from thalweg.plan.report import format_byte_table, format_changes
-from thalweg.plan.search import suggest
-from thalweg.plan.setting import RunSpec, run_spec_from_config, get_tp_size, unmodelled_options, with_optimizer
-from thalweg.plan.sizes import format_bytes
-from thalweg.plan.source import MetaModel
+from thalweg.plan.api import Plan, Planner
+from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
+from thalweg.plan.inputs.model_loader import MetaModel
+from thalweg.plan.report.text import format_byte_table, format_changes
+from thalweg.plan.runtime import (
+    build_job_cluster,
+    find_memory_limit,
+    get_topology,
+    measure_process_bytes,
+    try_meta_copy,
+)
+from thalweg.plan.search.suggest import suggest
+from thalweg.plan.spec.run_spec import (
+    RunSpec,
+    get_tp_size,
+    run_spec_from_config,
+    unmodelled_options,
+    with_optimizer,
+)
+from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
+from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
-from thalweg.zero.options import get_model_size, build_shard_options
+from thalweg.zero.options import build_shard_options, get_model_size
 
 _log = get_logger(__name__)
 # Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
@@ -119,7 +131,10 @@ class Preflight:
             vocab_size = getattr(getattr(self._meta_model.model, "config", None), "vocab_size", 0) or 0
             bytes_per_token = facts.hidden_size * facts.num_layers * _ACTIVATION_BYTES_BOUND + vocab_size * 40
             # Gradients, holes of the heap and what a first step brings are in the factor.
-            if 2 * (self._state_bytes + self._num_local_ranks * input_spec.num_tokens * bytes_per_token) < self._limit_bytes:
+            if (
+                2 * (self._state_bytes + self._num_local_ranks * input_spec.num_tokens * bytes_per_token)
+                < self._limit_bytes
+            ):
                 return
         plan = self._try_predict(input_spec)
         if plan is not None and plan.fits is False:
@@ -135,20 +150,33 @@ class Preflight:
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state_itemsize = 0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
+        state_itemsize = (
+            0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
+        )
         # A split layer's part is no larger than this; what stays whole is left out of the least.
-        in_memory_specs = {name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)}
+        in_memory_specs = {
+            name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)
+        }
         shards_bytes = sum(shard_bytes(slot) for slot in in_memory_specs.values()) // run_spec.tp_size
-        updated = sum(slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained)
+        updated = sum(
+            slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained
+        )
         updated //= run_spec.tp_size
         unsharded_bytes = sum(slot.unsharded_bytes for slot in resident_specs.values())
-        grads_leave_early = run_spec.grads_on_disk or run_spec.updates_in_backward  # then gradients never are there all at once
+        grads_leave_early = (
+            run_spec.grads_on_disk or run_spec.updates_in_backward
+        )  # then gradients never are there all at once
         grads = 0 if grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
         if run_spec.storage_kind == "shared":
-            bytes_per_rank += 0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
+            bytes_per_rank += (
+                0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
+            )
             return self._num_local_ranks * (self._process_bytes + bytes_per_rank) + unsharded_bytes
-        has_compute_copy = run_spec.storage_kind == "private" and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
+        has_compute_copy = (
+            run_spec.storage_kind == "private"
+            and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
+        )
         copies = unsharded_bytes // run_spec.tp_size if has_compute_copy else 0
         return self._num_local_ranks * (self._process_bytes + bytes_per_rank + shards_bytes + copies)
 
@@ -184,7 +212,9 @@ class Preflight:
     def _explain_rejection(self, plan: Plan | None, input_spec: InputSpec | None) -> str:
         """What is needed, what there is, and what would fit."""
         assert self._limit_bytes is not None
-        subject = f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
+        subject = (
+            f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
+        )
         needed_bytes = self._state_bytes if plan is None else (plan.per_host or plan.per_rank.total)
         comparison = f"{format_bytes(needed_bytes)}, and there are {format_bytes(self._limit_bytes)}"
         lines = [f"this job does not fit: {subject} would need {comparison}"]

@@ -39,11 +39,11 @@ from typing import Any
 
 
 class _CallableModule(types.ModuleType):
-    """``thalweg.serve`` is this package and, as in MII, a function: :func:`thalweg.serve.mii.serve`."""
+    """``thalweg.serve`` is this package and, as in MII, a function: :func:`thalweg.serve.mii.deployment.serve`."""
 
     def __call__(self, model: str, deployment_name: str | None = None, **options: Any) -> Any:
-        """Start a server under a name and return a client; see :func:`thalweg.serve.mii.serve`."""
-        from thalweg.serve.mii import serve
+        """Start a server under a name and return a client; see :func:`thalweg.serve.mii.deployment.serve`."""
+        from thalweg.serve.mii.deployment import serve
 
         return serve(model, deployment_name, **options)
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from thalweg.infer.api import ModelMetadata, Request, RequestOutput, TokenLogprob
+from thalweg.infer.types import ModelMetadata, Request, RequestOutput, TokenLogprob
 from thalweg.serve.errors import ApiError, bad_request
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.pool import ReplicaPool
-from thalweg.serve.text import ChatTokenizer
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.replicas.pool import ReplicaPool
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -143,8 +143,12 @@ class Generation:
             raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
         self._counts_by_sequence[index, output.index] = output.num_generated_tokens, output.num_cached_tokens
         if output.finished:
-            self.usage.num_generated_tokens = sum(generated for generated, _ in self._counts_by_sequence.values())
-            self.usage.num_cached_tokens = sum(c for (_, sample), (_, c) in self._counts_by_sequence.items() if sample == 0)
+            self.usage.num_generated_tokens = sum(
+                generated for generated, _ in self._counts_by_sequence.values()
+            )
+            self.usage.num_cached_tokens = sum(
+                c for (_, sample), (_, c) in self._counts_by_sequence.items() if sample == 0
+            )
 
 
 class ClientDisconnected(Exception):
@@ -153,7 +157,10 @@ class ClientDisconnected(Exception):
 
 async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
     """Await ``work``; cancel it, and raise :class:`ClientDisconnected`, when the client closes the connection."""
-    work_task, disconnect_task = asyncio.ensure_future(awaitable), asyncio.ensure_future(_wait_for_disconnect(receive))
+    work_task, disconnect_task = (
+        asyncio.ensure_future(awaitable),
+        asyncio.ensure_future(_wait_for_disconnect(receive)),
+    )
     try:
         await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
         if work_task.done():
@@ -168,9 +175,20 @@ async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
 class SSEResponse(Response):
     """Server-sent events from a generator of JSON objects; its first one must be at hand already."""
 
-    def __init__(self, first_item: Any, items: AsyncGenerator[Any], on_disconnect: Callable[[], None], end_marker: bytes) -> None:
+    def __init__(
+        self,
+        first_item: Any,
+        items: AsyncGenerator[Any],
+        on_disconnect: Callable[[], None],
+        end_marker: bytes,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._first_item, self._items, self._on_disconnect, self._end_marker = first_item, items, on_disconnect, end_marker
+        self._first_item, self._items, self._on_disconnect, self._end_marker = (
+            first_item,
+            items,
+            on_disconnect,
+            end_marker,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or stop when the client leaves."""

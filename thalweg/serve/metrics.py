@@ -13,8 +13,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from thalweg.infer.api import RequestOutput
-from thalweg.serve.pool import ReplicaPool
+from thalweg.infer.types import RequestOutput
+from thalweg.serve.replicas.pool import ReplicaPool
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
@@ -33,11 +33,19 @@ class Metrics:
                                   buckets=_ITL_BUCKETS, **registry_kwargs)  # fmt: skip
         self._e2e_latency = Histogram("thalweg_request_seconds", "From arrival to the last token",
                                 buckets=_E2E_LATENCY_BUCKETS, **registry_kwargs)  # fmt: skip
-        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs)
-        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs)
-        self._prompt_tokens = Counter("thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs)
+        self._finished = Counter(
+            "thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs
+        )
+        self._responses = Counter(
+            "thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs
+        )
+        self._prompt_tokens = Counter(
+            "thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs
+        )
         self._generated_tokens = Counter("thalweg_generated_tokens", "Tokens generated", **registry_kwargs)
-        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs)
+        self._cancelled = Counter(
+            "thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs
+        )
         self.registry.register(_EngineCollector(pool))
 
     def count_response(self, path: str, status: int) -> None:
@@ -97,7 +105,9 @@ class _EngineCollector:
         yield GaugeMetricFamily(
             "thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding
         )
-        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
+        yield GaugeMetricFamily(
+            "thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas())
+        )
         yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
         yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.num_restarts)
         families = [

@@ -23,14 +23,14 @@ from typing import Any
 import uvicorn
 
 from thalweg.serve.app import build_app
-from thalweg.serve.gate import RequestGuard, BodyLimits
 from thalweg.serve.generation import AppState
+from thalweg.serve.http.hardened_protocol import HardenedProtocol
+from thalweg.serve.http.middleware import BodyLimits, RequestGuard
+from thalweg.serve.http.tls import tls_context, tls_protocol_factory
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.pool import ReplicaPool, PoolLimits
-from thalweg.serve.protocol import HardenedProtocol
-from thalweg.serve.spawn import ReplicaHandle
-from thalweg.serve.text import ChatTokenizer
-from thalweg.serve.tls import tls_protocol_factory, tls_context
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.replicas.launcher import ReplicaHandle
+from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -128,7 +128,9 @@ async def serve(
                 request_seconds=options.request_seconds,
                 aliases=options.aliases,
             )
-            server = _DrainingServer(_uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds)
+            server = _DrainingServer(
+                _uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds
+            )
             url = _url(options, sock.getsockname()[1])
             await server.serve_until(stop_event, sock, lambda: on_ready(url))
         finally:
@@ -139,7 +141,10 @@ async def serve(
 
 def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections: int) -> uvicorn.Config:
     app = RequestGuard(
-        build_app(app_state, options.deployment_name), options.api_keys, options.body_limits, app_state.metrics.count_response
+        build_app(app_state, options.deployment_name),
+        options.api_keys,
+        options.body_limits,
+        app_state.metrics.count_response,
     )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -155,7 +160,9 @@ def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=2048 if max_connections == HardenedProtocol.max_connections else _MIN_CONNECTIONS,  # accepted at a time
+        backlog=2048
+        if max_connections == HardenedProtocol.max_connections
+        else _MIN_CONNECTIONS,  # accepted at a time
         timeout_keep_alive=15,
         timeout_graceful_shutdown=None,
     )
@@ -262,5 +269,7 @@ def _raise_fd_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
     max_connections = min(max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FDS)
     if max_connections < _MIN_CONNECTIONS:
-        raise OSError(f"{max_connections} descriptors are left for connections: raise the limit (ulimit -n 4096)")
+        raise OSError(
+            f"{max_connections} descriptors are left for connections: raise the limit (ulimit -n 4096)"
+        )
     return max_connections

@@ -116,7 +116,9 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     ):
         return _from_kubeflow(environ)
     if scheduler is None:
-        set_names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
+        set_names = [
+            name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ
+        ]
         if set_names:
             missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
             raise ValueError(
@@ -199,7 +201,10 @@ def _from_scheduler(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def _from_mpi(environ: Mapping[str, str], family: _LauncherVariables) -> RankInfo:
-    rank, world_size = _required_integer(environ, family, family.rank), _required_integer(environ, family, family.world_size)
+    rank, world_size = (
+        _required_integer(environ, family, family.rank),
+        _required_integer(environ, family, family.world_size),
+    )
     local_rank = _first_integer(environ, family.local_rank)
     local_world_size = _first_integer(environ, family.local_world_size)
     if local_rank is None or local_world_size is None:
@@ -231,7 +236,10 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
-    rank, world_size = _required_integer(environ, _SLURM, _SLURM.rank), _required_integer(environ, _SLURM, _SLURM.world_size)
+    rank, world_size = (
+        _required_integer(environ, _SLURM, _SLURM.rank),
+        _required_integer(environ, _SLURM, _SLURM.world_size),
+    )
     local_world_size = _slurm_local_world_size(environ, world_size)
     local_rank = _first_integer(environ, _SLURM.local_rank)
     if local_rank is None:

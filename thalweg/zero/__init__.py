@@ -1,8 +1,8 @@
 """ZeRO: one implementation on FSDP2, a stage being a policy (:mod:`.policy`).
 
 Read :mod:`.shard` first: it is the recipe.  :mod:`.units` chooses what is wrapped,
-:mod:`.homes` says where shards and gathered parameters live, :mod:`.init` builds models
-without memory, :mod:`.gather` gives full parameters back to the user for a while.
+:mod:`.storage.base` says where shards and gathered parameters live, :mod:`thalweg.deferred_init.context` builds models
+without memory, :mod:`.gathered_parameters` gives full parameters back to the user for a while.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {"Init": "thalweg.zero.init", "GatheredParameters": "thalweg.zero.gather"}
+_PUBLIC = {"Init": "thalweg.deferred_init.context", "GatheredParameters": "thalweg.zero.gathered_parameters"}
 __all__ = list(_PUBLIC)
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from thalweg.config import Config, ModelSize
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.zero.offload import build_offload_policy
-from thalweg.zero.policy import Precision, CommPolicy, ZeroPolicy
+from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
+from thalweg.zero.storage.nvme import build_offload_policy
 from thalweg.zero.units import UnitPolicy, num_parameters
 
 

@@ -1,7 +1,7 @@
 """ZeRO on FSDP2: one recipe for every stage.
 
 ``shard`` turns a plain model into an FSDP2 model in this order: choose the units; move
-every parameter's value into its shard (:mod:`.homes`), so the full tensors are freed
+every parameter's value into its shard (:mod:`.storage.base`), so the full tensors are freed
 one by one; wrap units and root on the meta device, where FSDP2 copies nothing; plant
 the shards; give each unit its collectives.  The result, :class:`ShardedModel`, offers what
 an engine needs and no more: which backward reduces, the end of a window, the loss scale.
@@ -25,21 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import CommsLog
-from thalweg.comm.buffer import BufferPool
-from thalweg.store import SwapFile
-from thalweg.zero import _fsdp2
-from thalweg.zero.fill import ParamLocations, load_initial_values, get_param_locations
-from thalweg.zero.gather import register_sharded_model
-from thalweg.zero.grids import build_mics_mesh, single_rank_mesh, make_layout_fn
-from thalweg.zero.homes import ParamSpec, ShardStorage, max_unit_grad_bytes, refresh_unsharded
-from thalweg.zero.masters import build_nvme_storage
-from thalweg.zero.offload import ParamOffloadPolicy, PagedShardStorage, NvmeStorage
-from thalweg.zero.policy import Precision, CommPolicy, ZeroPolicy
-from thalweg.zero.spread import ZeroExpertParams, is_expert_param, reduce_scalar_grads
-from thalweg.zero.states import DTensorLayout, TensorParallelLayout
+from thalweg.comm.buffer_pool import BufferPool
+from thalweg.storage_io import SwapFile
+from thalweg.zero.collectives import Collectives, CollectivesSpec, ReplicaGroup, build_collectives
+from thalweg.zero.expert_params import ZeroExpertParams, is_expert_param, reduce_scalar_grads
+from thalweg.zero.fsdp2 import private_api
+from thalweg.zero.fsdp2.backward_tracker import AfterReduce, BackwardTracker, BeforeReduce
+from thalweg.zero.gathered_parameters import register_sharded_model
+from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
+from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
+from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.storage.base import ParamSpec, ShardStorage, max_unit_grad_bytes, refresh_unsharded
+from thalweg.zero.storage.nvme import NvmeStorage, PagedShardStorage, ParamOffloadPolicy
+from thalweg.zero.storage.nvme_masters import build_nvme_storage
+from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
-from thalweg.zero.watch import AfterReduce, BeforeReduce, BackwardTracker
-from thalweg.zero.wiring import ReplicaGroup, CollectivesSpec, Collectives, build_collectives
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,14 @@ class ShardedModel:
         self.storage_kind = collectives.storage_kind
         self.ledger: CommsLog = collectives.ledger
         self._mesh, self._arena = mesh, collectives.arena
-        self._cross_host_sync, self.option_messages = collectives.cross_host_sync, collectives.option_messages | options.offload_policy.get_option_messages(device)
+        self._cross_host_sync, self.option_messages = (
+            collectives.cross_host_sync,
+            collectives.option_messages | options.offload_policy.get_option_messages(device),
+        )
         self._async_reduction = collectives.async_reduction
         self._group = mesh.get_group()
         self._world_size = mesh.size()
-        self.groups = _fsdp2.get_fsdp_groups(module)
+        self.groups = private_api.get_fsdp_groups(module)
         self.nvme_storage = nvme_storage
         # Those whose homes are there at all times, and what lies in them.
         paged_units = nvme_storage.pager.units if nvme_storage else ()
@@ -156,7 +159,7 @@ class ShardedModel:
     def reset_iteration_state(self) -> None:
         """Return to rest after an exception in forward or backward; gradients are left as they are."""
         assert isinstance(self.module, FSDPModule)
-        _fsdp2.reset_iteration_state(self.module)
+        private_api.reset_iteration_state(self.module)
         for reducer in self._reducers:
             reducer.reset()
         self._reset_backward_trackers()
@@ -174,7 +177,9 @@ class ShardedModel:
         outputs, inputs = BufferPool(), BufferPool()
         for reducer in self._reducers:
             reducer.lender, reducer.inputs = outputs, inputs
-        self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
+        self._backward_trackers = [
+            BackwardTracker(group, before_reduce, after_reduce) for group in self.groups
+        ]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
     @property
@@ -255,7 +260,7 @@ class ShardedModel:
         for group in self._unpaged_groups:
             group.to_unsharded()
 
-    def _make_unshard_hook(self, group: _fsdp2.FSDPGroupHandle) -> Callable[..., None]:
+    def _make_unshard_hook(self, group: private_api.FSDPGroupHandle) -> Callable[..., None]:
         storages = self._storages_by_group[group.name]
 
         def before(*_: object) -> None:
@@ -282,9 +287,13 @@ class ShardedModel:
             storages = [nvme_storage.storages[store.spec.name] for store in self._storages_by_group[name]]
             if all(store.unsharded is None for store in storages):
                 packed_shards = [store.packed_shard for store in storages]
-                group.all_gather_from(packed_shards, partial(pager.acquire, name), partial(pager.release, name))
+                group.all_gather_from(
+                    packed_shards, partial(pager.acquire, name), partial(pager.release, name)
+                )
             else:
-                prefetch, acquire, release = (partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release))
+                prefetch, acquire, release = (
+                    partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release)
+                )
                 group.use_pager(prefetch, acquire, release)
 
     @property
@@ -327,13 +336,24 @@ def shard_model(
     named_params = dict(model.named_parameters())
     if not named_params:
         raise ValueError("the model has no parameters: there is nothing to train")
-    mics_mesh = build_mics_mesh(mesh, options.comm_policy.mics_group_size) if options.policy.shards_optimizer_states else None
+    mics_mesh = (
+        build_mics_mesh(mesh, options.comm_policy.mics_group_size)
+        if options.policy.shards_optimizer_states
+        else None
+    )
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
-    replicate = not options.policy.shards_optimizer_states or 1 in (shard_mesh.size(), options.comm_policy.mics_group_size)
+    replicate = not options.policy.shards_optimizer_states or 1 in (
+        shard_mesh.size(),
+        options.comm_policy.mics_group_size,
+    )
     param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
-    units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
+    units = (
+        blocks
+        if options.offload_policy.uses_nvme or tp_layout is not None
+        else with_large_leaves(model, blocks)
+    )
     collectives = build_collectives(
         CollectivesSpec(
             shard_mesh,
@@ -346,21 +366,34 @@ def shard_model(
             root_bytes=max_unit_grad_bytes(param_specs, blocks, options.precision.reduce_dtype),
             output_dtype=options.precision.master_dtype,
             timeout=options.timeout,
-            replicas=None if mics_mesh is None else ReplicaGroup.build(mics_mesh, device, options.comm_policy.quantized_gradients),
+            replicas=None
+            if mics_mesh is None
+            else ReplicaGroup.build(mics_mesh, device, options.comm_policy.quantized_gradients),
         )
     )
     if collectives.storage_kind == "wire":
         units = blocks
     rank = 0 if replicate else shard_mesh.get_local_rank()
-    if on_host := options.offload_policy.shards_on_host(device):  # FSDP2 copies to the device, also where one rank is alone
+    if on_host := options.offload_policy.shards_on_host(
+        device
+    ):  # FSDP2 copies to the device, also where one rank is alone
         collectives.storage_kind, units = "wire", blocks
     resident_modules = options.fp32_modules
-    nvme_storage = build_nvme_storage(param_specs, units, options.offload_policy, resident_modules, rank, collectives, mesh)
+    nvme_storage = build_nvme_storage(
+        param_specs, units, options.offload_policy, resident_modules, rank, collectives, mesh
+    )
     paged_storages = nvme_storage.storages if nvme_storage is not None else {}
     shard_device = torch.device("cpu") if on_host else device
     storages = {
         name: paged_storages.get(name)
-        or ShardStorage.create(slot, rank, collectives.storage_kind, collectives.arena, shard_device, name in collectives.separate_masters)
+        or ShardStorage.create(
+            slot,
+            rank,
+            collectives.storage_kind,
+            collectives.arena,
+            shard_device,
+            name in collectives.separate_masters,
+        )
         for name, slot in param_specs.items()
     }
     locations = get_param_locations(model)
@@ -368,11 +401,15 @@ def shard_model(
     load_initial_values(model, locations, storages, mesh, options.precision, device)
     # A home costs nothing to keep: only gathered copies and paged homes are worth freeing between uses.
     reshards = options.policy.reshards_after_use and collectives.storage_kind == "wire"
-    reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
+    reshard_after_forward = (
+        collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
+    )
     paged_units = set(nvme_storage.pager.units) if nvme_storage is not None else set()
     fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
     reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
-    expert_params = ZeroExpertParams(model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states)
+    expert_params = ZeroExpertParams(
+        model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states
+    )
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
     if options.offload_policy.uses_nvme:  # units are read while a gather would begin early
         collectives.async_reduction = None
@@ -381,7 +418,7 @@ def shard_model(
     sharded_model.scalar_params = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     _install_storages(sharded_model, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate))
     assert isinstance(model, FSDPModule)
-    _fsdp2.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
+    private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
     sharded_model._reducers = collectives.install(sharded_model.groups, options.precision.master_dtype)
     if collectives.async_reduction is not None and collectives.storage_kind == "wire":
         for group, next_group in pairwise(sharded_model.groups):
@@ -396,7 +433,9 @@ def shard_model(
     return sharded_model
 
 
-def _build_param_specs(named_params: dict[str, nn.Parameter], options: ShardOptions, num_shards: int) -> dict[str, ParamSpec]:
+def _build_param_specs(
+    named_params: dict[str, nn.Parameter], options: ShardOptions, num_shards: int
+) -> dict[str, ParamSpec]:
     precision, param_specs = options.precision, {}
     for name, parameter in named_params.items():
         if parameter.ndim == 0 or is_expert_param(parameter):
@@ -405,7 +444,14 @@ def _build_param_specs(named_params: dict[str, nn.Parameter], options: ShardOpti
         compute_dtype = precision.get_compute_dtype(master_dtype)
         if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
             compute_dtype = master_dtype
-        param_specs[name] = ParamSpec(name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad)
+        param_specs[name] = ParamSpec(
+            name,
+            parameter.shape,
+            master_dtype,
+            compute_dtype,
+            num_shards,
+            requires_grad=parameter.requires_grad,
+        )
     return param_specs
 
 
@@ -425,15 +471,25 @@ def _apply_fully_shard(
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
         offload_policy = options.offload_policy
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload_policy.pin_memory and not offload_policy.uses_nvme)
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(
+            pin_memory=offload_policy.pin_memory and not offload_policy.uses_nvme
+        )
     for name in options.fp32_modules:
-        fully_shard(model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
+        fully_shard(
+            model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs
+        )
     for name, module in units.items():
-        fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+        fully_shard(
+            module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs
+        )
     fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
 
 
-def _install_storages(sharded_model: ShardedModel, locations: ParamLocations, layout_fn: Callable[[str, torch.Size], DTensorLayout | None]) -> None:
+def _install_storages(
+    sharded_model: ShardedModel,
+    locations: ParamLocations,
+    layout_fn: Callable[[str, torch.Size], DTensorLayout | None],
+) -> None:
     names = {(id(module), key): name for name, where in locations.items() for module, key in where}
     for group in sharded_model.groups:
         storages = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from thalweg.infer.describe import DecoderSpec, EncoderSpec, UnsupportedModelError
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, UnsupportedModelError
 
 DECODERS = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "mixtral": "llama",
@@ -54,4 +54,6 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
         ValueError,
         RuntimeError,
     ) as error:
-        raise UnsupportedModelError(f"a {model_type} model with unusual parts: {type(error).__name__} {error}") from error
+        raise UnsupportedModelError(
+            f"a {model_type} model with unusual parts: {type(error).__name__} {error}"
+        ) from error

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     EncoderSpec,
     LayerSpec,
+    MLPSpec,
     UnsupportedModelError,
     activation_name,
     build_layer_norm,
@@ -53,7 +53,10 @@ def _build_layer(layer: Any, c: Any) -> LayerSpec:
         qkv=build_linear(self_attention.query, self_attention.key, self_attention.value), out=build_linear(out.dense), scale=self_attention.attention_head_size**-0.5,
     )  # fmt: skip
     mlp = MLPSpec(
-        build_linear(layer.intermediate.dense), build_linear(layer.output.dense), activation_name(c.hidden_act), gated=False
+        build_linear(layer.intermediate.dense),
+        build_linear(layer.output.dense),
+        activation_name(c.hidden_act),
+        gated=False,
     )
     return LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(out.LayerNorm),
                  mlp_residual_norm=build_layer_norm(layer.output.LayerNorm))  # fmt: skip
@@ -70,7 +73,12 @@ def _build_distilbert(model: Any) -> EncoderSpec:
             num_heads=c.n_heads, num_kv_heads=c.n_heads, head_dim=dim, qkv=build_linear(a.q_lin, a.k_lin, a.v_lin),
             out=build_linear(a.out_lin), scale=dim**-0.5,
         )  # fmt: skip
-        mlp = MLPSpec(build_linear(layer.ffn.lin1), build_linear(layer.ffn.lin2), activation_name(c.activation), gated=False)
+        mlp = MLPSpec(
+            build_linear(layer.ffn.lin1),
+            build_linear(layer.ffn.lin2),
+            activation_name(c.activation),
+            gated=False,
+        )
         layers.append(
             LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(layer.sa_layer_norm),
                   mlp_residual_norm=build_layer_norm(layer.output_layer_norm))

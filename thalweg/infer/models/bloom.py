@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    MLPSpec,
     UnsupportedModelError,
-    deinterleave_qkv,
     build_layer_norm,
     build_linear,
+    deinterleave_qkv,
 )
 
 

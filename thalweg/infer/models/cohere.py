@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.describe import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, UnsupportedModelError, build_linear, build_rope
 from thalweg.infer.models.llama import build_llama_like, build_mlp, scale_norm
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    UnsupportedModelError,
+    build_linear,
+    build_rope,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    MLPSpec,
     NormSpec,
     UnsupportedModelError,
     activation_name,

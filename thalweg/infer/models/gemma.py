@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.llama import get_sliding_window
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    MLPSpec,
     RopeTable,
     activation_name,
     build_linear,
     build_rms_norm,
     build_rope,
 )
-from thalweg.infer.models.llama import get_sliding_window
 
 
 def build_decoder(model: Any) -> DecoderSpec:
@@ -57,8 +57,16 @@ def _build_layer(layer: Any, c: Any, ropes: dict[str, RopeTable]) -> LayerSpec:
         softcap=(c.attn_logit_softcapping or 0.0) if c.model_type == "gemma2" else 0.0,
     )
     act = activation_name(getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None))
-    mlp = MLPSpec(build_linear(layer.mlp.gate_proj, layer.mlp.up_proj), build_linear(layer.mlp.down_proj), act, gated=True)
-    first, second = build_rms_norm(layer.input_layernorm, 1.0), build_rms_norm(layer.post_attention_layernorm, 1.0)
+    mlp = MLPSpec(
+        build_linear(layer.mlp.gate_proj, layer.mlp.up_proj),
+        build_linear(layer.mlp.down_proj),
+        act,
+        gated=True,
+    )
+    first, second = (
+        build_rms_norm(layer.input_layernorm, 1.0),
+        build_rms_norm(layer.post_attention_layernorm, 1.0),
+    )
     if c.model_type == "gemma":
         return LayerSpec(first, attention, mlp, second)
     third = build_rms_norm(layer.pre_feedforward_layernorm, 1.0)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, UnsupportedModelError, activation_name, build_layer_norm, build_linear
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    UnsupportedModelError,
+    activation_name,
+    build_layer_norm,
+    build_linear,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:

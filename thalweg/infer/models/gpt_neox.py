@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    MLPSpec,
     activation_name,
-    deinterleave_qkv,
     build_layer_norm,
     build_linear,
     build_rope,
+    deinterleave_qkv,
 )
 
 
@@ -33,7 +33,9 @@ def build_decoder(model: Any) -> DecoderSpec:
         up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
         mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=False)
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual))
+        layers.append(
+            LayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual)
+        )
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,

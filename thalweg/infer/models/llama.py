@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    MoESpec,
     LayerSpec,
     LinearSpec,
+    MLPSpec,
+    MoESpec,
     NormSpec,
     RopeTable,
     UnsupportedModelError,
@@ -54,7 +54,12 @@ def _build_layer(layer: Any, c: Any, rope: RopeTable) -> LayerSpec:
     inner = build_mlp(layer.mlp, c)
     if isinstance(inner, MLPSpec):
         inner = replace(inner, down=scale_linear(inner.down, residual_scale))
-    return LayerSpec(build_rms_norm(layer.input_layernorm), attention, inner, build_rms_norm(layer.post_attention_layernorm))
+    return LayerSpec(
+        build_rms_norm(layer.input_layernorm),
+        attention,
+        inner,
+        build_rms_norm(layer.post_attention_layernorm),
+    )
 
 
 def build_llama_like(model: Any, layers: Sequence[LayerSpec], norm: NormSpec) -> DecoderSpec:
@@ -117,7 +122,9 @@ def build_mlp(module: Any, c: Any) -> MLPSpec | MoESpec:
     if hasattr(module, "experts"):
         return _build_moe(module, c)
     act = activation_name(getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None))
-    return MLPSpec(build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True)
+    return MLPSpec(
+        build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True
+    )
 
 
 def _build_moe(module: Any, c: Any) -> MoESpec:
@@ -137,4 +144,13 @@ def _build_moe(module: Any, c: Any) -> MoESpec:
     )
 
 
-__all__ = ["LinearSpec", "build_llama_like", "build_decoder", "build_mlp", "build_head_norm", "scale_norm", "scale_linear", "get_sliding_window"]
+__all__ = [
+    "LinearSpec",
+    "build_decoder",
+    "build_head_norm",
+    "build_llama_like",
+    "build_mlp",
+    "get_sliding_window",
+    "scale_linear",
+    "scale_norm",
+]

@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.describe import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, UnsupportedModelError, build_linear, build_rope
 from thalweg.infer.models.llama import build_llama_like, build_mlp
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    UnsupportedModelError,
+    build_linear,
+    build_rope,
+)
 
 _EPS = 1e-5  # as in the model's own code, which has no setting for it
 

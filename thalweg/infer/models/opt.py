@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, activation_name, build_layer_norm, build_linear
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    activation_name,
+    build_layer_norm,
+    build_linear,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:
@@ -23,12 +32,19 @@ def build_decoder(model: Any) -> DecoderSpec:
             num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, qkv=build_linear(a.q_proj, a.k_proj, a.v_proj),
             out=build_linear(a.out_proj), scale=dim**-0.5,
         )  # fmt: skip
-        mlp = MLPSpec(build_linear(block.fc1), build_linear(block.fc2), activation_name(c.activation_function), gated=False)
+        mlp = MLPSpec(
+            build_linear(block.fc1),
+            build_linear(block.fc2),
+            activation_name(c.activation_function),
+            gated=False,
+        )
         norms = build_layer_norm(block.self_attn_layer_norm), build_layer_norm(block.final_layer_norm)
         if c.do_layer_norm_before:
             layers.append(LayerSpec(norms[0], attention, mlp, norms[1]))
         else:
-            layers.append(LayerSpec(None, attention, mlp, None, attn_residual_norm=norms[0], mlp_residual_norm=norms[1]))
+            layers.append(
+                LayerSpec(None, attention, mlp, None, attn_residual_norm=norms[0], mlp_residual_norm=norms[1])
+            )
     embed, head = m.embed_tokens.weight.detach(), build_linear(model.lm_head)
     if m.project_in is not None:
         embed = embed @ m.project_in.weight.detach().t()

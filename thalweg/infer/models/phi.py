@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.llama import build_llama_like
+from thalweg.infer.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    MLPSpec,
     UnsupportedModelError,
     activation_name,
     build_layer_norm,
     build_linear,
     build_rope,
 )
-from thalweg.infer.models.llama import build_llama_like
 
 
 def build_decoder(model: Any) -> DecoderSpec:
@@ -31,6 +31,11 @@ def build_decoder(model: Any) -> DecoderSpec:
             num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=a.head_dim,
             qkv=build_linear(a.q_proj, a.k_proj, a.v_proj), out=build_linear(a.dense), scale=a.scaling, rope=rope,
         )  # fmt: skip
-        mlp = MLPSpec(build_linear(block.mlp.fc1), build_linear(block.mlp.fc2), activation_name(c.hidden_act), gated=False)
+        mlp = MLPSpec(
+            build_linear(block.mlp.fc1),
+            build_linear(block.mlp.fc2),
+            activation_name(c.hidden_act),
+            gated=False,
+        )
         layers.append(LayerSpec(norm, attention, mlp, norm, parallel_residual=True))
     return build_llama_like(model, layers, build_layer_norm(m.final_layernorm))

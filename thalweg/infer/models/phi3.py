@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, activation_name, build_linear, build_rms_norm, build_rope
 from thalweg.infer.models.llama import build_llama_like, get_sliding_window
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    activation_name,
+    build_linear,
+    build_rms_norm,
+    build_rope,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:

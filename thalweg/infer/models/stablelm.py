@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import AttentionSpec, DecoderSpec, LayerSpec, UnsupportedModelError, build_layer_norm, build_linear, build_rope
 from thalweg.infer.models.llama import build_llama_like, build_mlp
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    UnsupportedModelError,
+    build_layer_norm,
+    build_linear,
+    build_rope,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:
@@ -24,5 +32,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         )  # fmt: skip
         parallel = c.use_parallel_residual
         second = first if parallel else build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(first, attention, build_mlp(block.mlp, c), second, parallel_residual=parallel))
+        layers.append(
+            LayerSpec(first, attention, build_mlp(block.mlp, c), second, parallel_residual=parallel)
+        )
     return build_llama_like(model, layers, build_layer_norm(m.norm))

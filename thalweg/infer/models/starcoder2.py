@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.describe import MLPSpec, AttentionSpec, DecoderSpec, LayerSpec, activation_name, build_layer_norm, build_linear, build_rope
 from thalweg.infer.models.llama import build_llama_like, get_sliding_window
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    activation_name,
+    build_layer_norm,
+    build_linear,
+    build_rope,
+)
 
 
 def build_decoder(model: Any) -> DecoderSpec:
@@ -20,7 +29,12 @@ def build_decoder(model: Any) -> DecoderSpec:
             qkv=build_linear(a.q_proj, a.k_proj, a.v_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope,
             sliding_window=get_sliding_window(a, c),
         )  # fmt: skip
-        inner = MLPSpec(build_linear(block.mlp.c_fc), build_linear(block.mlp.c_proj), activation_name(c.hidden_act), gated=False)
+        inner = MLPSpec(
+            build_linear(block.mlp.c_fc),
+            build_linear(block.mlp.c_proj),
+            activation_name(c.hidden_act),
+            gated=False,
+        )
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
         layers.append(LayerSpec(norms[0], attention, inner, norms[1]))
     return build_llama_like(model, layers, build_layer_norm(m.norm))

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.describe import (
-    MLPSpec,
+from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
     DecoderSpec,
     EncoderSpec,
     LayerSpec,
+    MLPSpec,
     NormSpec,
     RelativePositionBias,
     activation_name,
@@ -92,7 +92,9 @@ def _build_layers(stack: Any, c: Any) -> list[LayerSpec]:
     return layers
 
 
-def _relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
+def _relative_position_bucket(
+    distance: torch.Tensor, num_buckets: int, max_distance: int, bidirectional: bool
+) -> torch.Tensor:
     """Return the bucket of a key ``distance`` behind (or before) its query.
 
     Half of the buckets stand for one distance each, the others for ranges that grow as powers up to
@@ -113,7 +115,13 @@ def _relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_dist
 
 def _build_cross_attention(layer: Any) -> CrossAttentionSpec:
     a = layer.EncDecAttention
-    return CrossAttentionSpec(build_rms_norm(layer.layer_norm), build_linear(a.q), build_linear(a.k, a.v), build_linear(a.o), scale=1.0)
+    return CrossAttentionSpec(
+        build_rms_norm(layer.layer_norm),
+        build_linear(a.q),
+        build_linear(a.k, a.v),
+        build_linear(a.o),
+        scale=1.0,
+    )
 
 
 def _build_mlp(m: Any, c: Any) -> MLPSpec:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thalweg.parallel.pipeline.cut import partition_balanced
-from thalweg.parallel.pipeline.sequences import LayerSequenceParallel
+from thalweg.parallel.pipeline.partition import partition_balanced
+from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 
 LayerLike = Any  # LayerSpec | nn.Module | Callable
 DUMMY_PARAM_NAME = "_nothing"
@@ -190,7 +190,9 @@ class PipelineModule(nn.Module):
 class LocalLayers(nn.Module):
     """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
-    def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
+    def __init__(
+        self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(
             {str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)}
@@ -233,12 +235,18 @@ class PipelineModuleStages:
     """This rank's stages of a :class:`PipelineModule`, and how to run them."""
 
     def __init__(
-        self, pipeline_module: PipelineModule, stage_ranges: Sequence[range], local_stages: Sequence[int], checkpoint_interval: int
+        self,
+        pipeline_module: PipelineModule,
+        stage_ranges: Sequence[range],
+        local_stages: Sequence[int],
+        checkpoint_interval: int,
     ) -> None:
         self._stage_ranges, self._loss_fn = stage_ranges, pipeline_module.loss_fn
         self._last_stage = len(stage_ranges) - 1
         indices = [index for stage in local_stages for index in stage_ranges[stage]]
-        self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
+        self.module = LocalLayers(
+            pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval
+        )
         add_dummy_param(self.module)
         self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.
@@ -247,7 +255,11 @@ class PipelineModuleStages:
     @property
     def needs_batch(self) -> bool:
         """Labels are for the last stage, inputs for the first; sequences in parts are for all."""
-        return self.sequence_parallel is not None or 0 in self._local_stages or self._last_stage in self._local_stages
+        return (
+            self.sequence_parallel is not None
+            or 0 in self._local_stages
+            or self._last_stage in self._local_stages
+        )
 
     def run(self, stage: int, value: Any, batch: Any) -> Any:
         """The stage's forward on ``value``, or on the batch's inputs; the last one gives the loss (0-dim)."""
@@ -275,7 +287,9 @@ class PipelineModuleStages:
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return None if self.sequence_parallel is None else self.sequence_parallel.find_batch_error(batch)
         type_name = type(batch).__name__
-        return f"a PipelineModule's batch is (inputs, labels), got {type_name}: let the data iterator yield them"
+        return (
+            f"a PipelineModule's batch is (inputs, labels), got {type_name}: let the data iterator yield them"
+        )
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""

@@ -1,0 +1,188 @@
+"""Tensor parallelism against one process: families, uneven heads, stages, checkpoints, traffic."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dist.parity import full_tensor
+from tests.dist.tensor_models import MODELS, build_model, compute_loss, make_batch
+from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_plain
+from tests.harness import run_ranks
+
+TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
+
+
+def _wrong(name: str, found: TrainResult, plain: TrainResult) -> list[str]:
+    differences = found.max_differences(plain)
+    return [f"{name}: {key} {value:.1e}" for key, value in differences.items() if not value <= TOLERANCE[key]]
+
+
+def _families(rank: int, world: int, names: tuple[str, ...], steps: int) -> list[str]:
+    torch.set_num_threads(1)
+    failures = []
+    for name in names:
+        model = build_model(name)
+        plain = run_plain(model, rows=2, steps=steps)
+        found = run_engine(model, rank, world, stage=0, tensor=world, rows=2, steps=steps)
+        failures += _wrong(name, found, plain)
+    return failures
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_family_equals_one_process(world):
+    pytest.importorskip("transformers")
+    for failures in run_ranks(_families, world, tuple(MODELS), 3, timeout=300):
+        assert failures == []
+
+
+def _stages(rank: int, world: int, cases: list[tuple[str, int, int, dict[str, Any]]]) -> list[str]:
+    torch.set_num_threads(1)
+    failures, plain = [], {}
+    for name, tensor, stage, extra in cases:
+        model = build_model(name)
+        if name not in plain:
+            plain[name] = run_plain(model, rows=8, steps=20)
+        found = run_engine(model, rank, world, stage=stage, tensor=tensor, rows=8, steps=20, **extra)
+        failures += _wrong(f"{name}, tp {tensor}, stage {stage}, {extra}", found, plain[name])
+    return failures
+
+
+def test_all_stages_equal_one_process_at_four_ranks():
+    names = ("reference, 5 heads", "llama, 4 heads on 1")
+    cases = [(name, 2, stage, {}) for name in names for stage in (0, 1, 2, 3)]
+    cases += [
+        ("reference", 2, 3, {"activation_checkpointing": {"policy": "full"}}),
+        ("reference", 4, 2, {"cpu_kernels": "auto"}),
+    ]
+    for failures in run_ranks(_stages, 4, cases, timeout=300):
+        assert failures == []
+
+
+def test_eight_ranks():
+    cases = [("reference", tensor, stage, {}) for tensor, stage in ((2, 1), (2, 3), (4, 0), (4, 2))]
+    for failures in run_ranks(_stages, 8, cases, timeout=300):
+        assert failures == []
+
+
+def _negative_controls(rank: int, world: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    model = build_model("reference")
+    plain = run_plain(model, rows=4, steps=5)
+
+    def parameter(**changes: Any) -> float:
+        found = run_engine(model, rank, world, stage=1, tensor=2, rows=4, steps=5, **changes)
+        return found.max_differences(plain)["parameter"]
+
+    other = build_model("reference", seed=1)
+    alien = run_engine(other, rank, world, stage=1, tensor=2, rows=4, steps=5).max_differences(plain)
+    return {
+        "right": parameter(),
+        "learning rate": parameter(lr=0.0501),
+        "averaging": parameter(gradient_allreduce_op="sum", gradient_clipping=0.0),
+        "weights": alien["parameter"],
+    }
+
+
+def test_negative_controls_fail():
+    for found in run_ranks(_negative_controls, 4, timeout=120):
+        assert found.pop("right") <= TOLERANCE["parameter"]
+        assert all(value > 1e-4 for value in found.values()), found
+
+
+def _checkpoint(
+    rank: int, world: int, name: str, hops: list[tuple[int, int]], start: str | None, save_to: str
+) -> list[list[np.ndarray]]:
+    """Load ``start`` (or train a little), then save and load through each (tensor, stage); all values."""
+    import thalweg
+
+    torch.set_num_threads(1)
+    values = []
+    at = start
+    for index, (tensor, stage) in enumerate(hops):
+        config = make_config(stage, tensor, 8, world // tensor)
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+        engine, *_ = thalweg.initialize(model=build_model(name, seed=index), config=config)
+        if at is None:
+            for step in range(2):
+                engine.backward(compute_loss(engine, make_batch(step, 8)[rank // tensor :: world // tensor]))
+                engine.step()
+        else:
+            engine.load_checkpoint(at)
+        at = f"{save_to}/{world}-{index}"
+        engine.save_checkpoint(at)
+        state = engine.optimizer.state
+        own = list(engine.module.parameters())
+        moments = [state[p][key] for p in own for key in ("exp_avg", "exp_avg_sq")]
+        values.append([full_tensor(t).numpy() for t in (*own, *moments)])
+        engine.close()
+    return values
+
+
+@pytest.mark.parametrize("name", ["llama, 4 heads on 1", "reference, 5 heads"])
+def test_checkpoints_go_between_tensor_layouts_and_back(tmp_path, name):
+    pytest.importorskip("transformers")
+    one = run_ranks(_checkpoint, 1, name, [(1, 0)], None, str(tmp_path))[0]
+    start = str(tmp_path / "1-0")
+    hops = [(2, 3), (4, 1), (1, 2), (2, 0), (4, 3), (1, 3)]
+    many = run_ranks(_checkpoint, 4, name, hops, start, str(tmp_path), timeout=120)
+    back = run_ranks(_checkpoint, 1, name, [(1, 0)], str(tmp_path / "4-5"), str(Path(tmp_path) / "back"))
+    for values in (*(value for of_rank in many for value in of_rank), *back[0]):
+        assert all(np.array_equal(a, b) for a, b in zip(values, one[0], strict=True))
+
+
+def _facts(rank: int, world: int) -> dict[str, Any]:
+    """State dict, gathered parameters, evaluation, logits, and the ledger of one step."""
+    import thalweg
+    from thalweg.zero import GatheredParameters
+
+    torch.set_num_threads(1)
+    model = build_model("llama")
+    tokens = make_batch(0, 2)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=tokens).logits
+    whole = {key: value.clone() for key, value in model.state_dict().items()}
+    engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=make_config(1, world, 2, 1))
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=tokens).logits
+    found = {
+        "logits": float((logits - expected).abs().max()),
+        "sampled": bool((logits.argmax(-1) == expected.argmax(-1)).all()),
+        "state_dict": all(torch.equal(value, whole[key]) for key, value in engine.state_dict().items()),
+        "shapes": all(p.shape == whole[name].shape for name, p in engine.module.named_parameters()),
+    }
+    parameter = engine.module.model.layers[0].self_attn.q_proj.weight
+    with GatheredParameters(parameter, modifier_rank=0):
+        parameter.data.mul_(2.0 if rank == 0 else 7.0)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    found["modified"] = torch.equal(engine.state_dict()[name], 2.0 * whole[name])
+    engine.load_state_dict(whole)
+    found["loaded"] = all(torch.equal(value, whole[key]) for key, value in engine.state_dict().items())
+    engine.train()
+    before = {(e.kind, e.module): e.full_bytes for e in engine.ledger.entries() if e.transport == "tensor"}
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    after = [e for e in engine.ledger.entries() if e.transport == "tensor"]
+    layer = [e for e in after if ".layers.0." in e.module and e.kind == "all_reduce"]
+    found["layer_bytes"] = sum(e.full_bytes - before.get((e.kind, e.module), 0) for e in layer)
+    found["sent"] = {e.module: e.sent_bytes * world == 2 * (world - 1) * e.full_bytes for e in layer}
+    found["activation_bytes"] = tokens.numel() * model.config.hidden_size * 4
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_state_logits_and_traffic(world):
+    pytest.importorskip("transformers")
+    for found in run_ranks(_facts, world):
+        assert found["logits"] < 1e-4 and found["sampled"]
+        assert found["state_dict"] and found["shapes"] and found["modified"] and found["loaded"]
+        # Megatron-LM: two all-reduces forward and two backward, each of one activation.
+        assert found["layer_bytes"] == 4 * found["activation_bytes"]
+        assert all(found["sent"].values())

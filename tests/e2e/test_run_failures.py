@@ -1,0 +1,145 @@
+"""How a job of `thalweg run` ends: the first failure's code and traceback, and nobody left (row 31)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch_support import EXIT_DEADLINE, Launch, wait_exited, wait_for_pids, wait_output
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("os._exit(4)", 4, "exit code 4"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
+    ],
+)
+def test_the_exit_code_of_the_failed_rank_is_kept(
+    launch: Launch, statement: str, code: int, said: str
+) -> None:
+    script = f"""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            {statement}
+        time.sleep(60)
+    """
+    start = time.monotonic()
+    got, _, err = wait_output(launch(script))
+    assert got == code and said in err and "rank 1 of 2 failed first" in err
+    if said == "SIGSEGV":
+        assert "Fatal Python error: Segmentation fault" in err and "script.py" in err, "where it crashed"
+    else:
+        assert len(err.splitlines()) <= 3, err
+    assert time.monotonic() - start < 30
+
+
+def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
+    script = """
+        import datetime
+        import torch, torch.distributed as dist
+        def load(path):
+            raise ValueError(f"no such shard: {path}")
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=50))
+        if dist.get_rank() == 1:
+            load("data/7")
+        dist.all_reduce(torch.ones(4))
+    """
+    code, out, err = wait_output(launch(script))
+    assert code == 1 and out == ""
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "traceback of rank 1\n" in err and "ValueError: no such shard: data/7" in err
+    assert 'raise ValueError(f"no such shard: {path}")' in err, "the script's own lines are shown"
+    for noise in ("rank.py", "runpy", "importlib", "elastic", "ChildFailedError", "Connection closed"):
+        assert noise not in err
+    assert len(err.splitlines()) <= 12, err
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(launch: Launch) -> None:
+    code, _, err = wait_output(launch("def f(:\n    pass\n"))
+    assert code == 1 and "SyntaxError" in err and "def f(:" in err and "rank.py" not in err
+
+
+def test_the_scripts_own_excepthook_is_respected(launch: Launch) -> None:
+    script = """
+        import sys
+        sys.excepthook = lambda kind, value, trace: print("hooked", value, file=sys.stderr)
+        raise ValueError("boom")
+    """
+    code, _, err = wait_output(launch(script, options=("--nproc", "1")))
+    assert code == 1 and "hooked boom" in err and "Traceback" not in err
+
+
+NEST = """
+    import os, signal, subprocess, sys, time
+    rank = os.environ["RANK"]
+    helper = subprocess.Popen(["sleep", "120"])
+    if rank == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name, pid in ((f"helper{rank}", helper.pid), (f"pid{rank}", os.getpid())):
+        with open(os.path.join(os.environ["OUT"], name + ".part"), "w") as file:
+            file.write(str(pid))
+        os.rename(file.name, os.path.join(os.environ["OUT"], name))
+    time.sleep(120)
+"""
+
+
+def test_killing_one_rank_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0 is killed; rank 1 ignores SIGTERM; both have a child process: all are gone in 10 s."""
+    process = launch(NEST)
+    ranks, helpers = wait_for_pids(tmp_path, "pid[01]", 2), wait_for_pids(tmp_path, "helper[01]", 2)
+    killed = time.monotonic()
+    os.kill(ranks[0], signal.SIGKILL)
+    wait_exited([*ranks, *helpers], killed)
+    code, _, err = wait_output(process, timeout=EXIT_DEADLINE)
+    assert time.monotonic() - killed < EXIT_DEADLINE
+    assert code == 137 and "rank 0 of 2 failed first" in err and "SIGKILL" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_ends_the_ranks(
+    launch: Launch, tmp_path: Path, number: int, code: int
+) -> None:
+    process = launch(NEST, options=("--nproc", "2", "--grace", "1"))
+    pids = wait_for_pids(tmp_path, "pid[01]", 2) + wait_for_pids(tmp_path, "helper[01]", 2)
+    sent = time.monotonic()
+    process.send_signal(number)
+    wait_exited(pids, sent)
+    got, _, err = wait_output(process, timeout=EXIT_DEADLINE)
+    assert got == code and "stopped by" in err and "Traceback" not in err
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) -> None:
+    process = launch(NEST)
+    ranks, helpers = wait_for_pids(tmp_path, "pid[01]", 2), wait_for_pids(tmp_path, "helper[01]", 2)
+    process.kill()
+    try:
+        wait_exited(ranks, time.monotonic())
+    finally:  # a grandchild has nobody left to end it but this test
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.glob("thalweg-run-*")), "nobody was left to remove it"
+    assert wait_output(launch("", options=("--nproc", "1")))[0] == 0
+    assert not list(tmp_path.glob("thalweg-run-*")), "the next job does"
+
+
+def test_a_rank_that_raises_and_hangs_does_not_hold_the_job(launch: Launch) -> None:
+    script = """
+        import os, threading, time
+        if os.environ["RANK"] == "0":
+            threading.Thread(target=time.sleep, args=(120,)).start()
+            raise KeyError("lost")
+        time.sleep(120)
+    """
+    start = time.monotonic()
+    code, _, err = wait_output(launch(script, options=("--nproc", "2", "--grace", "1")))
+    assert code == 1 and "KeyError: 'lost'" in err and "rank 0 of 2 failed first" in err
+    assert time.monotonic() - start < 30

@@ -1,0 +1,259 @@
+"""`thalweg run` over several hosts: network namespaces with names, processes and /dev/shm of their own.
+
+What stands in for ssh enters a host and gives the command line to `sh -c`, as an ssh server does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launch_support import (
+    EXIT_DEADLINE,
+    RUN_COMMAND,
+    clean_environ,
+    is_alive,
+    wait_for_pids,
+    wait_output,
+)
+from tests.repo.source import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+namespaces = importlib.import_module("_namespaces")
+NUM_HOSTS = 4
+pytestmark = [
+    pytest.mark.skipif(namespaces.missing_reason() is not None, reason=str(namespaces.missing_reason())),
+    pytest.mark.slow,
+]
+NASTY = [
+    "",
+    "two words",
+    "$(touch INJECTED)",
+    "`id`",
+    "a;b|c&d",
+    "'\"\\",
+    "$$ ${local_rank}",
+    "*",
+    "new\nline",
+    "é",
+]
+
+
+def _command_of(pid: int) -> str:
+    """What a process runs; "" where it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+class Cluster:
+    """Four hosts, a hostfile, and the command that reaches them."""
+
+    def __init__(self, hosts: Any, folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.hostfile = folder / "hosts"
+        self.hostfile.write_text("".join(f"{addr} slots=2\n" for addr in hosts.addresses))
+        enter = {addr: hosts.inside(index) for index, addr in enumerate(hosts.addresses)}
+        self.ssh = folder / "reach.py"
+        self.ssh.write_text(
+            "import os, sys\n"
+            f"enter = {enter!r}\n"
+            "host, command = sys.argv[1], ' '.join(sys.argv[2:])\n"
+            "print('welcome to', host, flush=True)\n"  # what a login shell may print
+            "os.execvp(enter[host][0], [*enter[host], 'sh', '-c', command])\n"
+        )
+        self.started: list[subprocess.Popen[str]] = []
+
+    def launch(self, script: str, *arguments: str, options: tuple[str, ...] = (), **environ: str) -> Any:
+        path = self.folder / "script.py"
+        path.write_text(script)
+        reach = f"{sys.executable} {self.ssh}"
+        words = [
+            *RUN_COMMAND,
+            "--hostfile",
+            str(self.hostfile),
+            "--ssh",
+            reach,
+            *options,
+            str(path),
+            *arguments,
+        ]
+        process = subprocess.Popen(
+            words,
+            env=clean_environ(THALWEG_TEST_OUT=str(self.folder), **environ),
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def processes(self) -> list[int]:
+        """All processes on the hosts but the first ones; a host is a pid namespace."""
+        spaces = {os.stat(f"/proc/{self.hosts.init_pid(i)}/ns/pid").st_ino: i for i in range(NUM_HOSTS)}
+        first = {self.hosts.init_pid(i) for i in range(NUM_HOSTS)}
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    os.stat(path / "ns/pid").st_ino in spaces
+                    and int(path.name) not in first
+                    and is_alive(int(path.name))
+                ):
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """Those of the processes that are ranks."""
+        return [pid for pid in self.processes() if "rank.py" in _command_of(pid)]
+
+    def wait_empty(self, since: float, ranks: bool = False) -> None:
+        """Everything is gone in time, or all ranks are."""
+        while left := self.ranks() if ranks else self.processes():
+            assert time.monotonic() - since < EXIT_DEADLINE, [_command_of(pid) for pid in left]
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Any]:
+    with namespaces.Hosts(number=NUM_HOSTS) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(hosts: Any, tmp_path: Path) -> Iterator[Cluster]:
+    one = Cluster(hosts, tmp_path)
+    yield one
+    for process in one.started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+TRAIN = """
+import json, os, socket, sys
+import torch
+import thalweg
+from thalweg.nn.transformer import GPT, GPTConfig
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(vocab_size=31, n_layer=1, n_head=2, n_embd=16, block_size=8))
+engine, *_ = thalweg.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": None,
+    "tensor_parallel": {"autotp_size": 2},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+for step in range(2):
+    tokens = torch.randint(0, 31, (4, 9), generator=torch.Generator().manual_seed(step))
+    own = tokens[int(os.environ["RANK"]) // 2 :: 4]
+    loss = engine(own[:, :-1], own[:, 1:])
+    engine.backward(loss)
+    engine.step()
+weights = engine.state_dict()
+table = [line.split() for line in open("/proc/self/net/tcp").readlines()[1:]]
+listening = [fields[1] for fields in table if fields[3] == "0A"]
+about = {"host": socket.gethostname(), "rank": os.environ["RANK"], "local": os.environ["LOCAL_RANK"],
+         "sum": float(sum(w.double().abs().sum() for w in weights.values())), "argv": sys.argv[1:],
+         "set": os.environ.get("SOME_NAME"), "listening": listening,
+         "tensor": engine._parts.axes.tensor.mesh.tolist()}
+with open(os.path.join(os.environ["THALWEG_TEST_OUT"], "about" + os.environ["RANK"]), "w") as file:
+    json.dump(about, file)
+if about["rank"] == "0":
+    print("trained", flush=True)
+engine.close()
+"""
+
+
+def test_four_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster) -> None:
+    process = cluster.launch(TRAIN, *NASTY, options=("--env", "SOME_NAME=a $HOME 'b'"), PYTHONPATH=str(ROOT))
+    code, out, err = wait_output(process, timeout=200)
+    assert (code, out) == (0, "trained\n"), err
+    assert not list(cluster.folder.rglob("INJECTED"))
+    told = [json.loads((cluster.folder / f"about{rank}").read_text()) for rank in range(8)]
+    assert [one["host"] for one in told] == [name for name in cluster.hosts.names for _ in range(2)]
+    assert [one["local"] for one in told] == ["0", "1"] * 4
+    assert all(one["argv"] == NASTY and one["set"] == "a $HOME 'b'" for one in told)
+    assert len({round(one["sum"], 9) for one in told}) == 1, "one model"
+    assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), (
+        "a tensor group is on one host"
+    )
+    own = {f"{host + 1:02X}004D0A" for host in range(NUM_HOSTS)} | {"0100007F"}
+    heard = {where.split(":")[0] for one in told for where in one["listening"]}
+    assert heard <= own, f"something listens on more than the chosen address: {heard}"
+    assert cluster.processes() == []
+
+
+TWO = ("--num-nodes", "2")
+HANG = """
+import os, time
+rank = os.environ["RANK"]
+with open(os.path.join(os.environ["THALWEG_TEST_OUT"], "up" + rank), "w") as file:
+    file.write(str(os.getpid()))
+if rank == os.environ.get("RAISES"):
+    time.sleep(0.5)
+    raise ValueError("no such shard: data/7")
+time.sleep(120)
+"""
+
+
+def test_the_first_traceback_is_shown_with_its_host(cluster: Cluster) -> None:
+    process = cluster.launch(HANG, RAISES="3", options=(*TWO, "--env", "RAISES"))
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
+    began = time.monotonic()
+    code, _, err = wait_output(process, timeout=60)
+    assert code == 1 and err.count("Traceback") == 1, err
+    assert "ValueError: no such shard: data/7" in err
+    assert f"rank 3 of 4 on {cluster.hosts.names[1]} failed first" in err
+    cluster.wait_empty(began + 0.5)
+
+
+def test_a_signal_to_the_launcher_ends_all_hosts(cluster: Cluster) -> None:
+    process = cluster.launch(HANG, options=TWO)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    cluster.wait_empty(began)
+    code, _, err = wait_output(process, timeout=20)
+    assert code == 143 and "stopped by SIGTERM" in err and "Traceback" not in err
+
+
+def test_a_killed_launcher_takes_all_hosts_along(cluster: Cluster) -> None:
+    process = cluster.launch(HANG, options=TWO)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
+    process.kill()
+    cluster.wait_empty(time.monotonic())
+
+
+def test_a_script_that_one_host_lacks_is_one_error(cluster: Cluster) -> None:
+    began = time.monotonic()
+    cluster.hostfile.write_text("10.77.0.1 slots=2\n10.77.0.9 slots=2\n")
+    code, _, err = wait_output(cluster.launch("print('hello')"), timeout=90)
+    assert code == 2 and "host 10.77.0.9: no agent came up" in err and "--ssh" in err, err
+    cluster.wait_empty(time.monotonic())
+    assert time.monotonic() - began < 60
+
+
+def test_a_host_that_falls_off_the_network_ends_the_job(hosts: Any, cluster: Cluster) -> None:
+    """The last test: its host does not come back."""
+    process = cluster.launch(HANG, options=TWO)
+    wait_for_pids(cluster.folder, "up*", 4, timeout=120)
+    began = time.monotonic()
+    hosts.cut(1)
+    cluster.wait_empty(began, ranks=True)
+    code, _, err = wait_output(process, timeout=40)
+    assert code == 1 and f"host {hosts.names[1]} (ranks 2 to 3) is gone" in err, err
+    cluster.wait_empty(time.monotonic())

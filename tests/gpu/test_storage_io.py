@@ -1,0 +1,60 @@
+"""The tiers and the streamed update where parameters compute on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from thalweg.optim.algorithms.elementwise import AdamW
+from thalweg.optim.offload.nvme_step import NvmeStep
+from thalweg.storage_io import BufferRing, HostTier, NvmeTier, SwapFile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+]
+
+
+def test_a_ring_is_page_locked() -> None:
+    ring = BufferRing(2, 1 << 20, pin=True)
+    assert ring.pinned and ring[0].is_pinned()
+    there = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    ring[1].random_()
+    there.copy_(ring[1], non_blocking=True)
+    assert torch.equal(there.cpu(), ring[1])
+    ring.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "nvme"])
+def test_values_come_back_to_the_device(kind: str, tmp_path: Path) -> None:
+    with SwapFile(tmp_path, 64 << 20) as swap:
+        tier = HostTier() if kind == "host" else NvmeTier(swap, BufferRing(2, 1 << 20))
+        values = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (5, 3_000_001, 70_000)]
+        for i, value in enumerate(values):
+            tier.put(i, value)
+        tier.prefetch(1)
+        for i in (2, 1, 0):
+            assert torch.equal(tier.get(i), values[i])
+            tier.release(i)
+
+
+def test_the_update_writes_copies_on_the_device(tmp_path: Path) -> None:
+    values = [torch.randn(n) for n in (100_003, 17)]
+    plain = [nn.Parameter(v.clone()) for v in values]
+    params = [nn.Parameter(v.clone()) for v in values]
+    copies = {p: torch.zeros(p.shape, dtype=torch.bfloat16, device="cuda") for p in params}
+    reference, optimizer = AdamW(plain, lr=1e-2, fused=True), AdamW(params, lr=1e-2, fused=True)
+    with SwapFile(tmp_path, 8 << 20) as swap:
+        update = NvmeStep(optimizer, swap, BufferRing(3, 1 << 20, pin=True), compute_copies=copies)
+        for _ in range(3):
+            for a, b in zip(plain, params, strict=True):
+                a.grad = torch.randn_like(a)
+                b.grad = a.grad.clone()
+            reference.step()
+            update.apply()
+        for a, b in zip(plain, params, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(copies[b].cpu(), a.to(torch.bfloat16))

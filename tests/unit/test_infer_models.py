@@ -1,0 +1,161 @@
+"""Greedy tokens of every family equal Hugging Face's ``generate``, batched, in pieces, on every runner."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, tiny_decoder
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.ops import cpu_kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (5, 17, 40)
+OPTIONS = EngineConfig(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
+FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
+NATIVE = pytest.mark.skipif(
+    bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32")
+)
+
+
+def prompts(vocab: int = 131) -> list[list[int]]:
+    return [torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+
+
+def expected(model: Any, count: int = 10) -> list[list[int]]:
+    return [
+        model.generate(torch.tensor([p]), max_new_tokens=count, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts()
+    ]
+
+
+@NATIVE
+@pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN))
+def test_native_tokens_equal_hugging_face(name: str) -> None:
+    model = tiny_decoder(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "NativeRunner"
+    assert greedy_generate(engine, prompts(), 10) == expected(model)
+
+
+@pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - FOREIGN))
+def test_eager_tokens_equal_hugging_face(name: str) -> None:
+    model = tiny_decoder(name)
+    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "eager")
+    assert type(engine.runner).__name__ == "EagerRunner"
+    assert greedy_generate(engine, prompts(), 10) == expected(model)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_any_other_model_runs_through_its_own_code(name: str) -> None:
+    model = tiny_decoder(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert greedy_generate(engine, prompts(), 10) == expected(model)
+
+
+def test_the_comparison_would_notice_another_model() -> None:
+    """Negative control: one weight of one layer, changed after the reference was taken."""
+    model = tiny_decoder("llama")
+    want = expected(model)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    assert greedy_generate(load_engine(changed, OPTIONS), prompts(), 10) != want
+
+
+def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that has changed under us runs through its own code, and gives its own tokens."""
+    from thalweg.infer.loader import load
+    from thalweg.infer.models import build_decoder_spec
+
+    def wrong(model: Any) -> Any:
+        import dataclasses
+
+        good = build_decoder_spec(model)
+        return dataclasses.replace(good, embed_scale=1.1)
+
+    model = tiny_decoder("llama")
+    want = expected(model)
+    monkeypatch.setattr(load, "describe", wrong)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert greedy_generate(engine, prompts(), 10) == want
+    with pytest.raises(ValueError, match="off by"):
+        load_engine(model, OPTIONS, runner="eager")
+
+
+def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
+    model = tiny_decoder("qwen2")
+    first = expected(model)[0]
+    model.generation_config.eos_token_id = first[3]
+    model.save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, OPTIONS)
+    assert engine.metadata.eos_token_ids == (first[3],) and engine.metadata.max_length == 96
+    assert greedy_generate(engine, prompts()[:1], 10) == [first[: first.index(first[3]) + 1]]
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: Any, lost: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_decoder("llama").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored[lost]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    for stream in (None, "cpu"):
+        with pytest.raises(ValueError, match=f"nothing for 1 of the model's tensors: {lost}"):
+            load_engine(tmp_path, replace(OPTIONS, stream=stream))
+    save_file(stored | {lost: torch.ones(3, 5)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"other shapes.*{lost} \(3, 5\) not"):
+        load_engine(tmp_path, OPTIONS)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        load_engine(tmp_path, OPTIONS)
+
+
+def test_what_cannot_be_loaded_says_why() -> None:
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        load_engine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="streamed weights need a described model"):
+        load_engine(tiny_decoder("olmo2"), EngineConfig(stream="cpu"))
+
+
+def scores(model: Any, quantize: str | None) -> tuple[Any, torch.Tensor]:
+    """Return an engine and the log-probabilities that it gives to a prompt."""
+    engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
+    engine.add(Request("r", prompts()[2], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
+    (output,) = engine.step()
+    return engine, torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_are_packed_and_their_own_weights_let_go(kind: str, form: str) -> None:
+    model = tiny_decoder(kind)
+    exact = scores(model, None)[1]
+    engine, found = scores(model, form)
+    # A few tokens of a random mixture go to other experts, so the middle one's error is looked at.
+    error = (found - exact).abs().median() / exact.std()
+    assert 1e-4 < error < (0.05 if form == "int8" else 0.6)
+    assert all(x.mlp.up.numel() == 0 and x.mlp.count == 4 for x in engine.runner.decoder.layers)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_any_other_model_takes_packed_weights(form: str) -> None:
+    """Its own code, with its linear layers exchanged in a copy that shares the rest."""
+    model = tiny_decoder("olmo2")
+    exact = scores(model, None)[1]
+    engine, found = scores(model, form)
+    assert type(engine.runner).__name__ == "ForeignRunner"
+    error = (found - exact).square().mean().sqrt() / exact.std()
+    assert 1e-4 < error < (0.05 if form == "int8" else 0.4)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert greedy_generate(load_engine(model, OPTIONS), prompts()[:1], 4) == [expected(model, 4)[0]]

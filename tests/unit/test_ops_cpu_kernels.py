@@ -1,0 +1,136 @@
+"""The native kernels against torch, in fp64 where it matters, over shapes and formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thalweg.ops import cpu_kernels
+from thalweg.ops.linear import packed
+from thalweg.ops.linear.packed import pack_linear
+
+pytestmark = pytest.mark.skipif(
+    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
+)
+ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
+
+
+@pytest.fixture(scope="module")
+def library() -> tuple[cpu_kernels.KernelSet, object]:
+    torch.set_num_threads(2)
+    kernels = cpu_kernels.KernelSet()
+    for form in ERRORS:
+        kernels.gemm(form)
+    for kind in ("fp32", "bf16", "int8"):
+        kernels.norm("none", kind)
+    return kernels, kernels.compile()
+
+
+def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
+    """Make rows ready and multiply them with a packed weight, on two threads."""
+    kernels, made = library
+    rows, width = x.shape
+    kind = {"int4": "int8"}.get(form, form)
+    ready = cpu_kernels.ActivationBuffer(rows, width, kind, cpu_kernels.allocate_rows(rows, width))
+    count, eps = torch.tensor([rows]), torch.zeros(1)
+    unused, bias = torch.zeros(width), torch.zeros(cpu_kernels.round_up(len(weight), 32))
+    out = torch.zeros(rows, len(bias))
+    parts = cpu_kernels.pack_weight(weight, form)
+    calls = [
+        cpu_kernels.Instruction(kernels.norm("none", kind), [
+            x, x.stride(0) * 4, unused, unused, eps, count, width, *ready.output_args(),
+        ]),
+        cpu_kernels.Instruction(kernels.gemm(form), [
+            ready.operand, parts["weight"], out, count, cpu_kernels.round_up(width),
+            len(bias) // cpu_kernels.WEIGHT_FORMATS[form].panel_columns, ready.operand_stride, out.stride(0) * 4, bias, 0, ready.scale,
+            parts.get("scale", 0), *ready.sum_args(form),
+        ]),
+    ]  # fmt: skip
+    cpu_kernels.build_program(calls, made, [ready, parts]).run()  # type: ignore[arg-type]
+    return out[:, : len(weight)]
+
+
+@pytest.mark.parametrize("form", list(ERRORS))
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 150), st.integers(0, 1000))
+def test_products(library: tuple, form: str, rows: int, sixteens: int, outputs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 16 * sixteens, generator=generator)
+    weight = torch.randn(outputs, 16 * sixteens, generator=generator)
+    got = product(library, x, weight, form)
+    want = x.double() @ weight.double().t()
+    scale = (x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)[None]).clamp(min=1e-9)
+    assert ((got - want).abs() / scale).max() < ERRORS[form]
+
+
+@pytest.mark.parametrize("form", list(ERRORS))
+def test_a_rows_result_does_not_depend_on_the_others(library: tuple, form: str) -> None:
+    x, weight = torch.randn(31, 96), torch.randn(70, 96)
+    together = product(library, x, weight, form)
+    for row in (0, 7, 30):
+        assert torch.equal(product(library, x[row : row + 1], weight, form)[0], together[row])
+
+
+@pytest.mark.parametrize("form", [*ERRORS, "fp16"])
+def test_torchs_own_packed_kernels(form: str) -> None:
+    weight, bias, x = torch.randn(64, 96), torch.randn(64), torch.randn(5, 96)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
+    got = pack_linear(weight, bias, form)(x.to(dtype)).float()
+    want = x @ weight.t() + bias
+    assert (got - want).norm() / want.norm() < {"fp16": 1e-3}.get(form, ERRORS.get(form, 0))
+    with pytest.raises(ValueError, match="known"):
+        pack_linear(weight, bias, "int3")
+
+
+def test_torchs_int8_kernel_computes_each_row_on_its_own() -> None:
+    """It has one scale for all rows: a large one in the batch must not blur the others."""
+    weight, bias, x = torch.randn(64, 96), torch.randn(64), torch.randn(3, 96)
+    layer = pack_linear(weight, bias, "int8")
+    assert torch.equal(layer(torch.cat([x[:1], 1e3 * x[1:], 0 * x]))[0], layer(x[:1])[0])
+    kept = torch.quantize_per_tensor(weight, 0.03, 0, torch.qint8)
+    made = torch.ops.quantized.linear_prepack(kept, None)
+    bare = [torch.ops.quantized.linear_dynamic(torch.cat([x[:1], y]), made)[0] for y in (x[1:], 1e3 * x[1:])]
+    assert not torch.equal(*bare), "negative control: the bare kernel"
+
+
+def test_a_kernel_that_is_not_there_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, x = torch.randn(64, 96), torch.randn(2, 96)
+    if torch.backends.mkldnn.is_available():
+        for form in ("fp32", "bf16"):
+            assert pack_linear(weight, None, form).kernel_name == "onednn"
+        assert pack_linear(weight, None, "int4").kernel_name == "int4"
+        assert pack_linear(weight[:33], None, "int4").kernel_name == "int8", "33 outputs do not suit int4"
+    assert not caplog.records
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such operator\nand a stack")
+
+    monkeypatch.setitem(packed._PACKERS, "fp32", broken)
+    layer = pack_linear(weight, None, "fp32")
+    assert layer.kernel_name == "torch" and torch.equal(layer(x), torch.nn.functional.linear(x, weight))
+    assert "torch's own product: no such operator" in caplog.text and "stack" not in caplog.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 200), st.integers(0, 10**6))
+def test_the_best_of_each_row(rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Few values, so that several are the largest: the first one counts.
+    x = torch.randint(-3, 3, (rows, width), generator=generator).float()
+    x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf
+    if seed % 3 == 0:
+        x[seed % rows, seed % width] = torch.nan
+    places, values = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
+    kernels, count = cpu_kernels.KernelSet(), torch.tensor([rows])
+    call = cpu_kernels.Instruction(kernels.argmax(), [x, x.stride(0) * 4, count, width, values, places])
+    cpu_kernels.build_program([call], kernels.compile(), [x, count, places, values]).run()
+    want = x.max(dim=1).values
+    assert torch.equal(values.isnan(), want.isnan())
+    good = ~want.isnan()
+    assert torch.equal(values[good], want[good])
+    assert torch.equal(places[good].long(), torch.stack([(r == r.max()).int().argmax() for r in x])[good])

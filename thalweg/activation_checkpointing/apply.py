@@ -1,0 +1,55 @@
+"""Activation checkpointing as a config asks for it: which inputs are kept, where, and by which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
+    ActivationCheckpointPolicy,
+    apply_activation_checkpointing,
+)
+from thalweg.activation_checkpointing.offload import (
+    NvmeActivationOffloader,
+    PartitionedActivationOffloader,
+    build_activation_offloader,
+)
+from thalweg.config import Config
+from thalweg.parallel_dims import ParallelMeshes
+
+
+def setup_activation_checkpointing(
+    model: nn.Module, units: list[nn.Module], axes: ParallelMeshes, config: Config, device: torch.device
+) -> Callable[[], None]:
+    """Checkpoint ``units`` as the config says; returns what gives back the room that it takes on a disk."""
+    section = config.activation_checkpointing
+    policy = ActivationCheckpointPolicy(policy=section.policy, every=section.every)
+    target = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
+    base_offloader = (
+        build_activation_offloader(target, device, default_nvme_path(config))
+        if section.policy != "none"
+        else None
+    )
+    offloader = base_offloader
+    if section.partition_activations and section.policy != "none":
+        if axes.tp is not None:
+            offloader = PartitionedActivationOffloader(axes.tp.get_group(), base_offloader)
+        else:
+            config.add_note(
+                "activation_checkpointing.partition_activations", "idle: there is one tensor rank"
+            )
+    apply_activation_checkpointing(model, units, policy, offloader)
+    return base_offloader.close if isinstance(base_offloader, NvmeActivationOffloader) else _noop
+
+
+def default_nvme_path(config: Config) -> str | None:
+    """The folder for what has no ``nvme_path`` of its own."""
+    zero = config.zero_optimization
+    paths = (config.memory.nvme_path, zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path)
+    return next((path for path in paths if path), None)
+
+
+def _noop() -> None:
+    return None

@@ -1,0 +1,194 @@
+"""The units that recompute: policy, per-operator choice, and the class that a checkpointed unit gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from thalweg.activation_checkpointing.offload import ActivationOffloader
+from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.linear.functional import get_matmul_ops
+
+POLICIES = ("none", "full", "selective")
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointPolicy:
+    """What is recomputed.
+
+    ``policy``: ``"none"``; ``"full"``, every unit keeps its inputs alone; ``"selective"``.
+    ``every``: selective only, checkpoint units 0, k, 2k, ... and leave the others plain.
+    ``save``: selective only, operators whose results the checkpointed units keep: any of
+    ``"matmul"`` and ``"attention"``.  None means both when ``every`` is 1, else neither.
+    """
+
+    policy: str = "none"
+    every: int = 1
+    save: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; it must be a whole number from 1 up")
+        if self.policy != "selective" and (self.every != 1 or self.save):
+            raise ValueError(
+                f"every={self.every} and save={self.save} belong to policy 'selective', and the policy is "
+                f"{self.policy!r}; set policy='selective' or leave them out"
+            )
+        if unknown := sorted(set(self.save or ()) - set(SAVEABLE_OPS)):
+            raise ValueError(f"save names {unknown}; it may name {', '.join(map(repr, SAVEABLE_OPS))}")
+        if self.save is not None:
+            object.__setattr__(self, "save", tuple(self.save))
+
+    @property
+    def saved_op_groups(self) -> tuple[str, ...]:
+        """The groups of operators whose results are kept."""
+        if self.policy != "selective":
+            return ()
+        if self.save is not None:
+            return self.save
+        return tuple(SAVEABLE_OPS) if self.every == 1 else ()
+
+
+def _matmul_ops() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
+    packets = (getattr(aten, name) for name in names if hasattr(aten, name))
+    return frozenset(packet.default for packet in packets) | get_matmul_ops()
+
+
+def _attention_ops() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    packets = [getattr(aten, name, None) for name in names]
+    packets.append(getattr(torch.ops.higher_order, "flex_attention", None))
+    return frozenset(getattr(p, "default", p) for p in packets if p is not None)
+
+
+SAVEABLE_OPS: dict[str, Callable[[], frozenset[Any]]] = {"matmul": _matmul_ops, "attention": _attention_ops}
+
+
+@cache
+def _saved_ops(groups: tuple[str, ...]) -> frozenset[Any]:
+    return frozenset().union(*(SAVEABLE_OPS[group]() for group in groups))
+
+
+def _selective_context_fn(groups: tuple[str, ...]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    saved_ops = _saved_ops(groups)
+
+    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+class _CheckpointedModule(DynamicSubclass):
+    _thalweg_remat: ActivationCheckpointPolicy
+    _thalweg_storage: OffloadState | None = None  # the instance's own, where inputs are put away
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if not (torch.is_grad_enabled() and self.training):  # pyright: ignore[reportAttributeAccessIssue]
+            return plain(*args, **kwargs)
+        if getattr(self, "gradient_checkpointing", False):
+            return plain(*args, **kwargs)
+        if not getattr(self, "_can_checkpoint_with_cache", False):
+            args, kwargs = _without_cache(args, kwargs)
+        groups = self._thalweg_remat.saved_op_groups
+        # torch.compile understands a partial here, but not the default spelled out.
+        contexts: dict[str, Any] = {"context_fn": partial(_selective_context_fn, groups)} if groups else {}
+        storage = self._thalweg_storage
+        if storage is not None and not storage.nesting_guard.is_active:
+            with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
+                both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
+                return checkpoint(
+                    offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both
+                )
+        unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
+        return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A key-value cache is written by the forward: written twice, it would hold every token twice.
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return args, kwargs
+    args = tuple(None if isinstance(arg, library.Cache) else arg for arg in args)
+    kwargs = {
+        key: None if key in _CACHE_ARGUMENTS or isinstance(value, library.Cache) else value
+        for key, value in kwargs.items()
+    }
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+@cache
+def _checkpointed_class(plain: type, policy: ActivationCheckpointPolicy) -> type:
+    return make_subclass(plain, _CheckpointedModule, _thalweg_remat=policy)
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    policy: ActivationCheckpointPolicy,
+    offloader: ActivationOffloader | None = None,
+) -> None:
+    """Let ``units`` (modules of ``model``, in forward order) recompute their activations by ``policy``.
+
+    ``saver``: where the inputs that they keep wait for the backward pass; None leaves them in place.
+    Comes before sharding and compiling.  Raises ValueError for a unit that is not in the
+    model, is sharded already, or whose class cannot be replaced (a scripted module).
+    """
+    if policy.policy == "none":
+        return
+    members = set(model.modules())
+    selected = list(units)[:: policy.every]
+    for unit in selected:
+        name = type(unit).__name__
+        if unit not in members:
+            raise ValueError(f"a {name} among the units is not a module of the model")
+        if isinstance(unit, FSDPModule):
+            raise ValueError(f"{name} is sharded already; apply activation checkpointing before fully_shard")
+        if isinstance(unit, torch.jit.ScriptModule):
+            raise ValueError(f"{name} is a scripted module; checkpoint the Python module it was made from")
+        if "forward" in unit.__dict__:
+            raise ValueError(
+                f"{name} has a replaced forward; apply activation checkpointing before replacing it"
+            )
+    offload_state = None if offloader is None else OffloadState(offloader)
+    for unit in selected:
+        if not isinstance(unit, _CheckpointedModule):
+            unit.__class__ = _checkpointed_class(type(unit), policy)
+        if offload_state is not None:
+            unit.__dict__["_thalweg_storage"] = offload_state
+
+
+def remove_activation_checkpointing(model: nn.Module) -> int:
+    """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
+    for module in model.modules():
+        module.__dict__.pop("_thalweg_storage", None)
+    return restore_class(model, _CheckpointedModule)

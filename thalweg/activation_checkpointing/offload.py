@@ -1,0 +1,381 @@
+"""Where inputs of checkpointed units wait for the backward pass: in place, on the host, on disk, in parts.
+
+    forward     unit 0 -> unit 1 -> ... -> unit n     save: behind the computation, `depth` at a time
+    backward    unit n <- ... <- unit 1 <- unit 0     fetch: the tensors of the units before are read ahead
+
+A *saver* takes a tensor and gives a *kept* one, whose ``fetch`` brings back the same bits.  Kept tensors know
+the one saved before them, so that reading ahead follows the reverse order of saving, whatever the model does;
+a guess that is wrong costs time, nothing else.  A kept tensor dies with the autograd graph that needs it and
+then gives its room back, so several forward passes before a backward, a retained graph (each backward fetches
+again) and exceptions need no care of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.storage_io import SwapFile
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+
+_PAGE = 4096
+MIN_OFFLOAD_BYTES = 64 * 1024
+"""Smaller tensors stay where they are."""
+
+
+class OffloadedActivation(Protocol):
+    """A tensor that was put away."""
+
+    def fetch(self) -> Tensor:
+        """Return the tensor's bits on its device; may be called again."""
+        ...
+
+
+class ActivationOffloader(Protocol):
+    """Puts tensors away."""
+
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        """Put a detached tensor away; its memory may be given back once nobody else holds it."""
+        ...
+
+
+@dataclass
+class NestingGuard:
+    """Says whether this thread is inside of a unit whose inputs are put away already."""
+
+    thread_state: threading.local = field(default_factory=threading.local)
+
+    @property
+    def is_active(self) -> bool:
+        return getattr(self.thread_state, "depth", 0) > 0
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        self.thread_state.depth = getattr(self.thread_state, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self.thread_state.depth -= 1
+
+
+@dataclass(frozen=True)
+class _InMemoryTensor:
+    tensor: Tensor
+
+    def fetch(self) -> Tensor:
+        return self.tensor
+
+
+class NoActivationOffloader:
+    """Leaves tensors where they are: the host tier of a rank that computes on the host."""
+
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        return _InMemoryTensor(tensor)
+
+
+class _SaveOrder:
+    """The order of saving: each kept tensor's predecessor, held weakly."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._last_saved: weakref.ref[Any] | None = None
+        self._predecessor: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def append(self, tensor: Any) -> None:
+        self._predecessor[tensor] = self._last_saved
+        self._last_saved = weakref.ref(tensor)
+
+    def predecessors(self, tensor: Any) -> Iterator[Any]:
+        for _ in range(self.depth):
+            reference = self._predecessor.get(tensor)
+            tensor = None if reference is None else reference()
+            if tensor is None:
+                return
+            yield tensor
+
+
+# On disk
+
+
+class _NvmeTensor:
+    """Bytes in a region of a swap file: on their way out, out, or on their way back.
+
+    They leave through a page-aligned buffer, so that the tensor itself is free at once.
+    """
+
+    def __init__(self, offloader: NvmeActivationOffloader, tensor: Tensor) -> None:
+        self._offloader, self._device = offloader, tensor.device
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._room = offloader.allocate(tensor.numel() * tensor.element_size())
+        self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
+        self._buffer.copy_(tensor)
+        self._write: Any = self._room.swap_file.write(self._room.offset, self._buffer)
+        self._read: Any = None
+        self._read_buffer: Tensor | None = None
+
+    def finish_write(self) -> None:
+        """Wait until the bytes are out and give the buffer back."""
+        if self._buffer is not None:
+            buffer, write, self._buffer, self._write = self._buffer, self._write, None, None
+            write.wait()
+            self._offloader.recycle_buffer(buffer)
+
+    def read_ahead(self) -> None:
+        if self._buffer is None and self._read is None:
+            self._read_buffer = _aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
+            self._read = self._room.swap_file.read(self._room.offset, self._read_buffer)
+
+    def fetch(self) -> Tensor:
+        if self._buffer is not None:  # hardly out yet: no need to read it
+            self._write.wait()
+            result, self._buffer, self._write = self._buffer, None, None
+        else:
+            self.read_ahead()
+            assert self._read_buffer is not None
+            result, read = self._read_buffer, self._read
+            self._read_buffer = self._read = None
+            read.wait()
+        self._offloader.on_fetch(self)
+        return result.to(self._device, non_blocking=True)
+
+    def __del__(self) -> None:
+        for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
+            if future is not None:
+                future.settle()
+        region = self.__dict__.get("_room")
+        if region is not None:
+            self._offloader.free(region)
+
+
+def _aligned_empty(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Tensor:
+    """An uninitialised CPU tensor at a page boundary, which direct I/O asks for."""
+    nbytes = shape.numel() * dtype.itemsize
+    memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+    skip = -memory.data_ptr() % _PAGE
+    return memory[skip : skip + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class _SwapRegion:
+    swap_file: Any
+    offset: int
+
+
+class NvmeActivationOffloader:
+    """Keeps tensors in swap files below ``folder``, which grow with what a step needs.
+
+    ``open_file(num_bytes)`` makes a swap file (``store.nvme.SwapFile``); ``depth``: how many tensors may be
+    on their way out, and how many are read ahead.
+    """
+
+    def __init__(
+        self, open_file: Callable[[int], Any], *, depth: int = 2, segment_bytes: int = 2**28
+    ) -> None:
+        self._open_file, self._segment_bytes = open_file, segment_bytes
+        self._files: list[Any] = []
+        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
+        self._save_order = _SaveOrder(depth)
+        self._lock = threading.Lock()
+
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        offloaded = _NvmeTensor(self, tensor)
+        self._save_order.append(offloaded)
+        self._pending_writes.append(weakref.ref(offloaded))
+        while len(self._pending_writes) > self._save_order.depth:
+            oldest = self._pending_writes.popleft()()
+            if oldest is not None:
+                oldest.finish_write()
+        return offloaded
+
+    def on_fetch(self, offloaded: _NvmeTensor) -> None:
+        """Start reading what the backward pass will want next; buffers for writing have had their time."""
+        self._buffers.clear()
+        for previous in self._save_order.predecessors(offloaded):
+            previous.read_ahead()
+
+    def allocate(self, num_bytes: int) -> _SwapRegion:
+        """Room for ``num_bytes``, whatever sizes were given back before: lengths of sequences differ."""
+        with self._lock:
+            file = next((candidate for candidate in self._files if candidate.largest_gap >= num_bytes), None)
+            if file is None:
+                file = self._add_swap_file(num_bytes)
+                self._files.append(file)
+            return _SwapRegion(file, file.region(num_bytes))
+
+    def _add_swap_file(self, num_bytes: int) -> Any:
+        """A swap file of a whole segment, or of less where the disk has no room for that."""
+        size = max(self._segment_bytes, num_bytes)
+        while True:
+            try:
+                return self._open_file(size)
+            except ValueError:
+                if size == num_bytes:
+                    raise
+                size = max(size // 2, num_bytes)
+
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A page-aligned tensor to write from."""
+        free = self._buffers.get((shape, dtype))
+        return free.pop() if free else _aligned_empty(shape, dtype)
+
+    def recycle_buffer(self, buffer: Tensor) -> None:
+        """A buffer that is at rest."""
+        self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+    def free(self, region: _SwapRegion) -> None:
+        """Room that nobody needs any more."""
+        with self._lock:
+            if region.swap_file in self._files:
+                region.swap_file.free(region.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all swap files."""
+        return sum(file.num_bytes for file in self._files)
+
+    def close(self) -> None:
+        """Close the swap files; nothing saved may be fetched afterwards."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        self._buffers.clear()
+
+
+# On the host, from a GPU
+
+
+class _PinnedTensor:
+    def __init__(self, offloader: CpuActivationOffloader, tensor: Tensor) -> None:
+        self._offloader, self._device = offloader, tensor.device
+        self._shape = tensor.shape
+        self._pinned = offloader.get_buffer(tensor.shape, tensor.dtype)
+        stream = offloader.stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._pinned.copy_(tensor, non_blocking=True)
+            self._copy_event = stream.record_event()
+        tensor.record_stream(stream)
+        self._prefetched: tuple[Tensor, Any] | None = None
+
+    def read_ahead(self) -> None:
+        if self._prefetched is None:
+            stream = self._offloader.stream
+            with torch.cuda.stream(stream):
+                tensor = self._pinned.to(self._device, non_blocking=True)
+                self._prefetched = tensor, stream.record_event()
+
+    def fetch(self) -> Tensor:
+        self.read_ahead()
+        assert self._prefetched is not None
+        (tensor, ready), self._prefetched = self._prefetched, None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(ready)
+        tensor.record_stream(current)
+        self._offloader.on_fetch(self)
+        return tensor
+
+    def __del__(self) -> None:
+        pinned = self.__dict__.get("_pinned")
+        if pinned is not None:
+            self._copy_event.synchronize()
+            self._offloader.recycle_buffer(pinned)
+
+
+class CpuActivationOffloader:
+    """Keeps a GPU's tensors in pinned host memory, copied on a stream of their own."""
+
+    def __init__(self, device: torch.device, *, depth: int = 2) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._save_order = _SaveOrder(depth)
+        self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        offloaded = _PinnedTensor(self, tensor)
+        self._save_order.append(offloaded)
+        return offloaded
+
+    def on_fetch(self, offloaded: _PinnedTensor) -> None:
+        """Start copying back what the backward pass will want next."""
+        for previous in self._save_order.predecessors(offloaded):
+            previous.read_ahead()
+
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A pinned tensor, from what was given back where possible."""
+        free = self._free_buffers.get((shape, dtype))
+        return free.pop() if free else torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def recycle_buffer(self, pinned: Tensor) -> None:
+        """A pinned tensor that nobody needs any more."""
+        self._free_buffers.setdefault((pinned.shape, pinned.dtype), []).append(pinned)
+
+
+# In parts, over tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class _PartitionedTensor:
+    shard: OffloadedActivation
+    shape: torch.Size
+    group: dist.ProcessGroup
+
+    def fetch(self) -> Tensor:
+        local_shard = self.shard.fetch()
+        size = dist.get_world_size(self.group)
+        gathered = local_shard.new_empty(size * local_shard.numel())
+        dist.all_gather_into_tensor(gathered, local_shard, group=self.group)
+        return gathered[: self.shape.numel()].view(self.shape)
+
+
+class PartitionedActivationOffloader:
+    """Each rank of ``group`` keeps its part of a tensor that all of them hold alike; fetching gathers.
+
+    Korthikanti et al. 2022, section 5.  ``save`` and ``fetch`` must come in the same order on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, inner: ActivationOffloader | None = None) -> None:
+        self.group, self.inner = group, inner or NoActivationOffloader()
+
+    def save(self, tensor: Tensor) -> OffloadedActivation:
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        shard_numel = -(-tensor.numel() // size)
+        shard = tensor.new_zeros(shard_numel)
+        local_values = tensor.reshape(-1)[rank * shard_numel : (rank + 1) * shard_numel]
+        shard[: local_values.numel()].copy_(local_values)
+        return _PartitionedTensor(self.inner.save(shard), tensor.shape, self.group)
+
+
+def build_activation_offloader(
+    target: Literal["none", "cpu", "nvme"], device: torch.device, folder: str | None = None
+) -> ActivationOffloader | None:
+    """The saver for ``activation_checkpointing.offload``; None where inputs stay in place.
+
+    Raises:
+        ValueError: NVMe without a folder.
+    """
+    if target == "cpu" and device.type == "cuda":
+        return CpuActivationOffloader(device)
+    if target == "cpu":
+        _log.info("activations of a rank that computes on the CPU are in host memory already: none is moved")
+    if target != "nvme":
+        return None
+    if not folder:
+        raise ValueError(
+            "activation_checkpointing.offload is 'nvme' and no folder is named: set memory.nvme_path, or "
+            "nvme_path in offload_param or offload_optimizer"
+        )
+    return NvmeActivationOffloader(partial(SwapFile, folder))

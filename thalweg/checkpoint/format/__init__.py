@@ -1,0 +1,1 @@
+"""The format on disk: manifest, shards, and what the tensors of a checkpoint look like."""

@@ -1,0 +1,249 @@
+"""Shard files: safetensors, written and read piece by piece through ``FileSystem``.
+
+A file is ``u64 header length | JSON header | data``.  The header is written from the
+sizes alone, before any tensor is touched, so one piece at a time is in host memory.
+Each piece has its own sha256 (in the manifest), the header has one too, and pieces
+leave no gap: every byte of the file is under exactly one checksum.  The safetensors
+library reads these files; it is not used to write them because it would bypass
+``FileSystem`` and want all tensors at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thalweg.checkpoint.errors import CorruptCheckpointError
+from thalweg.checkpoint.filesystem import FileSystem
+from thalweg.checkpoint.format.direct_writer import DirectWriter
+from thalweg.checkpoint.format.dtypes import DTYPES, safetensors_dtype_and_shape
+from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord
+
+READ_BLOCK_BYTES = 4 << 20  # bytes read and hashed at a time, small enough to stay in cache
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One entry of a shard to be written."""
+
+    key: str
+    dtype: str
+    size: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return math.prod(self.size) * DTYPES[self.dtype].itemsize
+
+
+def sort_for_alignment(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Slots in the order that keeps each entry's data aligned to its dtype."""
+    return sorted(entries, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
+
+
+@dataclass(frozen=True)
+class ShardWriteResult:
+    """What a finished shard is committed with: the file's record and each key's sha256."""
+
+    record: FileRecord
+    digests: dict[str, str]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor as host bytes in row-major order (a view where it already is that)."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().data
+
+
+def build_header(tensor_entries: Sequence[TensorEntry]) -> bytes:
+    """The length word and JSON header for slots whose data follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for slot in tensor_entries:
+        dtype, shape = safetensors_dtype_and_shape(slot.dtype, slot.size)
+        stop = position + slot.nbytes
+        entries[slot.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class ShardWriter:
+    """One new safetensors file, filled slot by slot in the order given; ``finish`` makes it durable.
+
+    Use it under ``contextlib.closing``: ``close`` lets go of the file, finished or not.
+    """
+
+    def __init__(self, io: FileSystem, path: Path, entries: Sequence[TensorEntry]) -> None:
+        self._remaining = list(entries)
+        self._digests: dict[str, str] = {}
+        header = build_header(entries)
+        size = len(header) + sum(slot.nbytes for slot in entries)
+        self._record = FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header))
+        self._writer = DirectWriter(io, path, size)
+        self._pending_header: bytes | None = (
+            header  # written with the first slot, so that __init__ cannot half fail
+        )
+
+    def write(self, key: str, value: torch.Tensor) -> None:
+        """Write the values of the next slot, which must be ``key``."""
+        self._write_header()
+        entry = self._remaining.pop(0)
+        data = tensor_bytes(value)
+        assert entry.key == key and data.nbytes == entry.nbytes, (entry, key, data.nbytes)
+        digest = hashlib.sha256()
+        self._writer.append(data, digest.update)
+        self._digests[key] = digest.hexdigest()
+
+    def finish(self) -> ShardWriteResult:
+        """Flush to the disk and return the checksums."""
+        assert not self._remaining, self._remaining
+        self._write_header()
+        self._writer.finish()
+        return ShardWriteResult(self._record, self._digests)
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        self._writer.close()
+
+    def _write_header(self) -> None:
+        header, self._pending_header = self._pending_header, None
+        if header is not None:
+            self._writer.append(memoryview(header), lambda part: None)
+
+
+def _sha256(data: bytes | bytearray | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+_HeaderEntry = tuple[str, list[int], int, int]  # dtype, shape, start and stop among the data
+
+
+class ShardReader:
+    """Reads pieces of one committed shard; every byte it hands out has been checked.
+
+    The file is open only while a piece is read, so a checkpoint of a thousand ranks can be
+    loaded by one; the header is read and checked once.
+    """
+
+    def __init__(self, io: FileSystem, path: Path, record: FileRecord) -> None:
+        self.io, self.path, self.record = io, path, record
+        self._lock = threading.Lock()
+        self._entries: dict[str, _HeaderEntry] | None = None
+
+    def check_header(self) -> None:
+        """Raise ``CorruptCheckpointError`` unless the file is there, has its size, and its header is intact."""
+        with self._open_file() as handle:
+            self._load_header(handle)
+
+    def verify_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> None:
+        """Read a piece without keeping it; raise ``CorruptCheckpointError`` if a byte has changed."""
+        with self._open_file() as handle:
+            start, nbytes = self._locate(name, chunk, dtype, handle)
+            buffer = memoryview(bytearray(min(nbytes, READ_BLOCK_BYTES)))
+            digest = hashlib.sha256()
+            for position in range(0, nbytes, READ_BLOCK_BYTES):
+                block = buffer[: min(READ_BLOCK_BYTES, nbytes - position)]
+                self._read_and_hash(name, handle, block, start + position, digest)
+        self._check_digest(name, chunk, digest.hexdigest())
+
+    def read_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> torch.Tensor:
+        """The checked values of a piece as a CPU tensor of ``piece.size``."""
+        with self._open_file() as handle:
+            start, nbytes = self._locate(name, chunk, dtype, handle)
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+            view = flat.numpy().data
+            digest = hashlib.sha256()
+            for position in range(0, nbytes, READ_BLOCK_BYTES):
+                self._read_and_hash(
+                    name, handle, view[position : position + READ_BLOCK_BYTES], start + position, digest
+                )
+        self._check_digest(name, chunk, digest.hexdigest())
+        return flat.view(DTYPES[dtype]).view(chunk.size)
+
+    def _read_and_hash(
+        self, name: str, handle: int, view: memoryview, offset: int, digest: hashlib._Hash
+    ) -> None:
+        try:
+            done = self.io.pread_into(handle, view, offset)
+        except OSError as error:
+            raise CorruptCheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
+        if done < view.nbytes:
+            raise CorruptCheckpointError(f"{self.path}: the file ends inside tensor {name}")
+        digest.update(view)
+
+    def _check_digest(self, name: str, chunk: ChunkRecord, actual: str) -> None:
+        if actual != chunk.sha256:
+            location = f" at offset {list(chunk.offset)}" if any(chunk.offset) else ""
+            raise CorruptCheckpointError(
+                f"{self.path}: tensor {name}{location} has changed since it was saved "
+                f"(sha256 {actual[:12]}, committed {chunk.sha256[:12]})"
+            )
+
+    def _locate(self, name: str, chunk: ChunkRecord, dtype: str, handle: int) -> tuple[int, int]:
+        """Where in the file a piece begins, and its bytes."""
+        entry = self._load_header(handle).get(chunk.key)
+        nbytes = math.prod(chunk.size) * DTYPES[dtype].itemsize
+        data_bytes = self.record.size - self.record.header_bytes
+        if (
+            entry is None
+            or entry[:2] != safetensors_dtype_and_shape(dtype, chunk.size)
+            or not 0 <= entry[2] <= entry[3] <= data_bytes
+        ):
+            raise CorruptCheckpointError(
+                f"{self.path}: its header does not hold tensor {name} as the manifest says"
+            )
+        if entry[3] - entry[2] != nbytes:
+            raise CorruptCheckpointError(
+                f"{self.path}: its header gives tensor {name} another number of bytes"
+            )
+        return self.record.header_bytes + entry[2], nbytes
+
+    @contextmanager
+    def _open_file(self) -> Iterator[int]:
+        try:
+            actual = self.io.size(self.path)
+            if actual != self.record.size:
+                raise CorruptCheckpointError(
+                    f"{self.path} has {actual} bytes; {self.record.size} were committed"
+                )
+            handle = self.io.open_read(self.path)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path} is missing") from None
+        except OSError as error:
+            raise CorruptCheckpointError(f"{self.path} cannot be opened: {error}") from error
+        try:
+            yield handle
+        finally:
+            self.io.close(handle)
+
+    def _load_header(self, handle: int) -> dict[str, _HeaderEntry]:
+        with self._lock:
+            if self._entries is None:
+                header = bytearray(self.record.header_bytes)
+                self._read_and_hash("(header)", handle, memoryview(header), 0, hashlib.sha256())
+                if _sha256(header) != self.record.header_sha256:
+                    raise CorruptCheckpointError(f"{self.path}: its header has changed since it was saved")
+                self._entries = dict(_parse_header(self.path, bytes(header)))
+            return self._entries
+
+
+def _parse_header(path: Path, header: bytes) -> Iterator[tuple[str, _HeaderEntry]]:
+    try:
+        for key, entry in json.loads(header[8:]).items():
+            if key != "__metadata__":
+                start, stop = entry["data_offsets"]
+                yield key, (entry["dtype"], [int(n) for n in entry["shape"]], int(start), int(stop))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: its header is not that of a safetensors file: {error}"
+        ) from error

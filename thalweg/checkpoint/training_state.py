@@ -1,0 +1,189 @@
+"""What a training run is besides its tensors, saved and loaded with them.
+
+Counters, loss scale, schedule and loader position go into the checkpoint's state tree
+under one key, beside the user's ``client_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thalweg.checkpoint.export_hf import save_16bit
+from thalweg.checkpoint.load import open_verified
+from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
+from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
+from thalweg.checkpoint.rank_group import RankGroup
+from thalweg.checkpoint.save import save_snapshot
+from thalweg.comm.shared_memory import hash_name
+from thalweg.config import Config
+from thalweg.parallelize import Components
+from thalweg.utils.log import get_logger
+from thalweg.zero.full_state_dict import full_state_dict, load_full_state_dict
+
+_log = get_logger(__name__)
+_KEY = "engine"
+
+
+class TrainingState:
+    """Counters of a run, and its way to disk and back; every method but the counters is collective."""
+
+    def __init__(self, components: Components, config: Config, loader: Any) -> None:
+        self.components, self.config, self.loader = components, config, loader
+        self.global_steps = 0
+        self.global_samples = 0
+
+    def save(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        *,
+        save_latest: bool,
+        include_frozen: bool,
+    ) -> Path:
+        """Commit a checkpoint; see ``Engine.save_checkpoint``."""
+        components, keep_latest_k = self.components, self.config.checkpoint.keep
+        tag = tag or f"global_step{self.global_steps}"
+        self._check_tag(tag)
+        components.sharded.finalize_grads()
+        state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
+        path = save_snapshot(
+            directory,
+            tag,
+            build_snapshot(
+                components.module,
+                components.optimizer,
+                state=state,
+                include_frozen=include_frozen,
+                naming=components.param_naming,
+            ),
+            step=self.global_steps,
+            group=components.meshes.world_group,
+            keep_latest_k=None if keep_latest_k == "all" else keep_latest_k,
+            save_latest=save_latest,
+        )
+        components.sharded.reset_compression()
+        return path
+
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        *,
+        strict: bool,
+        load_optimizer: bool,
+        load_lr_scheduler: bool,
+        module_only: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint; see ``Engine.load_checkpoint``."""
+        components, group = self.components, self.components.meshes.world_group
+        checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
+        if checkpoint is None:
+            return None, None
+        with checkpoint:
+            components.sharded.finalize_grads()
+            optimizer = components.optimizer if load_optimizer and not module_only else None
+            state = restore_module(
+                checkpoint,
+                components.module,
+                optimizer,
+                strict=strict,
+                group=group,
+                rng=not module_only,
+                naming=components.param_naming,
+            )
+            components.sharded.reset_compression()
+            if not module_only:
+                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
+            return str(checkpoint.path), state.get("client_state", {})
+
+    def save_16bit(self, directory: str | Path) -> None:
+        """Write the weights in 16 bits in the Hugging Face layout."""
+        dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
+        self.components.sharded.finalize_grads()
+        components = self.components
+        save_16bit(
+            components.module, directory, dtype, components.meshes.world_group, naming=components.param_naming
+        )
+
+    def get_model_state_dict(self) -> dict[str, Any]:
+        """The whole model's tensors on the CPU, under the names of the plain model."""
+        module, naming = self.components.module, self.components.param_naming
+        if naming.group is None:
+            return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
+        tensors, aliases = to_canonical_names(*model_tensors(module), naming)
+        full = {
+            name: fetch().detach().cpu().clone() for name, *_, fetch in iter_full_tensors(tensors, naming)
+        }
+        named = [
+            alias
+            for part in RankGroup.from_group(naming.group).all_gather_json(list(aliases.items()))
+            for alias in part
+        ]
+        return full | {alias: full[name] for alias, name in named}
+
+    def set_model_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load full tensors, or shards of this layout, into what this rank has of the model."""
+        module, naming = self.components.module, self.components.param_naming
+        if naming.group is not None:
+            local_names = {name for name in module.state_dict() if name not in naming.excluded}
+            selected = {
+                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name)))
+                for name in local_names
+            }
+            missing = sorted(name for name in local_names if selected[name] is None)
+            if strict and missing:
+                raise ValueError(f"the state dict lacks {', '.join(missing[:8])}: pass strict=False to go on")
+            state_dict, strict = {name: v for name, v in selected.items() if v is not None}, False
+        elif naming.excluded:
+            state_dict, strict = dict(state_dict), False
+        return load_full_state_dict(module, state_dict, strict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self.components.window.micro_steps,
+            "skipped_steps": self.components.optimizer.skipped_steps if self.components.optimizer else 0,
+            "scaler": self.components.scaler.state_dict(),
+            "lr_scheduler": _get_state_dict(self.components.lr_scheduler),
+            "loader": _get_state_dict(self.loader),
+        }
+
+    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool) -> None:
+        components = self.components
+        self.global_steps = state.get("global_steps", self.global_steps)
+        self.global_samples = state.get("global_samples", self.global_samples)
+        components.window.micro_steps = state.get("micro_steps", components.window.micro_steps)
+        if components.optimizer is not None:
+            components.optimizer.skipped_steps = state.get("skipped_steps", 0)
+        if state.get("scaler"):
+            components.scaler.load_state_dict(state["scaler"])
+            components.sharded.set_loss_scale(components.scaler.scale)
+        if load_lr_scheduler and components.lr_scheduler is not None and state.get("lr_scheduler"):
+            components.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if state.get("loader") and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["loader"])
+
+    def _check_tag(self, tag: str) -> None:
+        """Rank 0's tag counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
+        mode = self.config.checkpoint.tag_validation
+        if mode == "Ignore" or self.components.meshes.world_size == 1:
+            return
+        bounds = torch.tensor([hash_name(tag), -hash_name(tag)])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.components.meshes.world_group)
+        if int(bounds[0]) == -int(bounds[1]):
+            return
+        message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"
+        if mode == "Fail":
+            raise ValueError(message)
+        _log.warning("%s; rank 0's is used", message)
+
+
+def _get_state_dict(obj: Any) -> Any:
+    return obj.state_dict() if hasattr(obj, "state_dict") else None

@@ -1,0 +1,252 @@
+"""`thalweg demo`: the whole of Thalweg on an embedded default, with nothing to download.
+
+standard library's sources -> tokenizer -> blocks          this process, demo_corpus.py
+GPT on N ranks, ZeRO stage S -> checkpoint                  demo_rank.py train, by the launcher
+checkpoint -> world size 1 -> the same loss, a sample       demo_rank.py reload, a fresh process
+metrics.jsonl -> loss.png, summary.json                     this process
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thalweg.cli.demo.settings import DemoSettings
+
+_EXAMPLES = """examples:
+  thalweg demo
+  thalweg demo --steps 40 --stage 2 --out /tmp/demo
+  thalweg demo --json | python -m json.tool
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="train a GPT on real text on two processes, from nothing",
+        description="Train a GPT on the source text of Python's standard library: tokenizer, ZeRO, "
+        "checkpoint, reload at world size 1, a sample. No download; about two minutes on two cores.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = DemoSettings(out="demo-out", results="")
+    parser.add_argument("--steps", type=int, default=default.steps, help="optimiser steps (%(default)s)")
+    parser.add_argument("--stage", type=int, default=default.stage, help="ZeRO stage, 0 to 3 (%(default)s)")
+    parser.add_argument("--nproc", type=int, default=default.nproc, help="processes (%(default)s)")
+    parser.add_argument(
+        "--out", default=default.out, metavar="DIR", help="folder for all files (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=default.seed, help="of weights, data and sample (%(default)s)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="of the arithmetic; auto: bf16 where this processor is fast at it, else fp32",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output, no more"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and print what came of it."""
+    stream = sys.stderr if args.json else sys.stdout
+
+    def log(text: str) -> None:
+        print(text, file=stream, flush=True)
+
+    _validate_args(args)
+    _require_packages()
+    started = time.perf_counter()
+    out = _make_output_folder(args.out)
+    _warn_if_oversubscribed(args.nproc)
+    from thalweg.cli.demo.corpus import prepare_corpus
+
+    settings = DemoSettings(
+        out=str(out), results="", steps=args.steps, stage=args.stage, nproc=args.nproc, seed=args.seed
+    )
+    corpus = prepare_corpus(out, settings.vocabulary, log)
+    settings = replace(settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision))
+    _remove_earlier_run(out)
+    with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
+        settings = replace(settings, results=results)
+        code, facts = _train_and_reload(settings, log)
+    if code != 0:
+        return code
+    summary = _build_summary(settings, facts, out, time.perf_counter() - started)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        _print_summary(summary, log)
+    return 0 if _matches_after_reload(summary) else 1
+
+
+def _validate_args(args: argparse.Namespace) -> None:
+    if args.stage not in (0, 1, 2, 3):
+        raise ValueError(f"--stage {args.stage} is not a ZeRO stage: give 0, 1, 2 or 3")
+    if args.nproc < 1:
+        raise ValueError(f"--nproc {args.nproc} must be at least 1")
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps} must be at least 1")
+    if not 0 <= args.seed < 1 << 31:
+        raise ValueError(f"--seed {args.seed} must be between 0 and {(1 << 31) - 1}")
+
+
+def _require_packages() -> None:
+    import importlib.util
+
+    missing = [name for name in ("tokenizers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
+
+
+def _make_output_folder(name: str) -> Path:
+    out = Path(name).expanduser().resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out {name} cannot be written to ({error.strerror or error}): "
+            "choose a folder that you can write to"
+        ) from None
+    return out
+
+
+def _warn_if_oversubscribed(nproc: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc > cores:
+        sys.stderr.write(
+            f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n"
+        )
+
+
+def _resolve_precision(requested: str) -> str:
+    if requested != "auto":
+        return requested
+    from thalweg.cli.demo.precision import has_fast_bf16
+
+    return "bf16" if has_fast_bf16() else "fp32"
+
+
+def _remove_earlier_run(out: Path) -> None:
+    """Remove what an earlier demo left: metrics are appended to, and a checkpoint is never overwritten."""
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    for name in ("metrics.jsonl", "loss.png", "summary.json"):
+        (out / name).unlink(missing_ok=True)
+
+
+def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
+    results = Path(settings.results)
+    settings.save(results / "settings.json")
+    log(
+        f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
+        f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, "
+        f"{settings.steps} steps"
+    )
+    facts: dict[str, Any] = {}
+    for phase, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
+        code = _launch_phase(phase, nproc, results / "settings.json")
+        if code != 0:
+            return code, {}
+        facts |= json.loads((results / f"{result}.json").read_text(encoding="utf-8"))
+        if phase == "train":
+            log(f"checkpoint: {facts['checkpoint']}")
+    return 0, facts
+
+
+def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
+    """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
+    import torch
+
+    from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
+    from thalweg.launch.local import LocalJob, run_local
+
+    few_gpus = torch.cuda.device_count() < nproc
+    bind = few_gpus and nproc > 1
+    outcome = run_local(
+        LocalJob(
+            nproc=nproc,
+            target="thalweg.cli.demo.worker",
+            arguments=(phase, str(settings)),
+            kind="module",
+            cpu_binding=assign_cores(nproc, physical_cores(usable_cpus()), quota=cpu_quota(), bind=bind),
+            # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
+            environ={"CUDA_VISIBLE_DEVICES": ""} if few_gpus else {},
+        )
+    )
+    sys.stderr.write(outcome.report)
+    return outcome.exit_code
+
+
+def _build_summary(
+    settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float
+) -> dict[str, Any]:
+    from thalweg.cli.demo.plot import plot_losses
+    from thalweg.observe.file_writers import read_jsonl
+
+    losses = [float(row["loss"]) for row in read_jsonl(out / "metrics.jsonl")]
+    tail = losses[-max(1, len(losses) // 10) :]
+    plot_path = out / "loss.png"
+    plot_losses(plot_path, losses, vocabulary=settings.vocabulary, held_out=facts["loss_saved"])
+    return {
+        "loss_first": losses[0],
+        "loss_last": sum(tail) / len(tail),
+        "loss_saved": facts["loss_saved"],
+        "loss_reloaded": facts["loss_reloaded"],
+        "vocabulary": settings.vocabulary,
+        "tokens_per_s": facts["tokens_per_s"],
+        "checkpoint": facts["checkpoint"],
+        "picture": str(plot_path),
+        "sample": facts["sample"],
+        "weights_saved": facts["weights_saved"],
+        "weights_reloaded": facts["weights_reloaded"],
+        "steps": settings.steps,
+        "stage": settings.stage,
+        "nproc": settings.nproc,
+        "precision": settings.precision,
+        "parameters": facts["parameters"],
+        "tokens": facts["tokens"],
+        "seconds_training": facts["seconds"],
+        "seconds": seconds,
+    }
+
+
+def _matches_after_reload(summary: dict[str, Any]) -> bool:
+    """Whether the reloaded model is the saved one: the loss to its last digit, each weight to its bits."""
+    same_loss = summary["loss_reloaded"] == summary["loss_saved"]
+    return same_loss and summary["weights_reloaded"] == summary["weights_saved"]
+
+
+def _print_summary(summary: dict[str, Any], log: Callable[[str], None]) -> None:
+    ceiling = math.log(summary["vocabulary"])
+    comparison = (
+        "equal to the last digit, and so are all weights" if _matches_after_reload(summary) else "NOT EQUAL"
+    )
+    log(
+        f"loss: {summary['loss_first']:.3f} at the start (ln of the vocabulary is {ceiling:.3f}), "
+        f"{summary['loss_last']:.3f} at the end, {summary['loss_last'] / ceiling:.0%} of ln(vocabulary); "
+        f"{summary['tokens_per_s']:,.0f} tokens/s"
+    )
+    log(
+        f"held-out loss: {summary['loss_saved']!r} when saved, {summary['loss_reloaded']!r} reloaded: {comparison}"
+    )
+    log(f"picture: {summary['picture']}")
+    log(f"sample:\n{'-' * 72}\n{summary['sample'].rstrip()}\n{'-' * 72}")
+    log(f"{summary['seconds']:.0f} s in all, {summary['seconds_training']:.0f} of them training")

@@ -1,0 +1,65 @@
+"""One rank of a trial of ``thalweg tune``: opens the job, trains, writes its seconds and its peak."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_NUM_STEPS = 3
+
+
+def main(folder: Path) -> int:
+    """Train three steps of the job in ``folder``; returns the exit code."""
+    import torch
+    import torch.distributed as dist
+
+    import thalweg
+    from thalweg.observe import resident_mib
+    from thalweg.plan.inputs.input_spec import TensorSpec, infer_input_spec
+    from thalweg.plan.inputs.model_loader import build_cpu_model
+    from thalweg.plan.trace.step import get_loss
+
+    job = json.loads((folder / "job.json").read_text())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    store = folder / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    model = build_cpu_model(job["model"])
+    memory = {**(job["config"].get("memory") or {}), "preflight": "off"}
+    config = job["config"] | {"memory": memory, "log_level": "error"}
+    engine, *_ = thalweg.initialize(model=model, config=config)
+    micro_batch = int(engine.config.train_micro_batch_size_per_gpu)
+    input_spec = infer_input_spec(engine.module, micro_batch, job["sequence_length"])
+    best = float("inf")
+    for _ in range(_NUM_STEPS):
+        start = time.perf_counter()
+        for _ in range(int(engine.config.gradient_accumulation_steps)):
+            batch: dict[str, Any] = {
+                name: _random_tensor(field) if isinstance(field, TensorSpec) else field
+                for name, field in input_spec.kwargs.items()
+            }
+            output = engine(**batch)
+            engine.backward(get_loss(output))
+            engine.step()
+        best = min(best, time.perf_counter() - start)
+    report = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    return 0
+
+
+def _random_tensor(tensor_spec: Any) -> Any:
+    """A tensor of such a field, at random."""
+    import torch
+
+    if tensor_spec.dtype.is_floating_point:
+        return torch.randn(tensor_spec.shape)
+    return torch.randint(0, tensor_spec.high, tensor_spec.shape)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

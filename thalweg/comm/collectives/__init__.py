@@ -1,0 +1,1 @@
+"""Collectives as objects: allocate, call; one form for each way that the bytes can take."""

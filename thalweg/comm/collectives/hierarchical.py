@@ -1,0 +1,242 @@
+"""Both levels at once: shared memory inside a host, the wire between hosts.
+
+The picture: ``N = H x L`` ranks on ``H`` hosts with ``L`` ranks each.  Rank ``r`` is the
+``l``-th of its host; the ranks of the same ``l`` on all hosts are its *peers*.  What
+crosses the network crosses it once a host, not once a rank:
+
+* reduce-scatter: the ranks of a host add up their gradients in the arena, rank ``l``
+  for the shards of all ``l``-th ranks; these partial sums go to the peers, who add them;
+* all-gather: a rank sends its shard to its peers and writes what they send into the
+  host's one output buffer, from which all its ranks read;
+* all-reduce: the first with ``L`` shards, then the sums are read from the arena.
+
+A flat exchange sends ``(N - L)`` rows over the wire from each rank, this one ``H - 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm.collectives.quantized import PayloadFormatFn, all_gather_payloads
+from thalweg.comm.collectives.reducer import Reducer, ReplicatedReducer
+from thalweg.comm.collectives.shared_memory import SharedMemoryRing
+from thalweg.comm.collectives.wire import AllToAllReduce, all_gather_flat, all_to_all_rows
+from thalweg.comm.comms_logger import CollectiveCall, CommsLog
+from thalweg.comm.ordered_sum import sum_rows
+from thalweg.comm.shared_memory import SharedMemoryArena
+from thalweg.comm.topology import HostTopology
+from thalweg.parallel_dims import new_subgroup
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """Which ranks of a group share a host; ranks are those of the group."""
+
+    ranks_by_host: tuple[tuple[int, ...], ...]
+    intra_host_group: dist.ProcessGroup
+    inter_host_group: dist.ProcessGroup
+    intra_host_topology: HostTopology
+    inter_host_topology: HostTopology
+
+    @property
+    def num_hosts(self) -> int:
+        """H."""
+        return len(self.ranks_by_host)
+
+    @property
+    def num_local_ranks(self) -> int:
+        """L, the same on every host."""
+        return len(self.ranks_by_host[0])
+
+    @property
+    def ranks_by_local_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks by place: ``places[l][h]`` is the ``l``-th of host ``h``."""
+        return tuple(zip(*self.ranks_by_host, strict=True))
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup, topology: HostTopology) -> HostGroups | None:
+        """The groups of both levels; None unless several hosts have equally many ranks, two or more.
+
+        Collective over ``group``, of which ``route`` tells where its ranks are.
+        """
+        ranks_by_host = topology.ranks_by_host()
+        sizes = {len(found) for found in ranks_by_host}
+        if len(ranks_by_host) < 2 or len(sizes) != 1 or sizes == {1}:
+            return None
+        local_ranks = next(found for found in ranks_by_host if topology.rank in found)
+        peer_ranks = next(found for found in zip(*ranks_by_host, strict=True) if topology.rank in found)
+        return cls(
+            ranks_by_host,
+            make_subgroup(local_ranks, group),
+            make_subgroup(peer_ranks, group),
+            topology.for_subgroup(local_ranks),
+            topology.for_subgroup(peer_ranks),
+        )
+
+    def get_peer_ranks(self, rank: int) -> list[int]:
+        """The ranks with this rank's place on each host, in host order."""
+        return list(next(peer_ranks for peer_ranks in self.ranks_by_local_rank if rank in peer_ranks))
+
+
+def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of ``ranks`` (those of ``group``, which all make theirs at once)."""
+    return new_subgroup([dist.get_global_rank(group, rank) for rank in ranks], group)
+
+
+class HierarchicalReduceScatter(Reducer):
+    """Reduce-scatter of one module's gradients over both levels, in the form that FSDP2 takes."""
+
+    transport = "both"
+
+    def __init__(
+        self,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
+        rank: int,
+        name: str,
+        ledger: CommsLog | None = None,
+        output_dtype: torch.dtype | None = None,
+        all_to_all: AllToAllReduce | None = None,
+    ) -> None:
+        """``swap``: how partial sums go between hosts; as they are, if not given."""
+        super().__init__(name, ledger, output_dtype)
+        self._ring = ring
+        self._peer_ranks = hosts.get_peer_ranks(rank)
+        self.all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
+
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
+
+    def sum_shards(
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
+    ) -> None:
+        """Add up in the arena for this rank and its peers, then over the peers.
+
+        The wire carries the dtype that was asked for (or codes of it); sums are kept in the output's.
+        """
+        slots = self._ring.exchange_slots(self._name, rows.shape, rows.dtype)
+        partial_sums = torch.empty(len(self._peer_ranks), rows.shape[1], dtype=output.dtype)
+        for out, row in zip(partial_sums.unbind(0), self._peer_ranks, strict=True):
+            sum_rows([slot[row] for slot in slots], out)
+        self._ring.release_slots()
+        call.add_bytes((len(slots) - 1) * len(self._peer_ranks) * rows[0].nbytes)
+        self.all_to_all.reduce_rows(partial_sums, output, scale, call, rows.dtype)
+
+
+class HierarchicalAllGather:
+    """All-gather of one module's parameters over both levels; one output buffer a host."""
+
+    def __init__(
+        self,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
+        rank: int,
+        name: str,
+        ledger: CommsLog | None = None,
+        payload_format_fn: PayloadFormatFn | None = None,
+    ) -> None:
+        """``packing_of``: the codes in which shards go between hosts; as they are, if not given."""
+        self._hosts, self._name, self._ledger = hosts, name, ledger or CommsLog()
+        self._peer_ranks = hosts.get_peer_ranks(rank)
+        self._ring = ring
+        self._payload_format_fn = payload_format_fn or (lambda numel, dtype: None)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's hook; the output lies in the arena and belongs to the whole host."""
+        return self._ring.acquire_shared_output(size, dtype, f"the gather of {self._name!r}")
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        world_size = group.size()
+        with self._ledger.timed(
+            "all_gather", self._name, "both", full_bytes=output_tensor.nbytes, world_size=world_size
+        ) as call:
+            rows = output_tensor.view(world_size, -1)
+            self._gather_across_hosts(
+                input_tensor.contiguous(), [rows[rank] for rank in self._peer_ranks], call
+            )
+            self._ring.publish_shared_output(self._name)
+            call.add_bytes((self._hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
+        return None
+
+    def _gather_across_hosts(self, local_shard: Tensor, rows: list[Tensor], call: CollectiveCall) -> None:
+        """Fill ``rows``, one a host, with the peers' shards."""
+        group, size = self._hosts.inter_host_group, self._hosts.num_hosts
+        payload_format = self._payload_format_fn(local_shard.numel(), local_shard.dtype)
+        if payload_format is None:
+            received = torch.empty(size * local_shard.numel(), dtype=local_shard.dtype)
+            all_gather_flat(received, local_shard, group)
+            for row, values in zip(rows, received.view(size, -1), strict=True):
+                row.copy_(values)
+            call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(local_shard.nbytes))
+            return
+        payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8)
+        payload_format.pack(local_shard, payload)
+        for row, peer_payload in zip(rows, all_gather_payloads(payload, group, size), strict=True):
+            payload_format.unpack(peer_payload, row)
+        call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(payload_format.num_bytes))
+
+
+class HierarchicalAllReduce(ReplicatedReducer):
+    """Mean of one module's gradients over both levels, for FSDP2 over a mesh of one rank."""
+
+    def __init__(
+        self,
+        hosts: HostGroups,
+        ring: SharedMemoryRing,
+        name: str,
+        ledger: CommsLog | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(name, ledger, output_dtype)
+        self._hosts, self._ring = hosts, ring
+
+    def reduce(self, output: Tensor) -> None:
+        """Replace ``output`` (1-D) by the mean over all ranks."""
+        hosts, ring = self._hosts, self._ring
+        world_size, num_local_ranks = hosts.num_hosts * hosts.num_local_ranks, hosts.num_local_ranks
+        with self._ledger.timed(
+            "all_reduce", self._name, "both", full_bytes=output.nbytes, world_size=world_size
+        ) as call:
+            numel = output.numel()
+            length = -(-numel // (num_local_ranks * hosts.num_hosts)) * hosts.num_hosts
+            slot = ring.acquire_slot(
+                (num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}"
+            )
+            slot.view(-1)[:numel].copy_(output)
+            slot.view(-1)[numel:].zero_()
+            slots = ring.exchange_slots(self._name, (num_local_ranks, length), output.dtype)
+            local_sum = torch.empty(length, dtype=output.dtype)
+            sum_rows([row[ring.arena.rank] for row in slots], local_sum)
+            ring.release_slots()
+            received = all_to_all_rows(local_sum.view(hosts.num_hosts, -1), hosts.inter_host_group)
+            chunk = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
+            sum_rows(received.unbind(0), chunk, self.mean_scale(world_size))
+            all_gather_flat(local_sum, chunk, hosts.inter_host_group)
+            for link_bytes_fn in (
+                hosts.inter_host_topology.all_to_all_bytes,
+                hosts.inter_host_topology.ring_bytes,
+            ):
+                call.add_bytes(*link_bytes_fn(chunk.nbytes))
+            call.add_bytes(2 * (num_local_ranks - 1) * length * output.itemsize)
+            ring.acquire_slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(local_sum)
+            rank_sums = ring.exchange_slots(f"{self._name}/parts", (length,), output.dtype)
+            for index, rank_sum in enumerate(rank_sums):
+                chunk = output[index * length : (index + 1) * length]
+                chunk.copy_(rank_sum[: chunk.numel()])
+            ring.release_slots()
+
+
+def create_host_arena(hosts: HostGroups, num_bytes: int, timeout: float) -> SharedMemoryArena | None:
+    """The arena of this rank's host, or None on every rank if any host could not make one."""
+    arena = SharedMemoryArena.create(hosts.intra_host_group, num_bytes, timeout=timeout)
+    all_created = torch.tensor([0 if arena is None else 1])
+    dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.inter_host_group)
+    dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.intra_host_group)
+    return arena if int(all_created) else None

@@ -1,0 +1,152 @@
+"""The wire forms of the collectives that FSDP2 takes, for ranks on several hosts.
+
+On gloo an all-to-all followed by a local sum moves as many bytes as a ring
+reduce-scatter and runs three to four times as fast; the local sum is in rank order and
+in fp32, as in shared memory, so both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm.collectives.reducer import Reducer, ReplicatedReducer
+from thalweg.comm.comms_logger import CollectiveCall, CommsLog
+from thalweg.comm.ordered_sum import sum_rows
+from thalweg.comm.topology import HostTopology
+
+
+def all_gather_flat(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    """All-gather of 1-D ``own`` into 1-D ``output``, by the name that this torch gives it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=async_op)
+
+
+def all_to_all_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row ``i`` to rank ``i`` of the group; returns the rows received."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows.contiguous(), group=group)
+    return received
+
+
+def _one_rank_per_host(group: dist.ProcessGroup) -> HostTopology:
+    """Every rank on a host of its own, where nobody says otherwise."""
+    return HostTopology(tuple(range(dist.get_world_size(group))), dist.get_rank(group))
+
+
+class AllToAllReduce:
+    """A reduce-scatter over one group: rows go to their ranks, what arrives is added up in rank order."""
+
+    def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
+        self.group, self.topology = group, topology or _one_rank_per_host(group)
+
+    def reset_error_feedback(self) -> None:
+        """Forget what earlier sums have left to be made up for."""
+
+    def reduce_rows(
+        self, rows: Tensor, out: Tensor, scale: float, call: CollectiveCall, wire_dtype: torch.dtype
+    ) -> None:
+        """Write ``scale`` times the sum of all ranks' ``rows[own rank]`` into ``out``; sent as ``wire``."""
+        received = all_to_all_rows(rows.to(wire_dtype), self.group)
+        call.add_bytes(*self.topology.all_to_all_bytes(received[0].nbytes))
+        sum_rows(received.unbind(0), out, scale)
+
+
+class AllReduceSum:
+    """A sum over one group that every rank of it gets, with the same bits."""
+
+    def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
+        self.group, self.topology = group, topology or _one_rank_per_host(group)
+
+    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
+        """Replace ``tensor`` (1-D) by the sum: all-to-all, local sum, all-gather; gloo's fast parts."""
+        world_size = len(self.topology.host_ids)
+        length = -(-tensor.numel() // world_size)
+        for sent in (self.topology.all_to_all_bytes, self.topology.ring_bytes):
+            call.add_bytes(*sent(length * tensor.itemsize))
+        if tensor.device.type != "cpu":
+            dist.all_reduce(tensor, group=self.group)
+            return
+        sent = tensor.new_zeros(world_size * length)
+        sent[: tensor.numel()].copy_(tensor)
+        received = all_to_all_rows(sent.view(world_size, length), self.group)
+        local_sum = torch.empty_like(received[0])
+        sum_rows(received.unbind(0), local_sum)
+        all_gather_flat(sent, local_sum, self.group)
+        tensor.copy_(sent[: tensor.numel()])
+
+
+class WireAllGather:
+    """``all_gather_into_tensor`` with the ledger."""
+
+    def __init__(
+        self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None
+    ) -> None:
+        self._name, self._ledger, self._topology = name, ledger or CommsLog(), topology
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        topology = self._topology
+        if topology is None or len(topology.host_ids) != group.size():
+            topology = _one_rank_per_host(group)
+        with self._ledger.timed(
+            "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=group.size()
+        ) as call:
+            call.add_bytes(*topology.ring_bytes(input_tensor.nbytes))
+            return all_gather_flat(output_tensor, input_tensor, group, async_op)
+
+
+class AllToAllReduceScatter(Reducer):
+    """Reduce-scatter as an all-to-all and a local sum; ``swap`` says how rows travel."""
+
+    def __init__(
+        self,
+        name: str,
+        ledger: CommsLog | None = None,
+        output_dtype: torch.dtype | None = None,
+        all_to_all: AllToAllReduce | None = None,
+    ) -> None:
+        super().__init__(name, ledger, output_dtype)
+        self.all_to_all = all_to_all
+
+    def sum_shards(
+        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
+    ) -> None:
+        """Exchange all rows over ``group``."""
+        (self.all_to_all or AllToAllReduce(group)).reduce_rows(rows, output, scale, call, rows.dtype)
+
+
+class WireAllReduce(ReplicatedReducer):
+    """Mean over ``group`` of one module's gradients."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        ledger: CommsLog | None = None,
+        output_dtype: torch.dtype | None = None,
+        topology: HostTopology | None = None,
+    ) -> None:
+        super().__init__(name, ledger, output_dtype)
+        self._group, self._all_reduce_sum = group, AllReduceSum(group, topology)
+
+    def reduce(self, output: Tensor) -> None:
+        """Replace ``output`` (1-D) by the mean over all ranks, now or later."""
+        self.submit(lambda: self._reduce_mean(output))
+
+    def _reduce_mean(self, output: Tensor) -> None:
+        world_size = self._group.size()
+        with self._ledger.timed(
+            "all_reduce", self._name, "wire", full_bytes=output.nbytes, world_size=world_size
+        ) as call:
+            if world_size > 1:
+                self._all_reduce_sum(output, call)
+            output.mul_(self.mean_scale(world_size))

@@ -1,0 +1,144 @@
+"""The ledger: every collective, by kind and module, with its bytes and seconds.
+
+``sent`` is what leaves this rank in the textbook's ring form of the collective
+(all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that, all-to-all
+``(n-1)/n`` of what this rank sends, a message and its header all of it), whatever carries it, so that a
+configuration's traffic can be compared with theory.
+``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
+host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
+time spent inside the call, waiting for peers included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from thalweg.comm.topology import HostTopology
+from thalweg.observe.table import format_table
+
+RING_FACTOR = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "broadcast": 1,
+    "all_to_all": 1,
+    "barrier": 0,
+}
+_POINT_TO_POINT_KINDS = ("send", "header")
+
+
+@dataclass
+class CommsLogEntry:
+    """Totals of one collective kind on one module (``carrier`` says what moved it)."""
+
+    kind: str
+    module: str
+    transport: str
+    num_calls: int = 0
+    full_bytes: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+
+
+@dataclass
+class CollectiveCall:
+    """One collective while it runs: what it has moved so far."""
+
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+
+    def add_bytes(self, intra_bytes: int, inter_bytes: int = 0) -> None:
+        """Add bytes that left this rank for its own host, and for others."""
+        self.intra_bytes += intra_bytes
+        self.inter_bytes += inter_bytes
+
+
+class CommsLog:
+    """Counts collectives; cheap enough to be always on.
+
+    ``route``, where known, tells on which hosts the ranks are that the states are sharded over.
+    """
+
+    def __init__(self) -> None:
+        self.topology: HostTopology | None = None
+        self._entries: dict[tuple[str, str, str], CommsLogEntry] = {}
+
+    def record(
+        self,
+        kind: str,
+        module: str,
+        transport: str,
+        *,
+        full_bytes: int,
+        world_size: int,
+        seconds: float = 0.0,
+        call: CollectiveCall | None = None,
+    ) -> None:
+        """Add one call that moved a buffer of ``full_bytes`` (unsharded size) among ``world_size`` ranks."""
+        key = (kind, module, transport)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = CommsLogEntry(kind, module, transport)
+        entry.num_calls += 1
+        entry.full_bytes += full_bytes
+        if kind in _POINT_TO_POINT_KINDS:
+            entry.sent_bytes += full_bytes
+        else:
+            entry.sent_bytes += RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
+        entry.seconds += seconds
+        if call is not None:
+            entry.intra_bytes += call.intra_bytes
+            entry.inter_bytes += call.inter_bytes
+
+    @contextmanager
+    def timed(
+        self, kind: str, module: str, transport: str, *, full_bytes: int, world_size: int
+    ) -> Iterator[CollectiveCall]:
+        """Time the body and record it as one call; the body says what it moved."""
+        start, call = time.perf_counter(), CollectiveCall()
+        yield call
+        seconds = time.perf_counter() - start
+        self.record(
+            kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call
+        )
+
+    def entries(self) -> list[CommsLogEntry]:
+        """All entries, the slowest first."""
+        return sorted(self._entries.values(), key=lambda entry: -entry.seconds)
+
+    def total(self, kind: str | None = None) -> CommsLogEntry:
+        """The sum over modules and carriers, of one kind or of all."""
+        total = CommsLogEntry(kind or "all", "", "")
+        for entry in self._entries.values():
+            if kind in (None, entry.kind):
+                total.num_calls += entry.num_calls
+                total.full_bytes += entry.full_bytes
+                total.sent_bytes += entry.sent_bytes
+                total.seconds += entry.seconds
+                total.intra_bytes += entry.intra_bytes
+                total.inter_bytes += entry.inter_bytes
+        return total
+
+    def table(self, by_module: bool = False) -> str:
+        """The entries as text, one line a kind and carrier, or also a module; MiB are full buffers."""
+        rows: dict[tuple[str, ...], list[float]] = {}
+        for entry in self.entries():
+            key = (entry.kind, entry.transport, entry.module) if by_module else (entry.kind, entry.transport)
+            row = rows.setdefault(key, [0, 0.0, 0.0, 0.0, 0.0, 0.0])
+            row[0] += entry.num_calls
+            sizes = (entry.full_bytes, entry.sent_bytes, entry.intra_bytes, entry.inter_bytes)
+            for column, num_bytes in enumerate(sizes, start=1):
+                row[column] += num_bytes / 2**20
+            row[5] += entry.seconds * 1e3
+        head = ["collective", "by", *(["module"] if by_module else []), "calls", "MiB", "MiB sent"]
+        head += ["in host", "to hosts", "ms"]
+        return format_table(head, [[*key, *totals] for key, totals in rows.items()])
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self._entries.clear()

@@ -1,0 +1,60 @@
+"""Where the ranks of a group are: what a collective costs inside a host and between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from thalweg.comm.shared_memory import get_host_key
+
+LinkBytes = tuple[int, int]  # bytes that leave this rank: to ranks of its own host, to other hosts
+
+
+@dataclass(frozen=True)
+class HostTopology:
+    """A group as one of its ranks sees it; ``hosts[i]`` numbers the host of the group's rank ``i``."""
+
+    host_ids: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostTopology:
+        """Ask every rank of ``group`` where it runs; collective over it."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        keys = torch.zeros(size, dtype=torch.int64, device=device)
+        keys[rank] = get_host_key()
+        dist.all_reduce(keys, group=group)
+        id_by_key: dict[int, int] = {}
+        return cls(tuple(id_by_key.setdefault(key, len(id_by_key)) for key in keys.tolist()), rank)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that hold at least one rank."""
+        return len(set(self.host_ids))
+
+    def for_subgroup(self, ranks: Sequence[int]) -> HostTopology:
+        """The route of a subgroup; ``ranks`` are this group's, with this rank among them."""
+        return HostTopology(tuple(self.host_ids[rank] for rank in ranks), list(ranks).index(self.rank))
+
+    def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return tuple(
+            tuple(rank for rank, host in enumerate(self.host_ids) if host == host_id)
+            for host_id in range(max(self.host_ids) + 1)
+            if host_id in self.host_ids
+        )
+
+    def all_to_all_bytes(self, row_bytes: int) -> LinkBytes:
+        """A row of ``row_bytes`` goes to every other rank."""
+        num_local_peers = sum(host == self.host_ids[self.rank] for host in self.host_ids) - 1
+        return num_local_peers * row_bytes, (len(self.host_ids) - 1 - num_local_peers) * row_bytes
+
+    def ring_bytes(self, row_bytes: int) -> LinkBytes:
+        """All-gather as gloo and NCCL's rings do it: all rows but one go to the next rank."""
+        size = len(self.host_ids)
+        sent = (size - 1) * row_bytes
+        next_is_local = self.host_ids[(self.rank + 1) % size] == self.host_ids[self.rank]
+        return (sent, 0) if next_is_local else (0, sent)

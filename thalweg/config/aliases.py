@@ -1,0 +1,146 @@
+"""Older spellings, moved to today's before anything is checked.
+
+Each move is remembered, so that a later complaint names the path that the user wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from thalweg.config.errors import ConfigProblem, to_json_snippet
+
+ZERO = "zero_optimization"
+_STAGE3_KEYS = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+DEPRECATED_KEYS = {
+    "bfloat16": "bf16",
+    "ddp_bf16": "bf16",
+    "bf16.check_overflow": "bf16.check_grad_overflow",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+    f"{ZERO}.gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+    **{f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _STAGE3_KEYS},
+    "allgather_size": f"{ZERO}.allgather_bucket_size",
+    f"{ZERO}.aio": "aio",  # where the documentation of Hugging Face has it
+    "aio.intra_op_parallelism": "aio.thread_count",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    "activation_checkpointing.partitioned_activations": "activation_checkpointing.partition_activations",
+    "quantize_training.quantize-algo": "quantize_training.quantize_algo",
+    "elasticity.prefer_large_batch": "elasticity.prefer_larger_batch",
+}
+_OFFLOAD_FLAGS = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+
+
+@dataclass
+class KeyAliases:
+    """Pairs of a path as given and the path as it is called today."""
+
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+    def to_user_path(self, path: str) -> str:
+        """The path as the user wrote it."""
+        return self._replace_prefix(path, [(today, given) for given, today in self.pairs])
+
+    def to_schema_path(self, path: str) -> str:
+        """The path as the schema has it."""
+        return self._replace_prefix(path, self.pairs)
+
+    def describe(self) -> tuple[str, ...]:
+        """One line for each older spelling that was read."""
+        return tuple(f"{given} is read as {today}" for given, today in self.pairs)
+
+    @staticmethod
+    def _replace_prefix(path: str, pairs: list[tuple[str, str]]) -> str:
+        for old, new in pairs:
+            if path == old or path.startswith((f"{old}.", f"{old}[")):
+                return new + path[len(old) :]
+        return path
+
+
+def apply_key_aliases(tree: dict[str, Any]) -> tuple[dict[str, Any], KeyAliases, list[ConfigProblem]]:
+    """Move every older spelling in ``tree`` (changed in place) and say what could not be moved."""
+    aliases = KeyAliases()
+    problems: list[ConfigProblem] = []
+    _expand_zero_boolean(tree, aliases)
+    for old, new in DEPRECATED_KEYS.items():
+        _move(tree, old, new, aliases, problems)
+    _expand_offload_flags(tree, aliases, problems)
+    return tree, aliases, problems
+
+
+def _expand_zero_boolean(tree: dict[str, Any], aliases: KeyAliases) -> None:
+    """``"zero_optimization": true`` was stage 1."""
+    if isinstance(tree.get(ZERO), bool):
+        tree[ZERO] = {"stage": 1 if tree[ZERO] else 0}
+        aliases.pairs.append((ZERO, f"{ZERO}.stage"))
+
+
+def _find_parent(tree: dict[str, Any], path: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+    *blocks, name = path.split(".")
+    node: Any = tree
+    for block in blocks:
+        if make and isinstance(node, dict):
+            node = node.setdefault(block, {})
+        else:
+            node = node.get(block) if isinstance(node, dict) else None
+    return (node if isinstance(node, dict) else None), name
+
+
+def _move(
+    tree: dict[str, Any], old: str, new: str, aliases: KeyAliases, problems: list[ConfigProblem]
+) -> None:
+    parent, name = _find_parent(tree, old)
+    if parent is None or name not in parent:
+        return
+    value = parent.pop(name)
+    new_parent, key = _find_parent(tree, new, make=True)
+    if new_parent is None:
+        problems.append(ConfigProblem(old, value, f"to be written as {new}"))
+    elif key in new_parent:
+        problems.append(ConfigProblem(old, value, f"only one of {old} and {new}, which mean the same"))
+    else:
+        new_parent[key] = value
+        aliases.pairs.append((old, new))
+
+
+def _expand_offload_flags(tree: dict[str, Any], aliases: KeyAliases, problems: list[ConfigProblem]) -> None:
+    zero = tree.get(ZERO)
+    if not isinstance(zero, dict):
+        return
+    pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, block in _OFFLOAD_FLAGS.items():
+        value = zero.pop(old, None)
+        path = f"{ZERO}.{old}"
+        if value is None or value is False or value == "auto":
+            continue
+        if value is not True:
+            problems.append(ConfigProblem(path, value, "true or false"))
+        elif block in zero:
+            problems.append(ConfigProblem(path, value, f"only one of {path} and {ZERO}.{block}"))
+        else:
+            zero[block] = {"device": "cpu"}
+            aliases.pairs.append((path, f"{ZERO}.{block}.device"))
+    if pin_memory is None or pin_memory == "auto":
+        return
+    path = f"{ZERO}.cpu_offload_use_pin_memory"
+    if not isinstance(pin_memory, bool):
+        problems.append(ConfigProblem(path, pin_memory, "true or false"))
+        return
+    for block in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(block), dict):
+            zero[block].setdefault("pin_memory", pin_memory)
+    aliases.pairs.append((path, f"pin_memory = {to_json_snippet(pin_memory)} of the offload blocks"))

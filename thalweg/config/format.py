@@ -1,0 +1,83 @@
+"""The resolved config in lines for a reader: what holds, where it comes from, what was without effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thalweg.config.errors import escape_surrogates, to_json_snippet
+from thalweg.config.rules import list_ignored
+from thalweg.config.schema.base import Section, get_by_path, get_section_type, list_options, to_jsonable
+from thalweg.config.support import is_under
+
+ALWAYS_SHOWN = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "data_parallel_size",
+    "zero_optimization.stage",
+    "fp16.enabled",
+    "bf16.enabled",
+    "gradient_clipping",
+    "optimizer.type",
+    "scheduler.type",
+    "activation_checkpointing.policy",
+    "compile.enabled",
+    "cpu_kernels",
+)
+_DEFAULT_REASONS = {
+    "gradient_clipping": "no clipping, because no key asks for it (DeepSpeed 0.19 would clip at 1.0)",
+    "optimizer.type": "none in the config; hand one to initialize",
+    "scheduler.type": "none in the config; the rate is constant",
+}
+
+
+def format_config(config: Section, provenance: Any) -> str:
+    """One line per option that is set, derived or central; then renamed options and those without effect."""
+    derived = dict(provenance.filled)
+    ignored = dict(list_ignored(provenance.given))
+    lines = ["config"]
+    block = ""
+    for path, value in _list_shown(config, provenance):
+        if any(is_under(path, ignored_path) for ignored_path in ignored):
+            continue
+        head, _, name = path.rpartition(".")
+        if head != block:
+            block = head
+            lines.append(f"  {head}" if head else "")
+        indent = "    " if head else "  "
+        lines.append(
+            f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{_origin(path, provenance, derived)}"
+        )
+    if provenance.notes:
+        lines += ["  older spellings", *(f"    {note}" for note in provenance.notes)]
+    if ignored:
+        lines.append("  accepted, no effect")
+        lines += [
+            f"    {path} = {_format_value(get_by_path(config, path))}: {why}" for path, why in ignored.items()
+        ]
+    return escape_surrogates("\n".join(lines))
+
+
+def _list_shown(config: Section, provenance: Any) -> list[tuple[str, Any]]:
+    rows = []
+    for path, field in list_options(type(config)):
+        value = get_by_path(config, path)
+        if isinstance(value, Section) or (value is None and get_section_type(field.annotation)):
+            continue
+        if path in ("optimizer.params", "scheduler.params"):
+            rows += [(f"{path}.{name}", item) for name, item in (value or {}).items()]
+        elif path in ALWAYS_SHOWN or any(is_under(user_path, path) for user_path in provenance.given):
+            rows.append((path, value))
+    return sorted(rows, key=lambda row: "." in row[0])
+
+
+def _origin(path: str, provenance: Any, derived: dict[str, str]) -> str:
+    if path in derived:
+        return f"  # {derived[path]}"
+    if any(is_under(user_path, path) for user_path in provenance.given):
+        return ""
+    return f"  # {_DEFAULT_REASONS.get(path, 'default')}"
+
+
+def _format_value(value: Any) -> str:
+    return "{ ... }" if isinstance(value, Section) else to_json_snippet(to_jsonable(value))

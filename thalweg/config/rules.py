@@ -1,0 +1,353 @@
+"""The rules between options, and who asks the tables about a given config.
+
+``RULES`` lists the combinations that contradict themselves; the tables of ``fates.py`` say
+what is not built yet and what has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from thalweg.config.errors import ConfigProblem, UnsupportedOption
+from thalweg.config.schema.base import AUTO, Section, get_by_path
+from thalweg.config.schema.scheduler import REQUIRED_PARAMS
+from thalweg.config.support import IGNORED, UNSUPPORTED, above_one, is_not_none_string, is_under
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``broken`` takes the values at ``paths``; the problem is told at the first of them."""
+
+    paths: tuple[str, ...]
+    violated: Callable[..., bool]
+    expected: str
+
+
+def _both_set(first: Any, second: Any) -> bool:
+    return bool(first and second)
+
+
+_MODEL_SPLIT_PATHS = (
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "sequence_parallel_size",
+    "context_parallel_size",
+)
+# What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
+_NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
+    ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
+    ("tiling.loss", bool, "false"),
+)
+RULES = (
+    Rule(
+        ("bf16.enabled", "fp16.enabled"),
+        _both_set,
+        "false, because fp16.enabled is true; keep one of the two",
+    ),
+    Rule(
+        ("torch_autocast.dtype", "torch_autocast.enabled", "fp16.enabled"),
+        lambda dtype, autocast, on: autocast and on and dtype != "fp16",
+        '"fp16", because fp16.enabled is true; or switch one of the two off',
+    ),
+    Rule(
+        ("torch_autocast.dtype", "torch_autocast.enabled", "bf16.enabled"),
+        lambda dtype, autocast, on: autocast and on and dtype != "bf16",
+        '"bf16", because bf16.enabled is true; or switch one of the two off',
+    ),
+    Rule(
+        ("fp16.loss_scale_window", "fp16.enabled", "fp16.loss_scale"),
+        lambda window, on, scale: on and scale == 0 and window < 1,
+        "at least 1, because the loss scale is dynamic (fp16.loss_scale is 0)",
+    ),
+    Rule(
+        ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale"),
+        lambda least, on, scale: on and scale == 0 and least <= 0,
+        "above 0, because the loss scale is dynamic (fp16.loss_scale is 0)",
+    ),
+    Rule(
+        ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power"),
+        lambda least, on, scale, power: on and scale == 0 and least > 2.0**power,
+        "at most the initial scale, 2 to the power of fp16.initial_scale_power",
+    ),
+    Rule(
+        ("fp16.hysteresis", "fp16.enabled", "fp16.loss_scale"),
+        lambda hysteresis, on, scale: on and scale == 0 and hysteresis < 1,
+        "at least 1, because the loss scale is dynamic (fp16.loss_scale is 0)",
+    ),
+    Rule(
+        ("fp16.fp16_master_weights_and_grads", "fp16.enabled"),
+        lambda master, on: master and not on,
+        "false, or fp16.enabled to be true",
+    ),
+    Rule(
+        ("bf16.bf16_master_weights_and_grads", "bf16.enabled"),
+        lambda master, on: master and not on,
+        "false, or bf16.enabled to be true",
+    ),
+    Rule(
+        ("prescale_gradients", "gradient_allreduce_op"),
+        lambda prescale, op: prescale and op == "sum",
+        'false, because gradient_allreduce_op is "sum", which divides by nothing',
+    ),
+    Rule(
+        ("token_weighted_loss", "gradient_allreduce_op"),
+        lambda on, op: on and op == "sum",
+        'false, because gradient_allreduce_op is "sum", which is a mean over nothing',
+    ),
+    Rule(
+        ("scheduler.params.cycle_max_lr", "scheduler.params.cycle_min_lr"),
+        lambda top, bottom: isinstance(top, float) and isinstance(bottom, float) and top < bottom,
+        "at least scheduler.params.cycle_min_lr",
+    ),
+    Rule(
+        ("zero_optimization.offload_param.device", "zero_optimization.stage"),
+        lambda device, stage: is_not_none_string(device) and stage != 3,
+        '"none", or zero_optimization.stage to be 3, the only stage that shards parameters',
+    ),
+    Rule(
+        ("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
+        lambda device, stage: is_not_none_string(device) and stage == 0,
+        '"none", or zero_optimization.stage to be 1, 2 or 3',
+    ),
+    *(
+        Rule(
+            (f"zero_optimization.{name}", "zero_optimization.stage"),
+            lambda on, stage: bool(on) and stage == 0,
+            "false, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+        )
+        for name in (
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+        )
+    ),
+    Rule(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"),
+        lambda size, stage: size > 1 and stage == 0,
+        "1, or zero_optimization.stage to be 1, 2 or 3; nothing is gathered at stage 0",
+    ),
+    Rule(
+        ("zero_optimization.mics_shard_size", "zero_optimization.stage"),
+        lambda size, stage: size > 0 and stage == 0,
+        "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+    ),
+    Rule(
+        (
+            "zero_optimization.offload_optimizer.nvme_path",
+            "zero_optimization.offload_param.nvme_path",
+            "zero_optimization.offload_optimizer.device",
+            "zero_optimization.offload_param.device",
+        ),
+        lambda states, params, *devices: devices == ("nvme", "nvme") and states != params,
+        "the folder of zero_optimization.offload_param.nvme_path; a rank has one swap file",
+    ),
+    Rule(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.offload_param.device"),
+        lambda size, device: device == "nvme" and size > 1,
+        '1, or zero_optimization.offload_param.device to be "none" or "cpu": hpZ keeps a copy of the '
+        "parameters in the memory of each host",
+    ),
+    Rule(
+        ("activation_checkpointing.every", "activation_checkpointing.policy"),
+        lambda every, policy: every != 1 and policy != "selective",
+        '1, or activation_checkpointing.policy to be "selective"',
+    ),
+    Rule(("zero_optimization.zenflow.topk_ratio",), lambda ratio: ratio == 0, "above 0, and at most 1"),
+    Rule(
+        ("zero_optimization.zenflow.topk_ratio", "optimizer.type"),
+        lambda ratio, name: name not in ("Adam", "AdamW"),
+        "no zenflow block, or optimizer.type to be Adam or AdamW: only their updates can wait",
+    ),
+    Rule(
+        ("zero_optimization.zenflow.topk_ratio", "zero_optimization.offload_optimizer.device"),
+        lambda ratio, device: device == "nvme",
+        "no zenflow block, or offload_optimizer.device to be cpu or none: gradients that wait are in memory",
+    ),
+    Rule(
+        ("zero_optimization.zenflow.topk_ratio", "bf16.bf16_optimizer_states"),
+        lambda ratio, low: low,
+        "no zenflow block, or bf16.bf16_optimizer_states to be false",
+    ),
+    Rule(
+        ("bf16.bf16_optimizer_states", "bf16.enabled"),
+        lambda states, on: states and not on,
+        "false, or bf16.enabled to be true",
+    ),
+    Rule(
+        ("bf16.bf16_optimizer_states", "optimizer.type"),
+        lambda states, name: states and name not in ("Adam", "AdamW", "Lion"),
+        "false, or optimizer.type to be Adam, AdamW or Lion",
+    ),
+    Rule(
+        ("optimizer.params.state_dtype", "optimizer.params.amsgrad"),
+        lambda kind, on: kind != "fp32" and on,
+        '"fp32", because optimizer.params.amsgrad keeps a third moment',
+    ),
+    Rule(
+        ("activation_checkpointing.offload", "activation_checkpointing.policy"),
+        lambda where, policy: is_not_none_string(where) and policy == "none",
+        '"none", or activation_checkpointing.policy to be "full" or "selective": only their inputs are moved',
+    ),
+    Rule(
+        ("activation_checkpointing.offload", "compile.enabled"),
+        lambda where, on: is_not_none_string(where) and on,
+        '"none", because compile.enabled is true and a compiled unit keeps its own inputs',
+    ),
+    Rule(
+        ("activation_checkpointing.cpu_checkpointing", "activation_checkpointing.offload"),
+        lambda on, where: on and where == "nvme",
+        'false, because activation_checkpointing.offload is "nvme"',
+    ),
+    Rule(
+        ("tiling.mlp", "compile.enabled"),
+        lambda tiles, on: tiles > 1 and on,
+        "1, because compile.enabled is true and a compiled unit plans its own memory",
+    ),
+    Rule(
+        ("tiling.mlp_modules", "tiling.mlp"),
+        lambda names, tiles: bool(names) and tiles == 1,
+        "null, or tiling.mlp to be the number of tiles, 2 or more",
+    ),
+    Rule(
+        ("tiling.head", "tiling.loss"),
+        lambda head, on: bool(head) and not on,
+        "null, or tiling.loss to be true",
+    ),
+    Rule(
+        ("optimizer.params.max_grad_norm",),
+        lambda norm: norm != 0,
+        "0; the top-level gradient_clipping clips by the global norm",
+    ),
+    Rule(("optimizer.params.capturable",), bool, "false; a step on shards is not captured into a CUDA graph"),
+    Rule(("optimizer.params.differentiable",), bool, "false; a step on shards has no gradient of its own"),
+    Rule(
+        ("optimizer.params.amsgrad", "optimizer.type"),
+        lambda on, name: on and name in ("Adagrad", "Lamb"),
+        "false; the optimiser has no such variant",
+    ),
+    Rule(
+        ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda name, size, inner: name == "Adafactor" and max(size, inner) > 1,
+        "another optimiser, or tensor_parallel.autotp_size to be 1; Adafactor needs whole matrices",
+    ),
+    Rule(
+        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda size, inner: size > 1 and inner > 1 and size != inner,
+        "equal to tensor_parallel.tp.tp_size, which says the same, or one of the two left out",
+    ),
+    *(
+        Rule(
+            (f"zero_optimization.{name}", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+            lambda groups, *sizes: groups > 1 and max(sizes) > 1,
+            "1 or left out, or tensor_parallel.autotp_size to be 1; groups of groups are not built yet",
+        )
+        for name in ("mics_shard_size", "zero_hpz_partition_size")
+    ),
+    Rule(
+        ("tiling.loss", *_MODEL_SPLIT_PATHS),
+        lambda on, *sizes: on and max(sizes) > 1,
+        "false, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1; a loss over "
+        "their ranks is not tiled yet",
+    ),
+    Rule(
+        ("tiling.mlp", *_MODEL_SPLIT_PATHS),
+        lambda tiles, *sizes: tiles > 1 and max(sizes) > 1,
+        "1, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1",
+    ),
+    Rule(
+        ("compile.enabled", "sequence_parallel_size", "context_parallel_size"),
+        lambda on, *sizes: on and max(sizes) > 1,
+        "false, or sequence_ and context_parallel_size to be 1; exchanges of a sequence are not compiled yet",
+    ),
+    Rule(
+        ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        lambda on, size, inner: on and max(size, inner) > 1,
+        "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
+    ),
+    *(
+        Rule(
+            (path, "pipeline.stages"),
+            lambda value, stages, on=on: stages > 1 and on(value),
+            f"{default}, or pipeline.stages to be 1; the two are not built together yet",
+        )
+        for path, on, default in _NOT_WITH_PIPELINE
+    ),
+    Rule(
+        ("pipeline.micro_batches", "gradient_accumulation_steps", "pipeline.stages"),
+        lambda count, steps, stages: stages > 1 and count != steps,
+        "equal to gradient_accumulation_steps, which says the same, or left out",
+    ),
+    Rule(
+        ("pipeline.schedule", "gradient_accumulation_steps", "pipeline.stages"),
+        lambda name, steps, stages: stages > 1 and name == "dualpipev" and steps < 2 * stages,
+        "another schedule, or gradient_accumulation_steps to be at least twice pipeline.stages",
+    ),
+    Rule(
+        ("pipeline.virtual_stages", "pipeline.schedule"),
+        lambda number, name: number > 1 and name != "interleaved",
+        '1, or pipeline.schedule to be "interleaved"',
+    ),
+    Rule(
+        ("autotuning.end_profile_step", "autotuning.start_profile_step"),
+        lambda end, start: end < start,
+        "at least autotuning.start_profile_step",
+    ),
+)
+
+
+def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
+    """Every broken rule whose options are known and not below a path of ``skip``."""
+    skipped = tuple(skip_paths)
+    for rule in RULES:
+        values = [get_by_path(config, path) for path in rule.paths]
+        if any(value is None or value == AUTO for value in values) or _overlaps(rule.paths, skipped):
+            continue
+        if rule.violated(*values):
+            yield ConfigProblem(rule.paths[0], values[0], rule.expected)
+    yield from _missing_required_params(config, skipped)
+    for block in ("offload_param", "offload_optimizer"):
+        path = f"zero_optimization.{block}"
+        on_disk = get_by_path(config, f"{path}.device") == "nvme"
+        if on_disk and not get_by_path(config, f"{path}.nvme_path") and not _overlaps((path,), skipped):
+            yield ConfigProblem(
+                f"{path}.nvme_path", None, f'a folder on the disk to use, as {path}.device is "nvme"'
+            )
+
+
+def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Iterator[ConfigProblem]:
+    type_name = get_by_path(config, "scheduler.type")
+    params = get_by_path(config, "scheduler.params")
+    for name in REQUIRED_PARAMS.get(type_name, ()) if isinstance(type_name, str) else ():
+        path = f"scheduler.params.{name}"
+        if params.get(name) is None and not _overlaps((path,), skipped):
+            yield ConfigProblem(path, None, f"a value, which {type_name} cannot do without")
+
+
+def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
+    """One problem for each switch of later work that is on."""
+    skipped = tuple(skip_paths)
+    for feature in UNSUPPORTED:
+        value = get_by_path(config, feature.path)
+        if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((feature.path,), skipped):
+            continue
+        if feature.is_enabled(value):
+            yield UnsupportedOption(feature.path, value, feature.hint)
+
+
+def list_ignored(user_set: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Path and reason of each option that the user set and nothing reads, in the order of the table."""
+    user_paths = tuple(user_set)
+    for path, reason in IGNORED.items():
+        if any(is_under(user_path, path) for user_path in user_paths):
+            yield path, reason
+
+
+def _overlaps(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:
+    return any(
+        is_under(path, skipped_path) or is_under(skipped_path, path)
+        for path in paths
+        for skipped_path in skipped
+    )

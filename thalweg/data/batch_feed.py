@@ -1,0 +1,54 @@
+"""Micro-batches on their way into an engine: from the caller's iterator or the engine's own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from thalweg.data.batches import cycle, to_device
+from thalweg.data.engine_loader import EpochEndDetector
+
+
+class BatchFeed:
+    """Hands out micro-batches; ``epoch_ends()`` tells whether the one just used was an epoch's last."""
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._loader, self._device = loader, device
+        self._batches: Iterator[Any] | None = None
+        self.is_epoch_end = EpochEndDetector(loader)
+
+    def rewind(self) -> None:
+        """Begin again where the loader now stands."""
+        self._batches = None
+
+    def next_batches(self, data_iter: Iterator[Any] | None, num_batches: int) -> Iterator[Any]:
+        """Up to ``count`` micro-batches on the device, of ``data_iter`` or of the loader.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        if data_iter is None:
+            if self._loader is None:
+                raise ValueError(
+                    "train_batch() needs data: pass data_iter=, or training_data= to initialize()"
+                )
+            if self._batches is None:
+                self._batches = cycle(self._loader)
+            data_iter = self._batches
+        for _ in range(num_batches):
+            try:
+                batch = next(data_iter)
+            except StopIteration:
+                return
+            yield to_device(batch, self._device)
+
+    def next_window(self, data_iter: Iterator[Any] | None, num_batches: int) -> list[Any]:
+        """As :meth:`take`, in one; fewer where the loader's epoch ends."""
+        batches = []
+        for batch in self.next_batches(data_iter, num_batches):
+            batches.append(batch)
+            if self.is_epoch_end():
+                break
+        return batches

@@ -1,0 +1,96 @@
+"""The engine's loader, from what the user gave as ``training_data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from thalweg.config import Config
+from thalweg.data.loader import StatefulLoader, build_loader
+from thalweg.data.wrap_loader import wrap_dataloader
+from thalweg.parallel.sequence.batch_split import BatchSplitter
+
+
+class SequenceSplitCollate:
+    """Collates a batch and keeps this rank's part of each sequence in it, where the batch has names.
+
+    Labels are shifted before the cut and positions are those of the whole; everything that is by
+    token is then as long as the part, so that devices and memory see no more than that.
+    """
+
+    def __init__(self, collate_fn: Callable[..., Any], splitter: BatchSplitter) -> None:
+        self.collate_fn, self.splitter = collate_fn, splitter
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate_fn(samples)
+        return self.splitter.split_batch(batch) if isinstance(batch, Mapping) else batch
+
+
+def build_engine_loader(
+    data: Any,
+    config: Config,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[..., Any] | None = None,
+    splitter: BatchSplitter | None = None,
+) -> Any:
+    """A stateful loader of this rank's micro-batches; a DataLoader is adopted, None stays None.
+
+    ``splitter``: cuts them into the parts of ranks that share sequences; a loader that is used as it is
+    (one rank, or a sampler that deals out by itself) keeps whole batches, and the model cuts them.
+
+    Raises:
+        ValueError: the data cannot give every rank a batch.
+    """
+    if data is None:
+        return None
+    loader = _build_unsplit_loader(data, config, rank, world_size, collate_fn)
+    if splitter is not None and isinstance(loader, StatefulLoader):
+        loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)
+    return loader
+
+
+def _build_unsplit_loader(
+    data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None
+) -> Any:
+    if isinstance(data, DataLoader):
+        return wrap_dataloader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
+    return build_loader(
+        data,
+        batch_size=int(config.train_micro_batch_size_per_gpu),
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed or 0,
+        drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
+    )
+
+
+class EpochEndDetector:
+    """Tells whether the micro-batch just trained on was the last of the loader's epoch.
+
+    Only a loader that is read in step with training can tell: one batch between two calls.
+    Batches from elsewhere, or read ahead into a list, end no epoch here.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._last_position = self._read_position()
+
+    def _read_position(self) -> tuple[int, int]:
+        """Epoch and batches of it handed over."""
+        if not hasattr(self._loader, "at_epoch_end"):
+            return 0, 0
+        if hasattr(self._loader, "position"):
+            plan = self._loader.plan
+            return self._loader.epoch, -(-self._loader.position // (plan.batch_size * plan.world_size))
+        return self._loader._epoch, self._loader._batches
+
+    def __call__(self) -> bool:
+        """Whether the window ends with this micro-batch because the epoch does."""
+        (old_epoch, old), (epoch, new) = self._last_position, self._read_position()
+        self._last_position = epoch, new
+        advanced_by_one = new - old == 1 if epoch == old_epoch else new == 1
+        return advanced_by_one and bool(getattr(self._loader, "at_epoch_end", False))

@@ -1,0 +1,182 @@
+"""Taking over a ``DataLoader`` that the user already has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
+from thalweg.data.sampler import EpochSampler
+
+_COPIED_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class PassthroughLoader:
+    """A user's loader left exactly as it is, with its position counted in batches.
+
+    Resuming starts the pass and discards as many batches as had been handed over, so it
+    costs their loading, and gives the same samples only if the user's own order is
+    reproducible.  The position belongs to this rank and this batch size.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._epoch = 0
+        self._batches = 0
+        self._started = False
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's sampler or dataset which epoch comes next, where it wants to know."""
+        if epoch != self._epoch or self._started:
+            self._epoch, self._batches = epoch, 0
+        self._started = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._started:
+            self._epoch, self._batches = self._epoch + 1, 0
+        self._started = False
+        for component in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+            if hasattr(component, "set_epoch"):
+                component.set_epoch(self._epoch)  # pyright: ignore[reportOptionalMemberAccess]
+        skip = self._batches
+        for index, batch in enumerate(self.loader):
+            if index >= skip:
+                self._batches, self._started = index + 1, True
+                yield batch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
+        return self._started and self._batches >= _length_or_inf(self.loader)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the batches of it handed over, as JSON scalars."""
+        finished = self.at_epoch_end
+        return {
+            "version": 1,
+            "epoch": self._epoch + finished,
+            "batches": 0 if finished else self._batches,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batches that had been handed over."""
+        if "batches" not in state:
+            raise ValueError(
+                "the checkpoint's loader position counts samples, and this loader only batches: "
+                "use the loader that the checkpoint was saved with, or do not restore its state"
+            )
+        self._epoch, self._batches, self._started = int(state["epoch"]), int(state["batches"]), False
+
+
+def wrap_dataloader(
+    loader: DataLoader, *, rank: int = 0, world_size: int = 1, seed: int = 0, distribute: bool | None = None
+) -> StatefulLoader | PassthroughLoader:
+    """Return a loader with ``state_dict`` in place of the user's ``DataLoader``.
+
+    With ``distribute`` its sampler is replaced by one that deals the samples out to the
+    ranks (default: when there are several ranks and the user has not done so with a
+    ``DistributedSampler``); batch size, collate function and workers are kept.  A random
+    or sequential sampler becomes the seeded order of :class:`EpochSampler`; any other sampler
+    is drawn once an epoch on every rank, from torch's generator seeded alike, so a weighted
+    sampler keeps its weights.  Without ``distribute`` the loader is used as it is and its
+    batches are counted.
+
+    Raises ``ValueError`` for a custom ``batch_sampler``, which cannot be divided without
+    knowing its rule, and for the sizes that :func:`build_loader` refuses.
+    """
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if distribute is None:
+        distribute = world_size > 1 and not is_distributed
+    if not distribute:
+        return PassthroughLoader(loader)
+    is_iterable = is_iterable_dataset(loader.dataset)
+    if loader.batch_size is None or not (is_iterable or type(loader.batch_sampler) is BatchSampler):
+        raise ValueError(
+            "a DataLoader with its own batch_sampler (or batch_size=None) cannot be divided over "
+            f"{world_size} ranks from outside: give the batch sampler its rank, or pass the dataset instead"
+        )
+    sampler = loader.sampler
+    options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
+    if loader.num_workers == 0:
+        options = {
+            key: v for key, v in options.items() if key not in ("prefetch_factor", "persistent_workers")
+        }
+    has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
+    is_shuffled = type(sampler) is RandomSampler or (
+        isinstance(sampler, DistributedSampler) and sampler.shuffle
+    )
+    if type(sampler) is RandomSampler and (
+        sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))
+    ):
+        has_standard_order = False
+    wrapped = build_loader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        shuffle=False if is_iterable else is_shuffled,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        **options,
+    )
+    if has_standard_order:
+        return wrapped
+    epoch_sampler = EpochSampler(
+        num_samples=len(_as_sized(sampler)),
+        batch_size=loader.batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        shuffle=True,
+        drop_last=loader.drop_last,
+        order=_SampledOrder(sampler, seed),
+    )
+    return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
+
+
+class _SampledOrder:
+    """The order that a user's sampler gives, drawn under a seed that every rank shares."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __call__(self, epoch: int) -> list[int]:
+        seed = (self._seed << 20) + epoch
+        if isinstance(getattr(self._sampler, "generator", None), torch.Generator):
+            self._sampler.generator.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return [int(index) for index in self._sampler]
+
+
+def _as_sized(value: Any) -> Sized:
+    return value
+
+
+def _length_or_inf(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")

@@ -1,0 +1,180 @@
+"""The mode under which a model is built: what is real, what is pending.
+
+* What has at most ``small`` elements, and whatever is computed from real data, is *real*: an
+  ordinary CPU tensor, computed at once, so that constructors may look at it as they like.
+* What is bigger is *pending* (:mod:`.deferred_tensor`), and so is what is computed from it.
+
+When the context is left, the real parameters that were made in it become pending as well,
+their values constants, so that the whole model is on meta.  What existed before (another
+model, an array) stays as it is, even where a module built here uses it.  Buffers stay too:
+small ones real, big ones pending.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thalweg.deferred_init.deferred_tensor import (
+    CPU,
+    defer_parameter,
+    deferred_like,
+    dispatch_deferred,
+    get_call_rng_state,
+    is_deferred,
+    record_op,
+    set_data,
+)
+from thalweg.deferred_init.op_graph import OpTraits, get_op_traits, is_meta, storage_records
+from thalweg.deferred_init.pytree import flatten, flatten_call, get_leaves, unflatten
+from thalweg.deferred_init.replay import thread_state
+
+
+class _SetDataMode(TorchFunctionMode):
+    """``real.data = pending``, which torch refuses and no dispatch shows."""
+
+    _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == self._SET_DATA and is_deferred(args[1]):
+            return set_data(*args)
+        return func(*args, **(kwargs or {}))
+
+
+class RecordMode(TorchDispatchMode):
+    """Dispatch mode of one thread in which big new CPU tensors are pending."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler (1.3 s) to keep it away from this mode
+
+    def __init__(self, max_real_numel: int) -> None:
+        super().__init__()
+        self.max_real_numel = max_real_numel
+        self._built_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._new_storages: dict[int, StorageWeakRef] = {}
+        self._cleanup_threshold = 4096
+        self._registration_hooks: list[Any] = []
+        self._set_data_mode = _SetDataMode()
+
+    def __enter__(self) -> RecordMode:
+        storage_records.remove_dead()
+        state = thread_state  # the hooks are called in every thread
+
+        def on_register(module: nn.Module, name: str, member: object) -> None:
+            if state.num_open_contexts:
+                self._built_modules.add(module)
+
+        self._registration_hooks = [
+            register_module_parameter_registration_hook(on_register),
+            register_module_module_registration_hook(on_register),
+        ]
+        super().__enter__()
+        self._set_data_mode.__enter__()
+        thread_state.num_open_contexts += 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        thread_state.num_open_contexts -= 1
+        thread_state.cached_storages = None
+        self._set_data_mode.__exit__(*error)
+        super().__exit__(*error)
+        for hook in self._registration_hooks:
+            hook.remove()
+        if error[0] is None:
+            self._defer_parameters()
+        self._new_storages.clear()
+
+    def _defer_parameters(self) -> None:
+        storages: dict[int, torch.UntypedStorage] = {}
+        for param in {id(p): p for module in list(self._built_modules) for p in module.parameters()}.values():
+            is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
+            if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
+                defer_parameter(param, storages)
+
+    def _track_new_storages(self, func: Any, tensors: list[Tensor], result: Any) -> None:
+        """Remember the storages that ``result`` brought into being."""
+        known_storages = {
+            tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided
+        }
+        for leaf in get_leaves(result):
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != CPU:
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata not in known_storages or func is torch.ops.aten.lift_fresh.default:
+                self._new_storages[storage._cdata] = StorageWeakRef(storage)
+        if len(self._new_storages) > self._cleanup_threshold:
+            self._new_storages = {key: ref for key, ref in self._new_storages.items() if not ref.expired()}
+            self._cleanup_threshold = max(4096, 2 * len(self._new_storages))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if thread_state.num_pauses:
+            return func(*args, **kwargs)
+        leaves, _ = flatten_call(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(is_deferred(tensor) for tensor in tensors):
+            return dispatch_deferred(func, args, kwargs)
+        traits = get_op_traits(func)
+        if func._schema.name == "aten::_to_copy" and kwargs.get("device") == torch.device("meta"):
+            kwargs = {**kwargs, "device": CPU}  # x.to(pending) must not lose the value of x
+        rng_state = get_call_rng_state(leaves) if traits.is_random else None
+        result = func(*args, **kwargs)
+        self._track_new_storages(func, tensors, result)
+        if traits.written_args or (self._reads_large_tensor(tensors) and not traits.is_shape_only):
+            return result
+        return self._defer(func, traits, args, kwargs, tensors, result, rng_state)
+
+    def _reads_large_tensor(self, tensors: list[Tensor]) -> bool:
+        return any(tensor.numel() > self.max_real_numel and not is_meta(tensor) for tensor in tensors)
+
+    def _defer(
+        self,
+        func: Any,
+        traits: OpTraits,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        result: Any,
+        rng_state: Tensor | None,
+    ) -> Any:
+        """Replace the big tensors of ``result`` by pending ones; the values just computed are dropped."""
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
+        known_storages = {
+            tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided
+        }
+        new_tensors = {}
+        for position, leaf in enumerate(leaves):
+            if self._is_large(leaf) and leaf.untyped_storage()._cdata not in known_storages:
+                new_tensors[position] = leaves[position] = deferred_like(leaf)
+        if not new_tensors:
+            return result
+        if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            dtype = next(iter(new_tensors.values())).dtype
+            if not tensors and any(argument.name == "dtype" for argument in func._schema.arguments):
+                kwargs = {
+                    **kwargs,
+                    "dtype": kwargs.get("dtype") or dtype,
+                }  # the default may change until replay
+            inputs, input_spec = flatten_call(args, kwargs)
+            record_op(func, inputs, input_spec, rng_state, new_tensors)
+        return unflatten(spec, iter(leaves))
+
+    def _is_large(self, leaf: Any) -> bool:
+        return (
+            type(leaf) is Tensor
+            and leaf.device == CPU
+            and leaf.layout is torch.strided
+            and leaf.numel() > self.max_real_numel
+        )

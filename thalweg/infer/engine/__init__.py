@@ -1,0 +1,1 @@
+"""The engine: scheduler, block pool, sampler, and the step that joins them."""

@@ -1,0 +1,122 @@
+"""From tokens to text, as they come, with stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT_CHAR = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
+_MAX_INCOMPLETE = 3  # bytes that a character may lack its last one of; tokens that they can lie in
+_MAX_WINDOW = 32  # tokens that are decoded again for each new one, at most
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence's output; give it the tokens one by one.
+
+    Text is held back while its last character is incomplete and while its end may be the beginning of a stop
+    string.  Once a stop string is found nothing follows it.  An incomplete character has at most three bytes,
+    and decoders put one U+FFFD in the place of each or of all: those before the last three stand for bytes
+    that never become a character, and go out.
+
+    ``before``: what the output continues.  Its last tokens are decoded with the first ones of the output, as
+    many tokenizers drop the space in front of what they decode first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        *,
+        include_stop: bool,
+        skip_special_tokens: bool,
+        prompt_tokens: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._include_stop, self._skip_special_tokens = include_stop, skip_special_tokens
+        self._tokens = list(prompt_tokens[-_MAX_INCOMPLETE - 1 :])
+        try:
+            if self._decode(self._tokens).endswith(_REPLACEMENT_CHAR):
+                self._tokens = []  # an incomplete character stays the prompt's
+        except (IndexError, TypeError, ValueError):  # tokens that the model has and the tokenizer has not
+            self._tokens = []
+        self._prefix_offset = self._num_sent_chars = 0  # ``_sent``: characters that went out after ``_read``
+        self._read_offset = len(self._tokens)
+        self._pending = ""
+
+    def append(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
+        """Take a token; return new text and, where one has been reached, the stop string.
+
+        ``look``: whether stop strings count yet (they do not before ``min_tokens``).
+        """
+        self._tokens.append(token)
+        self._pending += self._decode_new()
+        if not check_stop or not self._stop:
+            text, self._pending = self._pending, ""
+            return text, None
+        matches = [(self._pending.find(stop), stop) for stop in self._stop if stop in self._pending]
+        if matches:
+            position, stop = min(matches)
+            text = self._pending[: position + len(stop) if self._include_stop else position]
+            self._pending = ""
+            return text, stop
+        num_pending = max((_stop_overlap(self._pending, stop) for stop in self._stop), default=0)
+        text, self._pending = (
+            self._pending[: len(self._pending) - num_pending],
+            self._pending[len(self._pending) - num_pending :],
+        )
+        return text, None
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        text, self._pending = self._pending, ""
+        return text + self._decode_new(final=True)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
+
+    def _decode_new(self, final: bool = False) -> str:
+        """Decode the tokens since the last whole character, next to a few before them."""
+        num_known_chars = (
+            len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
+        )
+        decoded = self._decode(self._tokens[self._prefix_offset :])
+        if decoded.endswith(_REPLACEMENT_CHAR) and not final:
+            num_incomplete = len(decoded) - len(decoded.rstrip(_REPLACEMENT_CHAR))
+            complete = decoded[: len(decoded) - min(num_incomplete, _MAX_INCOMPLETE)]
+            text = complete[num_known_chars:]
+            self._num_sent_chars += len(text)
+            if len(self._tokens) - self._read_offset > _MAX_WINDOW:
+                text += self._advance_window(decoded)
+            return text
+        if len(decoded) <= num_known_chars:
+            return ""
+        # The next call decodes from what is new now: leading spaces depend on what comes before.
+        self._prefix_offset, self._read_offset, self._num_sent_chars = self._read_offset, len(self._tokens), 0
+        return decoded[num_known_chars:]
+
+    def _advance_window(self, decoded: str) -> str:
+        """Let the window begin later, at a token that no character reaches into; return what that settles."""
+        end = len(self._tokens) - _MAX_INCOMPLETE
+        for split in range(end, end - _MAX_INCOMPLETE, -1):
+            prefix = self._decode(self._tokens[self._prefix_offset : split])
+            if not decoded.startswith(prefix):  # ``cut`` is within a character
+                continue
+            num_sent = (
+                len(self._decode(self._tokens[self._prefix_offset : self._read_offset]))
+                + self._num_sent_chars
+            )
+            self._prefix_offset, self._read_offset, self._num_sent_chars = (
+                split - 1,
+                split,
+                max(0, num_sent - len(prefix)),
+            )
+            return prefix[num_sent:]
+        return ""
+
+
+def _stop_overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

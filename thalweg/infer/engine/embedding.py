@@ -1,0 +1,219 @@
+"""Models that only listen: texts in, one vector each.
+
+Sequences are computed together, as many as fit, none of them padded; a vector is the mean of its tokens' last
+states, or the first one (``cls``), as the directory of a sentence encoder says, of length 1 where it says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.infer.models.spec import EncoderSpec
+from thalweg.infer.precision import eval_mode
+from thalweg.infer.runners.base import EncoderInput, to_token_ids
+from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
+from thalweg.infer.types import EngineConfig, EngineStats, ModelMetadata, Request, RequestOutput
+
+MAX_NUM_SEQS = 64  # sequences at a time
+
+
+class EncoderRunner(Protocol):
+    """An encoder."""
+
+    max_num_batched_tokens: int
+    """Of one run."""
+
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How states become a vector: ``mean`` or ``cls``, and whether it is brought to length 1."""
+
+    mode: str = "mean"
+    normalize: bool = False
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return the vector (width,) of one sequence's states (tokens, width)."""
+        vector = states[0].clone() if self.mode == "cls" else states.mean(0)
+        return F.normalize(vector, dim=0) if self.normalize else vector
+
+
+def load_pooling(folder: str | Path | None, options: EngineConfig) -> Pooling:
+    """Return what the options ask for, or else what a sentence encoder's directory says, or else plain means.
+
+    Raises ValueError for a step after the pooling that is none of ours.
+    """
+    pooling = Pooling()
+    modules = None if folder is None else Path(folder) / "modules.json"
+    if modules is not None and modules.is_file():
+        for module in json.loads(modules.read_text(encoding="utf-8")):
+            kind, path = str(module["type"]).rsplit(".", 1)[-1], Path(folder or "") / module["path"]
+            if kind == "Pooling":
+                pooling = Pooling(
+                    _pooling_mode(json.loads((path / "config.json").read_text(encoding="utf-8")))
+                )
+            elif kind == "Normalize":
+                pooling = Pooling(pooling.mode, True)
+            elif kind != "Transformer":
+                raise ValueError(
+                    f"{folder}: its vectors go through a module of type {kind}, which is unknown here"
+                )
+    mode = pooling.mode if options.pooling == "auto" else options.pooling
+    return Pooling(mode, pooling.normalize if options.normalize is None else options.normalize)
+
+
+def _pooling_mode(config: dict[str, Any]) -> str:
+    if "pooling_mode" in config:
+        modes = [str(config["pooling_mode"])]
+    else:
+        modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    known = {
+        "mean": "mean",
+        "cls": "cls",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+    }
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean and cls are known here")
+    return known[modes[0]]
+
+
+class TorchEncoder(TorchLayers):
+    """Runs a described encoder in plain operators."""
+
+    def __init__(
+        self,
+        encoder: EncoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_length: int,
+        max_num_batched_tokens: int,
+        make_linear: LinearFactory | None = None,
+    ) -> None:
+        super().__init__(dtype, device, max_length=max_length, make_linear=make_linear)
+        self._encoder, self.max_num_batched_tokens = encoder, max_num_batched_tokens
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states."""
+        return torch.cat([self.encode_sequence(self._encoder, source.tokens).float() for source in inputs])
+
+    def close(self) -> None:
+        """Drop the weights."""
+        self.free()
+
+
+class TransformersEncoder:
+    """Runs a live model by its own code, one sequence at a time."""
+
+    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
+        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states."""
+        return torch.cat([compute_hidden_states(self._model, source.tokens) for source in inputs])
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+
+
+@torch.inference_mode()
+def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
+    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
+    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    with eval_mode(encoder):
+        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
+    return out.last_hidden_state[0].float()
+
+
+class EmbeddingEngine:
+    """An :class:`~thalweg.infer.types.EngineCore` that embeds and generates nothing."""
+
+    def __init__(
+        self, runner: EncoderRunner, metadata: ModelMetadata, tokenizer: Any, pooling: Pooling
+    ) -> None:
+        self.runner, self.metadata, self.tokenizer, self.pooling = runner, metadata, tokenizer, pooling
+        self._counters: Counter[str] = Counter()
+
+    def embed(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the vectors, fp32 (len(prompts), width); ValueError for a prompt that cannot be."""
+        prompts = [to_token_ids(prompt) for prompt in prompts]
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        rows: list[Tensor] = []
+        batch: list[EncoderInput] = []
+        for prompt in prompts:
+            tokens = sum(len(source.tokens) for source in batch) + len(prompt)
+            if batch and (tokens > self.runner.max_num_batched_tokens or len(batch) == MAX_NUM_SEQS):
+                rows += self._embed_batch(batch)
+                batch = []
+            batch.append(EncoderInput(0, prompt))
+        rows += self._embed_batch(batch)
+        return torch.stack(rows) if rows else torch.empty(0, 0)
+
+    def _embed_batch(self, inputs: Sequence[EncoderInput]) -> list[Tensor]:
+        if not inputs:
+            return []
+        self._counters["steps"] += 1
+        lengths = [len(source.tokens) for source in inputs]
+        self._counters["prompt"] += sum(lengths)
+        return [self.pooling(states) for states in self.runner.run(inputs).split(lengths)]
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self.metadata.vocab_size:
+            raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
+        if len(prompt) > self.metadata.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; this model takes {self.metadata.max_length}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Refuse: an encoder generates nothing."""
+        raise ValueError(f"{self.metadata.name} is an encoder and generates nothing: use embed")
+
+    def abort(self, request_id: str) -> None:
+        """Nothing is ever queued."""
+
+    def step(self) -> list[RequestOutput]:
+        """Nothing is ever queued."""
+        return []
+
+    def has_work(self) -> bool:
+        """Nothing is ever queued."""
+        return False
+
+    @property
+    def unfinished_requests(self) -> AbstractSet[str]:
+        """Nothing is ever queued."""
+        return frozenset()
+
+    def stats(self) -> EngineStats:
+        """Return the counters."""
+        return EngineStats(steps=self._counters["steps"], prompt_tokens=self._counters["prompt"])
+
+    def close(self) -> None:
+        """Free the weights."""
+        self.runner.close()

@@ -1,0 +1,351 @@
+"""The engine: requests in, tokens out.
+
+The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``blocks.py``), a runner
+(``use_cpu_kernels.py``, ``eager.py``, ``foreign.py``) computes their logits, ``sampler.py`` turns these into tokens,
+and the engine tells each sequence's caller.  :meth:`Engine.step` is just that, in this order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.engine.block_pool import BlockPool
+from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
+from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
+from thalweg.infer.engine.scheduler import Scheduler, SchedulerOutput
+from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, to_token_ids
+from thalweg.infer.spec_decode.ngram import NgramProposer, Proposer
+from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput
+
+
+class LLMEngine:
+    """An :class:`~thalweg.infer.types.EngineCore` around a runner.
+
+    ``start``: what a model that listens begins to speak with.  ``speculate``: guesses in a step for each
+    sequence, by ``proposer``, or looked up in what it has said.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        metadata: ModelMetadata,
+        tokenizer: Any = None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache: bool = True,
+        grammar_compiler: Any = None,
+        num_speculative_tokens: int = 0,
+        decoder_start_ids: tuple[int, ...] = (),
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.metadata, self.tokenizer, self.runner = metadata, tokenizer, runner
+        self._proposer = proposer or NgramProposer()
+        self._block_pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
+        self._scheduler = Scheduler(
+            runner,
+            self._block_pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            proposer=self._proposer,
+            adapter_names=metadata.adapters,
+        )
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._grammar_compiler, self.decoder_start_ids = grammar_compiler, decoder_start_ids
+        self._requests: dict[str, list[Sequence]] = {}
+        self._num_arrivals = 0
+        self._counters: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    def step(self) -> list[RequestOutput]:
+        """Run the model once and return what every sequence got."""
+        scheduler_output = self._scheduler.schedule()
+        if scheduler_output is None:
+            return []
+        if scheduler_output.encoder_sequences:
+            self.runner.run_encoder(
+                [EncoderInput(s.slot, s.encoder_prompt) for s in scheduler_output.encoder_sequences]
+            )
+        logits = self.runner.run(scheduler_output.model_input)
+        self._scheduler.commit(scheduler_output)
+        return self._process_outputs(scheduler_output, logits)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError when it can never run."""
+        request = replace(request, prompt=to_token_ids(request.prompt))
+        self._check_request(request)
+        params = request.params
+        num_initial_tokens = len(self.decoder_start_ids) or len(request.prompt)
+        capacity = min(self.metadata.max_length, self._kv_token_capacity(request))
+        max_length = min(capacity, num_initial_tokens + (params.max_tokens or capacity))
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.metadata.eos_token_ids)
+        grammar = self._grammar_compiler.compile(params.structure) if params.structure is not None else None
+        self._num_arrivals += 1
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                request,
+                index,
+                self._num_arrivals,
+                max_length,
+                stop_ids,
+                decoder_start_ids=self.decoder_start_ids,
+            )
+            sequence.prefix_owner = sequences[0] if sequences else None
+            sequence.grammar = None if grammar is None else grammar.start(stop_ids)
+            if self.tokenizer is not None:
+                sequence.detokenizer = IncrementalDetokenizer(
+                    self.tokenizer, params.stop, include_stop=params.include_stop,
+                    skip_special_tokens=params.skip_special_tokens, prompt_tokens=() if self.decoder_start_ids else request.prompt,
+                )  # fmt: skip
+            sequences.append(sequence)
+        self._requests[request.request_id] = list(sequences)
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def get_prepare_fn(self, request: Request) -> Callable[[], object] | None:
+        """Return what would take long in :meth:`add`, for another thread to call beforehand, amid steps.
+
+        None where there is no such thing.  It raises ValueError where ``add`` would for the same cause.
+        """
+        structure, compiler = request.params.structure, self._grammar_compiler
+        if structure is None or compiler is None or structure in compiler:
+            return None
+        return lambda: compiler.compile(structure)
+
+    def _check_request(self, request: Request) -> None:
+        prompt, params = request.prompt, request.params
+        if request.request_id in self._requests:
+            raise ValueError(f"there is already a request named {request.request_id!r}")
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self.metadata.vocab_size:
+            raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
+        token_ids = [*params.logit_bias, *params.stop_token_ids]
+        if not all(0 <= t < self.metadata.vocab_size for t in token_ids):
+            raise ValueError(
+                f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}"
+            )
+        self._check_length(request)
+        if self.decoder_start_ids and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: this model listens to its prompt and does not score it")
+        if request.adapter is not None and request.adapter not in self.metadata.adapters:
+            known = ", ".join(self.metadata.adapters) or "none"
+            raise ValueError(f"there is no adapter {request.adapter!r}: the engine holds {known}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids, or give the engine one")
+        if params.structure is not None and self._grammar_compiler is None:
+            raise ValueError("structured output needs the package llguidance and a tokenizer")
+
+    def _check_length(self, request: Request) -> None:
+        length, max_length = len(request.prompt), self.metadata.max_length
+        if self.decoder_start_ids and length > max_length:
+            raise ValueError(f"the prompt has {length} tokens; this model takes {max_length}")
+        if not self.decoder_start_ids and length >= max_length:
+            raise ValueError(
+                f"the prompt has {length} tokens; prompt and output together may have {max_length}"
+            )
+        capacity = self._kv_token_capacity(request)
+        if capacity <= (len(self.decoder_start_ids) or length):
+            total = self._block_pool.num_blocks * self._block_pool.block_size
+            raise ValueError(
+                f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more"
+            )
+
+    def _kv_token_capacity(self, request: Request) -> int:
+        """Return how many tokens the KV cache holds of a request that runs alone, sources not counted."""
+        num_encoder_blocks = (
+            -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
+        )
+        return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown names are ignored."""
+        for sequence in self._requests.pop(request_id, []):
+            self._scheduler.remove(sequence)
+            sequence.done = True
+            self._finished["abort"] += 1
+
+    def has_work(self) -> bool:
+        """Whether a request is queued or running."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def failure(self) -> str:
+        """Why no step can succeed any more: a rank of the engine is gone.  May be asked by any thread."""
+        return getattr(self.runner, "lost", "")
+
+    @property
+    def unfinished_requests(self) -> AbstractSet[str]:
+        """Names of the requests that have not ended."""
+        return self._requests.keys()
+
+    def _score_prompts(self, scheduler_output: SchedulerOutput, logits: Tensor) -> int:
+        """Score prompts by the rows at the front of the logits; returns how many these are."""
+        row = 0
+        for sequence, start, count in scheduler_output.prompt_scoring:
+            if not sequence.prompt_logprobs:
+                sequence.prompt_logprobs.append(None)
+            for offset in range(count):
+                token = sequence.tokens[start + offset + 1]
+                num_top = sequence.params.prompt_logprobs or 0
+                sequence.prompt_logprobs.append(token_logprob(logits[row + offset], token, num_top))
+            row += count
+        return row
+
+    def _process_outputs(self, scheduler_output: SchedulerOutput, logits: Tensor) -> list[RequestOutput]:
+        self._counters["steps"] += 1
+        outputs: list[RequestOutput] = []
+        row = self._score_prompts(scheduler_output, logits)
+        if not scheduler_output.sampled:
+            return outputs
+        tokens, values = self.runner.argmax() or argmax(logits)
+        for index, sequence in enumerate(scheduler_output.sampled):
+            draft_tokens = scheduler_output.draft_tokens.get(index, ())
+            for number in range(1 + len(draft_tokens)):
+                logit_row = row + number
+                sampled = sample_token(logits[logit_row], tokens[logit_row], values[logit_row], sequence)
+                outputs.append(self._append_token(sequence, sampled))
+                accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
+                if not accepted or sequence.done:
+                    break
+                sequence.num_computed_tokens += 1  # the guess was computed as what it turned out to be
+            if draft_tokens:
+                sequence.draft_budget = number + 1
+                self._counters["guessed"] += len(draft_tokens)
+                self._counters["right"] += number
+            row += 1 + len(draft_tokens)
+        return outputs
+
+    def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
+        """Append a token to its sequence, end the sequence where it must, and say so."""
+        if sequence.num_generated_tokens == 0:
+            self._counters["prompt"] += sequence.num_prompt_tokens
+            self._counters["cached"] += sequence.num_cached_tokens
+        reason: FinishReason | None = "error" if sampled.error else None
+        text, stop, tokens = "", None, ()
+        if reason is None:
+            token = sampled.token
+            sequence.tokens.append(token)
+            self._counters["generated"] += 1
+            tokens = (token,)
+            reason, stop, text = self._check_stop(sequence, token)
+        if reason is not None:
+            self._finish_sequence(sequence, reason)
+        already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
+        sequence.sent_prompt_logprobs = True
+        return RequestOutput(
+            sequence.request.request_id,
+            sequence.index,
+            token_ids=tokens,
+            text=text,
+            logprobs=None if sampled.logprob is None else (sampled.logprob,),
+            prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
+            finish_reason=reason,
+            stop_reason=stop,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_generated_tokens=sequence.num_generated_tokens,
+            error=sampled.error,
+        )
+
+    def _check_stop(
+        self, sequence: Sequence, token: int
+    ) -> tuple[FinishReason | None, int | str | None, str]:
+        """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
+        is_stop_token = (
+            token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
+        )
+        text, stop = "", None
+        if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
+            text, stop = sequence.detokenizer.append(
+                token, look=sequence.num_generated_tokens >= sequence.params.min_tokens
+            )
+        reason: FinishReason | None = None
+        if stop is not None:
+            return "stop", stop, text
+        if is_stop_token:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.max_length:
+            reason = "length"
+        elif sequence.grammar is not None and sequence.grammar.finished:
+            reason = "stop"
+        if reason is not None and sequence.detokenizer is not None:
+            text += sequence.detokenizer.finish()
+        return reason, token if is_stop_token else None, text
+
+    def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._scheduler.remove(sequence)
+        sequence.done = True
+        self._finished[reason] += 1
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters."""
+        s = self._scheduler
+        return EngineStats(
+            running=len(s.running),
+            waiting=len(s.waiting),
+            kv_blocks=self._block_pool.num_blocks,
+            kv_blocks_used=self._block_pool.num_used,
+            kv_blocks_cached=self._block_pool.num_cached,
+            steps=self._counters["steps"],
+            prompt_tokens=self._counters["prompt"],
+            cached_tokens=self._counters["cached"],
+            generated_tokens=self._counters["generated"],
+            preemptions=s.num_preemptions,
+            draft_tokens=self._counters["guessed"],
+            accepted_tokens=self._counters["right"],
+            finished=dict(self._finished),
+        )
+
+    def embed(self, prompts: AbstractSequence[AbstractSequence[int]]) -> Tensor:
+        """Return the mean over tokens of the last hidden states, fp32 (len(prompts), width)."""
+        return torch.stack([self._embed(to_token_ids(prompt)) for prompt in prompts])
+
+    def _embed(self, tokens: list[int]) -> Tensor:
+        if self.decoder_start_ids:
+            raise ValueError("this model has no embeddings: it listens and speaks")
+        self._check_request(Request("", tokens))
+        pool, scheduler = self._block_pool, self._scheduler
+        num_blocks = -(-len(tokens) // pool.block_size)
+        if num_blocks > pool.num_free or len(scheduler.running) >= len(self.runner.block_tables):
+            raise ValueError("the KV cache is full of running requests: embed when fewer run")
+        blocks = [pool.allocate() for _ in range(num_blocks)]
+        slot = scheduler.acquire_slot()
+        self.runner.lora_ids[slot] = -1
+        try:
+            self.runner.block_tables[slot, :num_blocks] = blocks
+            total: Any = 0
+            for start in range(0, len(tokens), self._max_num_batched_tokens):
+                chunk = tokens[start : start + self._max_num_batched_tokens]
+                states = self.runner.hidden_states(
+                    ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [])
+                )
+                total = total + states.sum(0)
+            return total / len(tokens)
+        finally:
+            scheduler.release_slot(slot)
+            pool.release(blocks)
+
+    def close(self) -> None:
+        """Drop everything that is queued, and free the weights and the cache."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._proposer.close()
+        self.runner.close()

@@ -1,0 +1,324 @@
+"""Who takes part in the next step, with how many tokens, in which blocks.
+
+Phases of :meth:`Scheduler.plan`: every decoding sequence gets its one token, growing by a block where it
+must; prompts under way get pieces of what is left of the step's budget (Dynamic SplitFuse, Holmes et al.
+2024); then waiting sequences are admitted while budget, slots and blocks last.  Where the model listens, a
+sequence's source is computed in the step that admits it, whole, unless its blocks are found.
+
+Invariants: a sequence is admitted only when the blocks of everything it has to compute are there, and are its
+own from then on, so a prompt under way never stops halfway; only decoding can run out of blocks.  It then
+takes those of the sequence that ranks last, which goes back to the queue and is computed again later (most of
+it from the prefix cache).  The sequence that ranks first is never put back for another, so something always
+advances.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from thalweg.infer.engine.block_pool import BlockPool
+from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.spec_decode.ngram import MAX_STEP_ROWS, Proposer
+
+
+@dataclass
+class SchedulerOutput:
+    """A step: what to compute, and whose logits the rows are."""
+
+    model_input: ModelInput
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Each span's sequence and its number of tokens, guesses not counted."""
+    sampled: list[Sequence] = field(default_factory=list)
+    """Sequences that get a token; their rows are the last ones of the logits, in order."""
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
+    prompt_scoring: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
+    encoder_sequences: list[Sequence] = field(default_factory=list)
+    """Sequences whose sources are to be computed before the step."""
+
+
+class Scheduler:
+    """Queue and running set of one engine."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        block_pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
+        proposer: Proposer | None = None,
+        adapter_names: tuple[str, ...] = (),
+    ) -> None:
+        self._adapter_ids = {name: number for number, name in enumerate(adapter_names)}
+        self.block_pool, self._runner, self._num_speculative_tokens = (
+            block_pool,
+            runner,
+            num_speculative_tokens,
+        )
+        self._proposer = proposer if num_speculative_tokens else None
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence by rank."""
+        bisect.insort(self.waiting, sequence, key=lambda s: s.sort_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free what it holds."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._free_resources(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def acquire_slot(self) -> int:
+        """Hand out a slot to somebody who computes by himself; there is one while not all are running."""
+        return self._free_slots.pop()
+
+    def release_slot(self, slot: int) -> None:
+        """Take a borrowed slot back."""
+        self._runner.free_slot(slot)
+        self._free_slots.append(slot)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Choose the next step's tokens; None when there is nothing to run."""
+        scheduled: list[tuple[Sequence, int]] = []
+        encoder_sequences: list[Sequence] = []
+        budget = self._max_num_batched_tokens
+        num_preempted_before = self.num_preemptions
+        for sequence in list(self.running):
+            if budget and sequence.slot >= 0 and len(sequence.tokens) - sequence.num_computed_tokens == 1:
+                if not self._allocate_decode(sequence, scheduled):
+                    continue
+                scheduled.append((sequence, 1))
+                budget -= 1
+        for sequence in self.running:
+            remaining = len(sequence.tokens) - sequence.num_computed_tokens
+            if budget and remaining > 1:
+                count = min(remaining, budget)
+                scheduled.append((sequence, count))
+                budget -= count
+        if num_preempted_before == self.num_preemptions:
+            budget = self._admit(budget, scheduled, encoder_sequences)
+        return self._build_output(scheduled, budget, encoder_sequences) if scheduled else None
+
+    def _allocate_decode(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
+        """Make room for the sequence's next token; False when it had to be put back itself."""
+        num_blocks_needed = -(-len(sequence.tokens) // self.block_pool.block_size)
+        while len(sequence.blocks) < num_blocks_needed:
+            if not self.block_pool.num_free:
+                scheduled_ids = {id(s) for s, _ in scheduled}
+                victim = max(
+                    (s for s in self.running if id(s) not in scheduled_ids), key=lambda s: s.sort_key
+                )
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+                continue
+            self._append_blocks(sequence, [self.block_pool.allocate()])
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_resources(sequence)
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _free_resources(self, sequence: Sequence) -> None:
+        self.block_pool.release(sequence.blocks)
+        self.block_pool.release(sequence.encoder_blocks)
+        self._runner.free_slot(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
+        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (
+            0,
+            sequence.prefix_root,
+            0,
+        )
+
+    def _append_blocks(self, sequence: Sequence, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._runner.block_tables[sequence.slot, len(sequence.blocks)] = block
+            sequence.blocks.append(block)
+
+    def _admit(
+        self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]
+    ) -> int:
+        """Let waiting sequences in; returns what is left of the budget.
+
+        Sources have a budget of their own, which one that comes first may exceed.
+        """
+        encoder_budget = self._max_num_batched_tokens
+        while budget and self._free_slots and self.waiting:
+            sequence = next((s for s in self.waiting if self._prefix_is_ready(s)), None)
+            if sequence is None:
+                return budget
+            prefix_blocks, num_evictable = self._find_prefix(sequence)
+            encoder_blocks, num_encoder_evictable = self._find_encoder_prefix(sequence)
+            num_new_encoder_blocks = (
+                0 if encoder_blocks else -(-len(sequence.encoder_prompt) // self.block_pool.block_size)
+            )
+            if num_new_encoder_blocks and encoder_sequences and len(sequence.encoder_prompt) > encoder_budget:
+                return budget
+            num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
+            num_blocks_needed = (
+                num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
+            )
+            # One block for each that will still grow, lest it be put back a moment later.
+            num_growing = sum(
+                len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running
+            )
+            if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
+                return budget
+            assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
+            self.waiting.remove(sequence)
+            sequence.slot = self._free_slots.pop()
+            self._runner.lora_ids[sequence.slot] = self._adapter_ids.get(sequence.request.adapter or "", -1)
+            self.block_pool.incref(prefix_blocks)
+            self.block_pool.incref(encoder_blocks)
+            self._append_blocks(sequence, prefix_blocks)
+            self._append_blocks(sequence, (self.block_pool.allocate() for _ in range(num_new_blocks)))
+            sequence.encoder_blocks = encoder_blocks or [
+                self.block_pool.allocate() for _ in range(num_new_encoder_blocks)
+            ]
+            self._runner.encoder_seq_lens[sequence.slot] = len(sequence.encoder_prompt)
+            if sequence.encoder_prompt:
+                self._runner.encoder_block_tables[sequence.slot, : len(sequence.encoder_blocks)] = (
+                    sequence.encoder_blocks
+                )
+            if num_new_encoder_blocks:
+                encoder_sequences.append(sequence)
+                encoder_budget -= len(sequence.encoder_prompt)
+            sequence.num_computed_tokens = len(prefix_blocks) * self.block_pool.block_size
+            if not sequence.admitted:
+                num_cached_tokens = (
+                    len(sequence.encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
+                )
+                sequence.admitted, sequence.num_cached_tokens = (
+                    True,
+                    min(num_cached_tokens, sequence.num_prompt_tokens),
+                )
+            self.running.append(sequence)
+            count = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
+            scheduled.append((sequence, count))
+            budget -= count
+        return budget
+
+    def _find_encoder_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
+        if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
+            return [], 0
+        return self.block_pool.find_prefix(
+            sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True
+        )
+
+    def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
+        """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
+        if self._proposer is None:
+            return {}
+        requests = []
+        num_rows = sum(count for _, count in scheduled)
+        for sequence, count in scheduled:
+            remaining = sequence.max_length - len(sequence.tokens) - 1
+            max_draft = min(
+                self._num_speculative_tokens,
+                sequence.draft_budget,
+                remaining,
+                budget,
+                MAX_STEP_ROWS - num_rows,
+            )
+            if count > 1 or not sequence.num_generated_tokens or max_draft < 1:
+                continue
+            num_draft = self._reserve_blocks(sequence, self._proposer.num_proposals(sequence, max_draft))
+            if num_draft:
+                requests.append((sequence, num_draft))
+                num_rows, budget = num_rows + num_draft, budget - num_draft
+        if not requests:
+            return {}
+        proposals = self._proposer.propose(requests, self._runner.block_tables)
+        return {id(sequence): guesses for (sequence, _), guesses in zip(requests, proposals, strict=True)}
+
+    def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
+        """Return for how many of ``count`` guesses there are blocks, and assign these."""
+        while count:
+            num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(
+                sequence.blocks
+            )
+            if num_missing <= 0:
+                break
+            if num_missing < self.block_pool.num_free:
+                self._append_blocks(sequence, [self.block_pool.allocate() for _ in range(num_missing)])
+                break
+            count -= 1
+        return count
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        if not self.block_pool.prefix_caching or sequence.params.prompt_logprobs is not None:
+            return [], 0
+        return self.block_pool.find_prefix(sequence.tokens, sequence.prefix_root)
+
+    def _prefix_is_ready(self, sequence: Sequence) -> bool:
+        """Whether it need not wait any more for the first sample of its request to compute the prompt."""
+        owner = sequence.prefix_owner
+        return (
+            owner is None
+            or owner.done
+            or not self.block_pool.prefix_caching
+            or owner.num_generated_tokens > 0
+        )
+
+    def _build_output(
+        self, scheduled: list[tuple[Sequence, int]], budget: int, encoder_sequences: list[Sequence]
+    ) -> SchedulerOutput:
+        output = SchedulerOutput(ModelInput([], [], []), scheduled, encoder_sequences=encoder_sequences)
+        model_input, prompt_rows, sample_rows = output.model_input, [], []
+        proposals = self._propose(scheduled, budget)
+        for sequence, count in scheduled:
+            start, offset = sequence.num_computed_tokens, len(model_input.tokens)
+            draft_tokens = proposals.get(id(sequence), [])
+            model_input.spans.append(QuerySpan(sequence.slot, start, count + len(draft_tokens)))
+            model_input.tokens += sequence.tokens[start : start + count]
+            model_input.tokens += draft_tokens
+            if sequence.params.prompt_logprobs is not None:
+                # What was scored before it was put back is not scored once more.
+                begin = max(start, len(sequence.prompt_logprobs) - 1)
+                end = min(start + count, sequence.num_prompt_tokens - 1)
+                if begin < end:
+                    output.prompt_scoring.append((sequence, begin, end - begin))
+                    prompt_rows += range(offset + begin - start, offset + end - start)
+            if start + count == len(sequence.tokens):
+                if draft_tokens:
+                    output.draft_tokens[len(output.sampled)] = draft_tokens
+                output.sampled.append(sequence)
+                sample_rows += range(offset + count - 1, offset + count + len(draft_tokens))
+        model_input.logit_indices = prompt_rows + sample_rows
+        return output
+
+    def commit(self, output: SchedulerOutput) -> None:
+        """Note that a step has been computed: its blocks can be found from now on."""
+        block_size = self.block_pool.block_size
+        for sequence in output.encoder_sequences:
+            parent = sequence.encoder_prefix_root
+            for number, block in enumerate(sequence.encoder_blocks):
+                parent = self.block_pool.cache_block(
+                    block, parent, sequence.encoder_prompt[number * block_size : (number + 1) * block_size]
+                )
+        for sequence, count in output.scheduled:
+            sequence.num_computed_tokens += count
+            while (sequence.num_cached_blocks + 1) * block_size <= sequence.num_computed_tokens:
+                start = sequence.num_cached_blocks * block_size
+                sequence.last_block_id = self.block_pool.cache_block(
+                    sequence.blocks[sequence.num_cached_blocks],
+                    sequence.last_block_id,
+                    sequence.tokens[start : start + block_size],
+                )
+                sequence.num_cached_blocks += 1

@@ -1,0 +1,144 @@
+"""Structured output: only tokens that keep the text within a JSON schema, a regex or a choice are drawn.
+
+The grammars are those of ``llguidance``, which computes for each state which tokens may come next.  A guide
+belongs to one sequence; tokens that end the sequence are allowed where the text is complete.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thalweg.infer.types import StructuredOutput
+
+_CACHE_BYTES = 4 << 20  # bytes of compiled grammars' text
+
+
+def is_available(tokenizer: Any) -> bool:
+    """Whether guides can be made here for a tokenizer: it must be one of the fast ones."""
+    return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
+
+
+class GrammarError(ValueError):
+    """A structure that cannot be followed any further; the message begins with "the structure"."""
+
+
+class GrammarCompiler:
+    """Compiles structures for one tokenizer and a model with ``vocab`` outputs."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = list(eos_token_ids) or [tokenizer.eos_token_id]
+        self._llg_tokenizer: Any = None
+        self._compiled: dict[StructuredOutput, CompiledGrammar] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, structure: StructuredOutput) -> bool:
+        return structure in self._compiled
+
+    def compile(self, structure: StructuredOutput) -> CompiledGrammar:
+        """Return a grammar; raises ValueError with the reason where the structure is not understood.
+
+        May take seconds; any thread may call it.
+        """
+        import llguidance
+
+        cached = self._compiled.get(structure)
+        if cached is not None:
+            return cached
+        with self._lock:
+            if self._llg_tokenizer is None:
+                from llguidance.hf import from_tokenizer
+
+                eos_token_ids = [token for token in self._eos_token_ids if token is not None]
+                self._llg_tokenizer = from_tokenizer(self._tokenizer, eos_token=eos_token_ids or None)
+        source = _grammar_source(structure)
+        matcher = llguidance.LLMatcher(
+            self._llg_tokenizer, source, log_level=0
+        )  # other threads go on meanwhile
+        if matcher.is_error():
+            reason = str(matcher.get_error()).strip().splitlines()[0]
+            raise ValueError(f"the structure is not understood: {reason}")
+        compiled = CompiledGrammar(matcher, len(source), list(self._llg_tokenizer.eos_tokens))
+        with self._lock:
+            self._compiled[structure] = compiled
+            while len(self._compiled) > 1 and sum(x.size for x in self._compiled.values()) > _CACHE_BYTES:
+                self._compiled.pop(next(iter(self._compiled)))
+        return compiled
+
+
+def _grammar_source(structure: StructuredOutput) -> str:
+    import llguidance
+
+    matcher = llguidance.LLMatcher
+    try:
+        if structure.json_schema is not None:
+            # Spaces and indented lines, but not any number of blanks: a weak model would go on with them.
+            json_options: Any = {"whitespace_pattern": r" |\n {0,12}"}
+            return matcher.grammar_from_json_schema(structure.json_schema, defaults=json_options)
+        if structure.regex is not None:
+            return matcher.grammar_from_regex(structure.regex)
+    except ValueError as error:
+        raise ValueError(f"the structure is not understood: {error}") from None
+    assert structure.choices is not None
+    return "start: " + " | ".join(json.dumps(choice) for choice in structure.choices)
+
+
+class CompiledGrammar:
+    """What a request's text must look like."""
+
+    def __init__(self, matcher: Any, size: int, eos_token_ids: list[int]) -> None:
+        self._matcher, self.size, self._eos_token_ids = matcher, size, eos_token_ids
+
+    def new_state(self, stop_ids: frozenset[int]) -> GrammarState:
+        """Return a guide for a sequence that these tokens end."""
+        # A table has an end token even where the model has none: another one then stands in for it.
+        return GrammarState(self._matcher.deep_copy(), stop_ids, self._eos_token_ids)
+
+
+class GrammarState:
+    """Follows one sequence."""
+
+    def __init__(self, matcher: Any, stop_ids: frozenset[int], eos_token_ids: list[int]) -> None:
+        self._matcher, self._stop_ids = matcher, sorted(stop_ids)
+        self._forbidden_ids = [] if stop_ids else eos_token_ids
+        self.finished = False
+        """Whether the text is complete and nothing can follow."""
+
+    def apply_mask(self, logits: Tensor) -> None:
+        """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[: len(allowed)] = allowed[: len(logits)]
+        mask[self._forbidden_ids] = False
+        if self._matcher.is_accepting() or not mask.any():
+            mask[self._stop_ids] = True
+        if not mask.any():
+            raise GrammarError("the structure allows no further text, and the model has no end token")
+        logits.masked_fill_(~mask, -math.inf)
+
+    def advance(self, token: int) -> None:
+        """The sequence goes on with a token."""
+        if token in self._stop_ids:
+            self.finished = True
+            return
+        self._matcher.consume_token(token)
+        self._check()
+        # A model that cannot say that it ends does so with the first complete text.
+        self.finished = bool(
+            self._matcher.is_stopped() or (self._forbidden_ids and self._matcher.is_accepting())
+        )
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).strip().splitlines()[0][:200]
+            raise GrammarError(f"the structure is too complex to follow: {reason}")

@@ -1,0 +1,218 @@
+"""Hugging Face's ``generate`` on an engine: its arguments in, its tensor out."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.types import Request, SamplingParams
+
+_HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    # Where the generation config says something else, Hugging Face's own code does it.
+    "num_beams": (1, None), "num_beam_groups": (1, None), "penalty_alpha": (None,), "typical_p": (1.0, None),
+    "epsilon_cutoff": (0.0, None), "eta_cutoff": (0.0, None), "no_repeat_ngram_size": (0, None),
+    "bad_words_ids": (None,), "force_words_ids": (None,), "constraints": (None,), "renormalize_logits":
+    (False, None), "forced_bos_token_id": (None,), "forced_eos_token_id": (None,), "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,), "guidance_scale": (None, 1.0), "sequence_bias": (None,), "max_time":
+    (None,), "return_dict_in_generate": (False, None), "output_scores": (False, None), "dola_layers": (None,),
+    "encoder_repetition_penalty": (1.0, None), "exponential_decay_length_penalty": (None,), "top_h": (None,),
+    "watermarking_config": (None,), "prompt_lookup_num_tokens": (None,), "token_healing": (False, None),
+    "remove_invalid_values": (False, None), "encoder_no_repeat_ngram_size": (0, None),
+}  # fmt: skip
+_DEFAULT_NEW_TOKENS = 20  # tokens that are generated where nobody says how many
+_MIN_TOP_P = 1e-9  # a top_p that keeps the most likely token alone, as 0 does
+
+
+def _resolve_config(module: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the generation config that holds for a call, and the arguments that are not part of it."""
+    call_config = kwargs.get("generation_config")
+    config = copy.deepcopy(module.generation_config if call_config is None else call_config)
+    for name, value in module.generation_config.to_dict().items():  # what a config leaves open is the model's
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    other_kwargs = {key: value for key, value in kwargs.items() if key != "generation_config"}
+    other_kwargs = config.update(**other_kwargs)
+    if kwargs.get("max_length") is None and config.max_length == type(config)().max_length:
+        config.max_length = None  # nobody has set one: 4.x fills in a number
+    return config, other_kwargs
+
+
+def _max_new_tokens(module: Any, config: Any, prompt_length: int) -> int:
+    """Return how many tokens to generate at most behind a prompt of ``width``."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is not None:
+        return config.max_length - prompt_length
+    length = getattr(module.config, "max_position_embeddings", None)
+    return _DEFAULT_NEW_TOKENS if length is None else min(_DEFAULT_NEW_TOKENS, length - prompt_length)
+
+
+def _is_encoder_decoder(module: Any) -> bool:
+    return bool(getattr(module.config, "is_encoder_decoder", False))
+
+
+def _attention_mask(module: Any, config: Any, tokens: Tensor, mask: Any) -> Any:
+    """Return the mask of a call, or None; without one, what a model that speaks alone takes for padding."""
+    pad, eos_ids = config.pad_token_id, config.eos_token_id
+    if mask is not None or pad is None or _is_encoder_decoder(module):
+        return mask
+    is_pad = tokens == pad
+    return None if pad in _eos_ids(eos_ids) or not is_pad.any() else ~is_pad
+
+
+def _eos_ids(eos_token_id: Any) -> tuple[int, ...]:
+    return (
+        ()
+        if eos_token_id is None
+        else tuple(eos_token_id)
+        if isinstance(eos_token_id, list | tuple)
+        else (int(eos_token_id),)
+    )
+
+
+def unsupported_reason(
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    engine_max_length: int = 0,
+    decoder_start_ids: tuple[int, ...] = (),
+) -> str:
+    """Return why the engine leaves this call to the module's own ``generate``, or an empty text.
+
+    ``most``: the longest sequence that the engine was made for; 0 where it is to end there.  ``start``: what
+    the engine begins to speak with.
+    """
+    config, other_kwargs = _resolve_config(module, kwargs)
+    unknown = set(other_kwargs) - _HANDLED_ARGS
+    if unknown or len(args) > 1:
+        return f"arguments {', '.join(sorted(unknown)) or 'by position'}"
+    for name, allowed in _DEFAULTS.items():
+        if getattr(config, name, allowed[0]) not in allowed:
+            return f"{name}={getattr(config, name)}"
+    if getattr(config, "num_return_sequences", 1) not in (1, None) and not config.do_sample:
+        return "several sequences without sampling"
+    if getattr(config, "stop_strings", None) and other_kwargs.get("tokenizer") is None:
+        return "stop strings without a tokenizer"
+    tokens = args[0] if args else other_kwargs.get("input_ids", other_kwargs.get("inputs"))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] == 0:
+        return "no 2-D input_ids"
+    prompt_length = 1 if _is_encoder_decoder(module) else tokens.shape[1]
+    max_new_tokens = _max_new_tokens(module, config, prompt_length)
+    if engine_max_length and max(prompt_length + max_new_tokens, tokens.shape[1]) > engine_max_length:
+        return f"{prompt_length + max_new_tokens} tokens, where the engine has room for {engine_max_length}"
+    mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
+    return (
+        _check_decoder_start(config, mask, decoder_start_ids)
+        if _is_encoder_decoder(module)
+        else _check_padding_penalty(config, mask)
+    )
+
+
+def _check_decoder_start(config: Any, mask: Any, decoder_start_ids: tuple[int, ...]) -> str:
+    first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if decoder_start_ids and decoder_start_ids != (first,):
+        return f"decoder_start_token_id={first}, where the engine begins with {decoder_start_ids}"
+    return "padding before the source" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
+
+
+def _check_padding_penalty(config: Any, mask: Any) -> str:
+    """Hugging Face's code punishes the padding's token as if it had been said."""
+    padded = mask is not None and not mask.bool().all()
+    return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
+
+
+def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
+
+    A model that listens repeats no prompt: its first token stands there.
+    """
+    config, other_kwargs = _resolve_config(module, kwargs)
+    tokens: Any = args[0] if args else other_kwargs.get("input_ids", other_kwargs.get("inputs"))
+    mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
+    eos_ids = _eos_ids(config.eos_token_id)
+    num_samples = getattr(config, "num_return_sequences", None) or 1
+    decoder_start_ids = list(engine.decoder_start_ids)
+    prompt_length = len(decoder_start_ids) or tokens.shape[1]
+    max_new_tokens = _max_new_tokens(module, config, prompt_length)
+    stop_ids = tuple(token for token in eos_ids if 0 <= token < engine.metadata.vocab_size)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    saved = engine.tokenizer
+    engine.tokenizer = other_kwargs.get("tokenizer") or saved
+    # Drawn from torch's generator, so that torch.manual_seed makes the samples repeatable.
+    seed = int(torch.randint(2**31, ()).item()) if config.do_sample else 0
+    tag = secrets.token_hex(4)
+    ordered_ids = []
+    try:
+        for row in range(len(tokens)):
+            prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
+            params = _sampling_params(
+                config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row
+            )
+            ordered_ids.append(f"{tag}-{row}")
+            engine.add(Request(ordered_ids[-1], prompt.tolist(), params))
+        request_ids = set(ordered_ids)
+        while any(name in engine.unfinished_requests for name in request_ids):
+            for output in engine.step():
+                if output.error:
+                    raise RuntimeError(f"generation failed: {output.error}")
+                outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+    except BaseException:
+        for name in ordered_ids:
+            engine.abort(name)
+        raise
+    finally:
+        engine.tokenizer = saved
+    order = [outputs.get((name, index), []) for name in ordered_ids for index in range(num_samples)]
+    pad = config.pad_token_id if config.pad_token_id is not None else (eos_ids[0] if eos_ids else 0)
+    longest = max(len(new) for new in order)
+    result = tokens.new_full((len(order), prompt_length + longest), pad)
+    prefix = tokens.new_tensor([decoder_start_ids] * len(tokens)) if decoder_start_ids else tokens
+    result[:, :prompt_length] = prefix.repeat_interleave(num_samples, 0)
+    for row, new in enumerate(order):
+        result[row, prompt_length : prompt_length + len(new)] = torch.tensor(new, dtype=result.dtype)
+    return result
+
+
+def _sampling_params(
+    config: Any,
+    prompt_length: int,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    num_samples: int,
+    seed: int,
+) -> SamplingParams:
+    """Translate a generation config.  Lengths count the padded prompt, as in Hugging Face's code."""
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"the prompt of {prompt_length} tokens leaves no room up to max_length ({config.max_length or prompt_length + max_new_tokens}):"
+            " give max_new_tokens"
+        )
+    min_new_tokens = getattr(config, "min_new_tokens", None)
+    if min_new_tokens is None:
+        min_new_tokens = max((getattr(config, "min_length", 0) or 0) - prompt_length, 0)
+    sampled: dict[str, Any] = {"temperature": 0.0}
+    if config.do_sample:
+        sampled = {
+            "temperature": 1.0 if config.temperature is None else config.temperature,
+            "top_k": config.top_k if config.top_k is not None else 50,
+            "top_p": 1.0 if config.top_p is None else config.top_p or _MIN_TOP_P,
+            "min_p": getattr(config, "min_p", None) or 0.0,
+            "seed": seed,
+        }
+    stop = getattr(config, "stop_strings", None) or ()
+    return SamplingParams(
+        max_tokens=max_new_tokens,
+        min_tokens=min(min_new_tokens, max_new_tokens),
+        n=num_samples,
+        repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=stop_ids,
+        ignore_eos=True,
+        **sampled,
+    )

@@ -1,0 +1,151 @@
+"""A Hugging Face model from its directory: loaded, or left in its files with only its structure made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from thalweg.infer.quantization.checkpoints import (
+    check_all_loaded,
+    get_quant_method,
+    is_supported,
+    load_quantized,
+)
+from thalweg.infer.types import EngineConfig
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.hub import check_model_path
+
+ModelKind = Literal["causal", "seq2seq", "encoder"]
+
+
+def load_tokenizer(model: str | Path, options: EngineConfig) -> Any:
+    """Return the directory's tokenizer, or None where it has none."""
+    from transformers import AutoTokenizer
+
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=options.trust_remote_code)
+    return None
+
+
+def get_model_kind(model: Any) -> ModelKind:
+    """Return what a live Hugging Face model does: ``causal``, ``seq2seq`` or ``encoder``."""
+    generates = model.can_generate() if hasattr(model, "can_generate") else hasattr(model, "generate")
+    if not generates or (_is_encoder_only(model.config) and not type(model).__name__.endswith(_GENERATIVE)):
+        return "encoder"
+    return "seq2seq" if getattr(model.config, "is_encoder_decoder", False) else "causal"
+
+
+_GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def _has_architecture(config: Any, suffixes: tuple[str, ...]) -> bool:
+    return any(name.endswith(suffixes) for name in getattr(config, "architectures", None) or ())
+
+
+def _is_encoder_only(config: Any) -> bool:
+    from thalweg.infer.models import ENCODERS
+
+    is_encoder = config.model_type in ENCODERS and not getattr(config, "is_encoder_decoder", False)
+    return is_encoder and not getattr(config, "is_decoder", False)
+
+
+def _kind_from_config(config: Any, trust_remote_code: bool) -> ModelKind:
+    """Return the same for a directory: what its model was saved as, or else what such models can do."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if _has_architecture(config, ("EncoderModel",)):
+        return "encoder"
+    if getattr(config, "is_encoder_decoder", False):
+        return "seq2seq"
+    if _has_architecture(config, _GENERATIVE):
+        return "causal"
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or trust_remote_code
+    return "causal" if known and not _is_encoder_only(config) else "encoder"
+
+
+def load_model(model: str | Path, options: EngineConfig) -> Any:
+    """Load a model that generates, or an encoder, in the dtype and onto the device of the options."""
+    import transformers
+
+    check_model_path(model)
+    trust_remote_code = options.trust_remote_code
+    dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    kind = _kind_from_config(config, trust_remote_code)
+    auto_class: Any = {
+        "causal": transformers.AutoModelForCausalLM,
+        "seq2seq": transformers.AutoModelForSeq2SeqLM,
+        "encoder": transformers.AutoModelForTextEncoding
+        if config.model_type in _T5_LIKE
+        else transformers.AutoModel,
+    }[kind]
+    if is_supported(config) and Path(model).is_dir():
+        compute_dtype = (
+            dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
+        )
+        return (
+            load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code)
+            .to(options.device)
+            .eval()
+        )
+    try:
+        loaded, loading_info = auto_class.from_pretrained(
+            model, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they can be named
+        )  # fmt: skip
+    except (ImportError, RuntimeError, *_LOAD_ERRORS) as error:
+        if get_quant_method(config) is not None:
+            raise ValueError(
+                f"{model}: its weights are quantised by {get_quant_method(config)}: {error}"
+            ) from error
+        if isinstance(error, ImportError):
+            raise
+        raise ValueError(
+            f"{model}: {_find_corrupt_file(Path(model)) or f'{type(error).__name__} {error}'}"
+        ) from error
+    check_all_loaded(model, loading_info)
+    return loaded.to(options.device).eval()
+
+
+_LOAD_ERRORS = (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError)
+"""What a loader says of files that are cut short or hold something else."""
+
+
+def _find_corrupt_file(folder: Path) -> str:
+    """Return which of a directory's files cannot be read, or an empty text."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path.name} is damaged ({error}): download or save it again"
+    for path in sorted(folder.glob("*.index.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            return f"{path.name} is damaged: download or save it again"
+    return ""
+
+
+_T5_LIKE = ("t5", "mt5", "umt5")  # their AutoModel is both halves
+
+
+def load_mmapped(model: str | Path, options: EngineConfig) -> tuple[Any, Any]:
+    """Return a model whose parameters are its safetensors files, mapped, and what identifies these files.
+
+    The parameters keep the files' dtypes; reading them takes page cache, never memory of this process.  A
+    model without such files is loaded, and has no identity.
+    """
+    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    if not files:
+        return load_model(model, options), None
+    # In their own dtype, Hugging Face's loader takes tensors as the mapped files give them.
+    loaded = load_model(model, replace(options, dtype="auto", device="cpu"))
+    stats = [(path, path.stat()) for path in (*files, Path(model) / "config.json")]
+    return loaded, [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]

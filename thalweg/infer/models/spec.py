@@ -1,0 +1,371 @@
+"""What a model is made of, as data: one description serves every runner.
+
+A family's file in ``models/`` turns a live Hugging Face model into a :class:`DecoderSpec`, which may have an
+:class:`EncoderSpec` of its own, or into an :class:`EncoderSpec` alone.  The tensors are the
+model's own wherever that is possible (views, no copies); runners pack or cast them as they like.  All linear
+weights are (outputs, inputs); queries, keys and values are stacked in one, gate and up projection too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class UnsupportedModelError(ValueError):
+    """The family's file does not know this variant: the model runs through its own modelling code."""
+
+
+class LinearSpec:
+    """y = x @ weight.T + bias.
+
+    A weight that is stacked or reordered out of the model's own ones is put together each time it is asked
+    for: describing copies nothing, and a model that lies in a file stays there.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | Callable[[], Tensor],
+        bias: Tensor | None = None,
+        shape: Any = None,
+        *,
+        modules: Sequence[nn.Module] = (),
+        output_permutation: Tensor | None = None,
+        output_scale: float = 1.0,
+        copy_rows_fn: Callable[[int, int, Tensor], None] | None = None,
+    ) -> None:
+        self._weight, self.bias, self._copy_rows_fn = weight, bias, copy_rows_fn
+        self.modules, self.output_permutation = tuple(modules), output_permutation
+        """The model's modules whose outputs are stacked here, and the order they were then brought into."""
+        self.output_scale = output_scale
+        """What the modules' outputs are multiplied by."""
+        if isinstance(weight, Tensor):
+            shape = weight.shape
+        assert shape is not None, "a weight made on demand says what shape it will have"
+        self.out_features, self.in_features = int(shape[0]), int(shape[1])
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (outputs, inputs)."""
+        return self._weight if isinstance(self._weight, Tensor) else self._weight()
+
+    def copy_rows(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy the weights of outputs ``start`` to ``stop`` into ``out``; of no others, where that can be."""
+        if self._copy_rows_fn is not None:
+            self._copy_rows_fn(start, stop, out)
+        else:
+            out.copy_(self.weight[start:stop])
+
+    def slice_outputs(self, start: int, stop: int) -> LinearSpec:
+        """Return the layer of outputs ``start`` to ``stop`` alone."""
+        bias = None if self.bias is None else self.bias[start:stop]
+
+        def copy(first: int, last: int, out: Tensor) -> None:
+            self.copy_rows(start + first, start + last, out)
+
+        return LinearSpec(
+            lambda: self.weight[start:stop], bias, (stop - start, self.in_features), copy_rows_fn=copy
+        )
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """``rms``: x / rms(x) * weight; ``layer``: (x - mean) / std * weight + bias."""
+
+    norm_type: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Tables (length, pairs) of cosines and sines for the leading ``2 * pairs`` dims of each head."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    max_valid_length: int = 0
+    """The longest sequence for which they hold, where the model rotates longer ones otherwise; 0: any."""
+
+
+@dataclass(frozen=True)
+class RelativePositionBias:
+    """A learned bias for each head and bucket of relative positions (Raffel et al. 2020, section 2.1)."""
+
+    weight: Tensor
+    """(buckets, heads)"""
+    to_bucket: Callable[[Tensor], Tensor]
+    """Turns j - i, for a key j and a query i, into numbers of buckets."""
+
+    def build_table(self, max_distance: int) -> Tensor:
+        """Return fp32 (heads, 2 * reach + 16): the bias of key j before query i at ``reach + j - i``."""
+        distance = torch.arange(-max_distance, max_distance + 16)
+        return self.weight.float()[self.to_bucket(distance)].t().contiguous()
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention; ``qkv`` has heads * dim, then twice kv_heads * dim outputs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: LinearSpec
+    out: LinearSpec
+    scale: float
+    rope: RopeTable | None = None
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    sliding_window: int = 0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    """ALiBi's (heads,) slopes (Press et al. 2022)."""
+    relative_bias: RelativePositionBias | None = None
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec:
+    """Attention to what the encoder said: x += out(attend(q(norm(x)), kv(source))), then ``after``.
+
+    Heads are as wide and as many as the layer's self-attention has, whose blocks keep its keys and values.
+    """
+
+    norm: NormSpec | None
+    q: LinearSpec
+    kv: LinearSpec
+    """kv_heads * dim keys, then as many values."""
+    out: LinearSpec
+    scale: float
+    residual_norm: NormSpec | None = None
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """down(act(up(x))), or down(act(gate) * value) where ``up`` yields gate and value one after the other."""
+
+    up: LinearSpec
+    down: LinearSpec
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture: the router's softmax picks ``top_k`` of the stacked experts for each token."""
+
+    router: Tensor
+    up: Tensor
+    """(experts, 2 * inner, width): gate and value."""
+    down: Tensor
+    """(experts, width, inner)."""
+    top_k: int
+    norm_topk_prob: bool
+    activation: str
+    shared_expert: MLPSpec | None = None
+    shared_expert_gate: Tensor | None = None
+    """(1, width): its sigmoid scales the shared expert."""
+    first_expert: int = 0
+    """Which of the router's experts ``up`` and ``down`` begin with, where they are a part of all."""
+    packed_experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] | None = None
+    """Each expert's two products, where a runner has packed them; ``up`` and ``down`` are empty then."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts are here."""
+        return len(self.up) if self.packed_experts is None else len(self.packed_experts)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """x += post1(attention(norm1(x))); cross; x += post2(mlp(norm2(x))).  ``parallel``: both read the same x.
+
+    ``attn_residual_norm`` and ``mlp_residual_norm`` normalise x itself behind each sum, as the first transformers did.
+    """
+
+    attn_norm: NormSpec | None
+    attention: AttentionSpec
+    mlp: MLPSpec | MoESpec
+    mlp_norm: NormSpec | None
+    parallel_residual: bool = False
+    post_attn_norm: NormSpec | None = None
+    post_mlp_norm: NormSpec | None = None
+    attn_residual_norm: NormSpec | None = None
+    mlp_residual_norm: NormSpec | None = None
+    cross_attention: CrossAttentionSpec | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """A stack in which every token sees the whole of its sequence."""
+
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    embed: Tensor
+    layers: Sequence[LayerSpec]
+    final_norm: NormSpec | None = None
+    embed_scale: float = 1.0
+    embed_norm: NormSpec | None = None
+    position_embeddings: Tensor | None = None
+    """(length, width) learned positions, offset applied; token types of the only kind added."""
+    pad_token_id: int = -1
+    """A token that takes no position: wherever it stands it has the table's first row, and others count from
+    the second.  -1: there is none."""
+
+    def position_ids(self, tokens: Tensor) -> Tensor:
+        """Return which rows of ``positions`` the tokens of a sequence have."""
+        if self.pad_token_id < 0:
+            return torch.arange(len(tokens), device=tokens.device)
+        not_pad = (tokens != self.pad_token_id).long()
+        return not_pad.cumsum(0) * not_pad
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A causal language model, or the speaking half of one that listens to an ``encoder``."""
+
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    embed: Tensor
+    layers: Sequence[LayerSpec]
+    final_norm: NormSpec | None
+    lm_head: LinearSpec
+    embed_scale: float = 1.0
+    embed_norm: NormSpec | None = None
+    position_embeddings: Tensor | None = None
+    """(length, width) learned positions, offset applied."""
+    logit_softcap: float = 0.0
+    encoder: EncoderSpec | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+def activation_name(name: Any) -> str:
+    """Return our name of one of Hugging Face's activations, or raise Unsupported."""
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name!r}")
+    return _ACTIVATIONS[name]
+
+
+def build_linear(*modules: nn.Module) -> LinearSpec:
+    """Stack the weights of several nn.Linear (or Hugging Face's Conv1D) along their outputs."""
+    weights, biases = [], []
+    for module in modules:
+        weight: Any = module.weight
+        if type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "dequantize"):
+            weight = weight.dequantize()  # a tensor of numbers in somebody's own format
+        transposed = type(module).__name__ == "Conv1D"
+        if not transposed and not isinstance(module, nn.Linear):
+            raise UnsupportedModelError(f"a linear layer of type {type(module).__name__}")
+        weights.append((weight.t() if transposed else weight).detach())
+        bias: Any = getattr(module, "bias", None)
+        biases.append(None if bias is None else bias.detach())
+    stacked = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
+    shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
+    copy = partial(_copy_stacked, weights)
+    if all(bias is None for bias in biases):
+        return LinearSpec(stacked, None, shape, modules=modules, copy_rows_fn=copy)
+    filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    bias = filled[0] if len(filled) == 1 else torch.cat(filled)
+    return LinearSpec(stacked, bias, shape, modules=modules, copy_rows_fn=copy)
+
+
+def _copy_stacked(weights: Sequence[Tensor], start: int, stop: int, out: Tensor) -> None:
+    """Copy rows ``start`` to ``stop`` of the stack."""
+    offset = 0
+    for weight in weights:
+        first, last = max(start - offset, 0), min(stop - offset, len(weight))
+        if first < last:
+            out[offset + first - start : offset + last - start] = weight[first:last]
+        offset += len(weight)
+
+
+def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
+    """Return the layer with its outputs in another order."""
+    bias = None if layer.bias is None else layer.bias[permutation]
+    combined = permutation if layer.output_permutation is None else layer.output_permutation[permutation]
+    shape = (len(permutation), layer.in_features)
+    run_ends = [
+        *(torch.where(permutation.diff() != 1)[0] + 1).tolist(),
+        len(permutation),
+    ]  # of runs of neighbours
+
+    def copy(start: int, stop: int, out: Tensor) -> None:
+        first = 0
+        for last in run_ends:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                source_row = int(permutation[low])
+                layer.copy_rows(source_row, source_row + high - low, out[low - start : high - start])
+            first = last
+
+    return LinearSpec(
+        lambda: layer.weight[permutation],
+        bias,
+        shape,
+        modules=layer.modules,
+        output_permutation=combined,
+        copy_rows_fn=copy,
+    )
+
+
+def deinterleave_qkv(layer: LinearSpec, num_heads: int, head_dim: int) -> LinearSpec:
+    """Sort outputs that come as (head, q/k/v, dim) into all queries, all keys, all values."""
+    permutation = (
+        torch.arange(num_heads * 3 * head_dim).view(num_heads, 3, head_dim).transpose(0, 1).reshape(-1)
+    )
+    return permute_outputs(layer, permutation)
+
+
+def build_layer_norm(module: Any) -> NormSpec:
+    """Describe an nn.LayerNorm."""
+    raw_bias = getattr(module, "bias", None)
+    weight = torch.ones(module.normalized_shape) if module.weight is None else module.weight.detach()
+    bias = torch.zeros_like(weight) if raw_bias is None else raw_bias.detach()
+    return NormSpec("layer", weight, bias, module.eps)
+
+
+def build_rms_norm(module: Any, offset: float = 0.0) -> NormSpec:
+    """Describe an RMS norm; ``offset`` is added to its weight (Gemma stores weight - 1)."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    assert eps is not None
+    weight = module.weight.detach()
+    return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, eps)
+
+
+def build_rope(module: Any, max_length: int, *args: Any, interleaved: bool = False) -> RopeTable:
+    """Tabulate a Hugging Face rotary embedding for positions below ``length``.
+
+    ``interleaved``: it turns neighbouring dims, not those of two halves.
+    """
+    rope_type: Any = getattr(module, "rope_type", "default")
+    if isinstance(rope_type, dict):
+        rope_type = rope_type[args[0]]
+    max_valid_length = 0
+    if rope_type == "dynamic":
+        max_valid_length = module.original_max_seq_len
+    elif rope_type == "longrope":
+        parameters = module.config.rope_parameters
+        max_valid_length = (parameters[args[0]] if args else parameters)["original_max_position_embeddings"]
+    device = next(iter(module.buffers())).device
+    x = torch.zeros(1, device=device)
+    with torch.no_grad():
+        for seq_len in (1, min(max_length, max_valid_length) if max_valid_length else max_length):
+            # A module that has seen a longer sequence goes back to its first numbers with the short one.
+            cos, sin = module(x, torch.arange(seq_len, device=device)[None], *args)
+    dims = slice(None, None, 2) if interleaved else slice(cos.shape[-1] // 2)
+    return RopeTable(
+        cos[0, :, dims].contiguous(), sin[0, :, dims].contiguous(), interleaved, max_valid_length
+    )

@@ -1,0 +1,305 @@
+"""Weights of any modules that pass by: each part has its own only while it computes.
+
+The picture.  Modules are cut into parts (blocks, or what is left over) that are called one after the other.
+A part's parameters lie in a file or in the host's memory; a hook before its forward brings them, one behind
+drops them.  Who came after whom the last time is remembered, and what comes next is fetched meanwhile, as
+much as the memory allows: a denoiser's parts come in the same order at every step.
+
+Where the host computes and the weights stay on the host, they are views of the mapped file: nothing is moved,
+and the system may drop what it needs room for.
+
+Numbers are not touched: results have the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.ops.linear.autotune_cache import get_cache_dir
+from thalweg.plan.spec.cluster import available_host_memory
+from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
+
+_ALIGNMENT = 64
+_MEMORY_FRACTION = 0.25  # of the free memory, where nobody says how much
+_MIN_UNITS_IN_MEMORY = 4  # parts in memory at a time, at least: one computes, others are on their way
+
+
+class ParamLocation(NamedTuple):
+    """A parameter of a module, and where it lies among its part's bytes."""
+
+    module: nn.Module
+    name: str
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return it out of its part's bytes."""
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        return buffer[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
+    def assign(self, value: Tensor) -> None:
+        """Let the module have a value."""
+        setattr(self.module, self.name, nn.Parameter(value, requires_grad=self.requires_grad))
+
+
+@dataclass(eq=False)
+class OffloadUnit:
+    """A module, and where its parameters lie; they become other objects each time they come."""
+
+    module: nn.Module
+    params: list[ParamLocation]
+    nbytes: int
+    offset: int = 0
+    """Where its bytes begin in the file."""
+    host_buffer: Tensor | None = None
+    num_active_calls: int = 0
+    """How many calls of it are under way."""
+
+
+@dataclass
+class _PendingFetch:
+    """A part's bytes on their way."""
+
+    buffer: Tensor
+    future: IoFuture | None = None
+    event: Any = None
+
+    def wait(self, device: torch.device) -> Tensor:
+        """Return them on the device."""
+        if self.future is not None:
+            self.future.wait()
+        if self.event is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self.event)
+            self.buffer.record_stream(stream)
+        return self.buffer.to(device)
+
+
+class ModuleOffloader:
+    """Takes the parameters of ``roots`` out of memory until :meth:`close`.
+
+    ``tier``: ``cpu`` or ``nvme``, where they are kept; ``folder``: below which the file is; ``memory``: bytes
+    of weights on ``device`` at a time, besides the largest part.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        *,
+        offload_device: str,
+        device: torch.device | str = "cpu",
+        folder: str | Path | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.max_bytes = max_bytes or int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
+        self.units = [
+            unit for root in roots for unit in _partition(root, self.max_bytes // _MIN_UNITS_IN_MEMORY)
+        ]
+        self.resident_bytes = self.peak_resident_bytes = 0
+        self._hooks: list[Any] = []
+        self._next_unit: dict[OffloadUnit, OffloadUnit] = {}
+        self._last_unit: OffloadUnit | None = None
+        self._pending: dict[OffloadUnit, _PendingFetch] = {}
+        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        on_host = self.device.type == "cpu"
+        self._is_mapped = offload_device == "cpu" and on_host
+        self._file: SwapFile | None = None
+        if offload_device == "nvme" or on_host:
+            total = sum(round_up(part.nbytes) for part in self.units)
+            self._file = SwapFile(_resolve_folder(folder), max(total, PAGE))
+        for part in self.units:
+            self._offload(part)
+        if not self._is_mapped:
+            self_ref: weakref.ref[ModuleOffloader] = weakref.ref(self)
+            for part in self.units:
+                self._hooks += [
+                    part.module.register_forward_pre_hook(_pre_forward_hook(self_ref, part)),
+                    part.module.register_forward_hook(_post_forward_hook(self_ref, part), always_call=True),
+                ]
+
+    def _offload(self, unit: OffloadUnit) -> None:
+        """Move a part's parameters to where they are kept."""
+        buffer = _page_aligned(unit.nbytes)
+        for param in unit.params:
+            param.view(buffer).copy_(getattr(param.module, param.name).detach())
+        if self._file is None:
+            unit.host_buffer = buffer.pin_memory()
+            return self._set_placeholders(unit)
+        unit.offset = self._file.allocate(unit.nbytes)
+        self._file.write(unit.offset, buffer).wait()
+        if not self._is_mapped:
+            return self._set_placeholders(unit)
+        mapped = self._file.view(unit.offset, (unit.nbytes,), torch.uint8)
+        return _assign_params(unit, mapped)
+
+    def _set_placeholders(self, unit: OffloadUnit) -> None:
+        for param in unit.params:  # shape, dtype and device stay: code asks for them
+            param.assign(torch.empty(1, dtype=param.dtype, device=self.device).expand(param.shape))
+
+    # Calls
+
+    def fetch(self, unit: OffloadUnit) -> None:
+        """Let a part have its parameters."""
+        unit.num_active_calls += 1
+        if unit.num_active_calls > 1:
+            return
+        if self._last_unit is not None:
+            self._next_unit[self._last_unit] = unit
+        self._last_unit = unit
+        if unit not in self._pending:
+            self._cancel_prefetch()
+            self._pending[unit] = self._start_fetch(unit)
+        _assign_params(unit, self._pending.pop(unit).wait(self.device))
+        following = self._next_unit.get(unit)
+        while following is not None and following.num_active_calls == 0 and following not in self._pending:
+            if self.resident_bytes + following.nbytes > self.max_bytes:
+                break
+            self._pending[following] = self._start_fetch(following)
+            following = self._next_unit.get(following)
+
+    def evict(self, unit: OffloadUnit) -> None:
+        """Take them away again."""
+        unit.num_active_calls -= 1
+        if unit.num_active_calls == 0:
+            self._set_placeholders(unit)
+            self.resident_bytes -= unit.nbytes
+
+    def _start_fetch(self, unit: OffloadUnit) -> _PendingFetch:
+        self.resident_bytes += unit.nbytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+        if unit.host_buffer is not None:
+            assert self._copy_stream is not None, "only a GPU has its weights on the host"
+            with torch.cuda.stream(self._copy_stream):
+                buffer = unit.host_buffer.to(self.device, non_blocking=True)
+                return _PendingFetch(buffer, event=self._copy_stream.record_event())
+        assert self._file is not None, "what is not on the host is in the file"
+        buffer = _page_aligned(unit.nbytes)
+        return _PendingFetch(buffer, future=self._file.read(unit.offset, buffer))
+
+    def _cancel_prefetch(self) -> None:
+        """Something else came than last time: drop what is on its way."""
+        for unit, pending_fetch in self._pending.items():
+            pending_fetch.wait(self.device)
+            self.resident_bytes -= unit.nbytes
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Put all parameters back into memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._cancel_prefetch()
+        for unit in self.units:
+            if self._is_mapped:
+                for param in unit.params:
+                    param.assign(getattr(param.module, param.name).detach().clone())
+            else:
+                _assign_params(unit, self._start_fetch(unit).wait(self.device))
+        self.units = []
+        if self._file is not None:
+            self._file.close()
+
+
+def _resolve_folder(requested: str | Path | None) -> str | Path:
+    """Return a folder on a disk, which that for temporary files often is not."""
+    if requested is not None:
+        return requested
+    base = get_cache_dir()
+    if base is None:
+        raise ValueError("there is no cache directory for streamed weights: set stream_folder")
+    made = base / "weights"
+    made.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _pre_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
+    def hook(module: nn.Module, arguments: Any) -> None:
+        offloader = offloader_ref()
+        assert offloader is not None, "the engine whose weights these are has been dropped: keep it"
+        offloader.fetch(unit)
+
+    return hook
+
+
+def _post_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
+    def hook(module: nn.Module, arguments: Any, result: Any) -> None:
+        offloader = offloader_ref()
+        if offloader is not None:
+            offloader.evict(unit)
+
+    return hook
+
+
+def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:
+    """Return the parts of a module: the largest modules in it of up to ``most`` bytes that are called.
+
+    The root is never one, as it may be used by other methods than ``forward``.
+    """
+    modules: list[nn.Module] = []
+    resident_ids = {id(p) for p in root.parameters(recurse=False)}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            size = sum(p.nbytes for p in child.parameters())
+            if size == 0:
+                continue
+            container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            is_indivisible = isinstance(child, nn.MultiheadAttention) or not any(
+                p.nbytes for grandchild in child.children() for p in grandchild.parameters()
+            )  # the first reaches into its own children
+            if not container and (size <= max_bytes or is_indivisible):
+                modules.append(child)
+            else:
+                resident_ids.update(id(p) for p in child.parameters(recurse=False))
+                visit(child)
+
+    visit(root)
+    num_users: dict[int, int] = dict.fromkeys(
+        resident_ids, 2
+    )  # one that somebody else has too stays in memory
+    for module in modules:
+        for parameter in module.parameters():
+            num_users[id(parameter)] = num_users.get(id(parameter), 0) + 1
+    units = (OffloadUnit(module, *_locate_params(module, num_users)) for module in modules)
+    return [part for part in units if part.params]
+
+
+def _locate_params(module: nn.Module, num_users: dict[int, int]) -> tuple[list[ParamLocation], int]:
+    """Return where a module's own parameters are to lie, and the bytes of all."""
+    locations: list[ParamLocation] = []
+    starts: dict[int, int] = {}
+    total = 0
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if num_users[id(parameter)] > 1:
+                continue
+            if id(parameter) not in starts:
+                starts[id(parameter)] = total
+                total += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset = starts[id(parameter)]
+            attributes = parameter.shape, parameter.dtype, parameter.requires_grad
+            locations.append(ParamLocation(owner, name, offset, *attributes))
+    return locations, total
+
+
+def _page_aligned(nbytes: int) -> Tensor:
+    """Return uint8 memory that begins at a page, so that reading may bypass the page cache."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + nbytes]
+
+
+def _assign_params(unit: OffloadUnit, buffer: Tensor) -> None:
+    for param in unit.params:
+        param.assign(param.view(buffer))

@@ -1,0 +1,286 @@
+"""Packed weights in a file: written once, block by block, then mapped or read piece by piece.
+
+The file is a safetensors file with one tensor of bytes for each segment, ``segment.0`` and on, each from a
+page boundary to another, so that it may be mapped and run from as it lies, or read past the page cache.  The
+metadata say what it was made from and hold a checksum (CRC-32) of each segment.
+
+A file with a key is found again by the next engine that packs the same model in the same form.  It gets its
+name when it is complete, never before.  A file without a key never has a name, and goes with its engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import weakref
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
+_FORMAT = "thalweg packed weights 1"
+_TRANSFER_BYTES = 4 << 20  # bytes of one transfer
+_NUM_THREADS = 4
+_HUGE_PAGE = 2 << 20  # bytes of a huge page
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return flat uint8 memory as bytes."""
+    data: Any = tensor.numpy()
+    return memoryview(data)
+
+
+class CorruptFileError(RuntimeError):
+    """A packed file is not what was written; the message names it and the cure."""
+
+
+class PackedWeightsFile:
+    """Segments of ``sizes`` bytes (whole pages) below ``folder``.
+
+    ``key``: what the weights were made from, or None for a file that nobody is to find again.  ``complete``
+    tells whether it was found; else write every segment, then :meth:`seal`.  Raises ValueError where the
+    folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: str | Path, sizes: Sequence[int], weights_id: Any = None, *, disk: Disk | None = None
+    ) -> None:
+        assert all(size % PAGE == 0 for size in sizes), sizes
+        self.folder, self.sizes, self._disk = Path(folder), list(sizes), disk or Disk()
+        self.reads = IoThroughput()
+        self._threads = IoThreadPool(_NUM_THREADS, "thalweg-weights")
+        self._description = json.dumps(
+            {"format": _FORMAT, "key": weights_id, "sizes": self.sizes}, sort_keys=True
+        )
+        digest = hashlib.sha256(self._description.encode()).hexdigest()[:20]
+        self.path = None if weights_id is None else self.folder / f"thalweg-weights-{digest}.safetensors"
+        self._header_bytes = round_up(2048 + 2 * len(self._description) + 100 * len(self.sizes))
+        self._segment_offsets = [self._header_bytes + start for start in accumulate(self.sizes, initial=0)]
+        self._temp_path: Path | None = None
+        self._checksums: list[int] = []
+        self._maps: list[mmap.mmap] = []
+        self._verified: set[int] = set()
+        self._prefaulted: set[int] = set()
+        handle = None if self.path is None else self._open_existing(self.path)
+        self.complete = handle is not None
+        self._fd = self._create() if handle is None else handle
+        self._direct_fd = self._open_direct()
+        # An engine that is dropped without being closed must not keep the disk's space.
+        handles = [handle for handle in (self._direct_fd, self._fd) if handle is not None]
+        self._finalizer = weakref.finalize(
+            self, _release, self._disk, self._threads, handles, self._temp_path
+        )
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return f"the weights file {self.path}" if self.path is not None else f"a file in {self.folder}"
+
+    def _open_existing(self, path: Path) -> int | None:
+        """Open the file that an earlier engine left, if it is whole."""
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        metadata = self._read_metadata(handle)
+        if (
+            metadata.get("about") == self._description
+            and os.fstat(handle).st_size == self._segment_offsets[-1]
+        ):
+            self._checksums = json.loads(metadata["checksums"])
+            return handle
+        os.close(handle)
+        log.warning("%s is not what its name says; it is written anew", path)
+        return None
+
+    def _read_metadata(self, handle: int) -> dict[str, str]:
+        with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError):
+            length = int.from_bytes(os.pread(handle, 8, 0), "little")
+            if length == self._header_bytes - 8:
+                return dict(json.loads(os.pread(handle, length, 8))["__metadata__"])
+        return {}
+
+    def _create(self) -> int:
+        total = self._segment_offsets[-1]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = self._disk.free_bytes(self.folder)
+            if free < total:
+                raise ValueError(
+                    f"the weights take {total} bytes and the disk of {self.folder} has {free} free: make room"
+                    " or name another folder"
+                )
+            if self.path is None:
+                handle = self._disk.open_unnamed(self.folder)
+            else:
+                self._temp_path = self.path.with_suffix(f".{secrets.token_hex(6)}.part")
+                handle = os.open(self._temp_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._disk.fallocate(handle, total)
+        except OSError as error:
+            raise ValueError(
+                f"the weights cannot be written to {self.folder}: {error.strerror}. Name a folder that this"
+                " user may write to"
+            ) from error
+        return handle
+
+    def _open_direct(self) -> int | None:
+        handle = None
+        try:
+            handle = self._disk.open_direct(self._fd)
+            self._disk.preadv(handle, [memoryview(mmap.mmap(-1, PAGE))], 0)
+        except OSError as error:
+            if handle is not None:
+                self._disk.close(handle)
+            log.info("no direct reads in %s (%s): through the page cache", self.folder, error.strerror)
+            return None
+        return handle
+
+    # Writing
+
+    def write(self, segment: int, offset: int, data: Tensor) -> None:
+        """Write bytes (flat uint8) into a segment."""
+        assert not self.complete and offset + data.numel() <= self.sizes[segment]
+        view, at = tensor_bytes(data), self._segment_offsets[segment] + offset
+        for page in range(at // _HUGE_PAGE, (at + len(view) - 1) // _HUGE_PAGE + 1):
+            self._prefault(page)
+        while view:
+            done = self._disk.pwritev(self._fd, [view], at)
+            view, at = view[done:], at + done
+
+    def _prefault(self, page: int) -> None:
+        """Write zeros to 2 MiB at once, so that the page cache holds them as one huge page where it can (ext4
+        since Linux 6.16, xfs): the kernels then read the file as fast as memory, on small pages at half that.
+        """
+        if page in self._prefaulted:
+            return
+        self._prefaulted.add(page)
+        at = page * _HUGE_PAGE
+        view = memoryview(bytes(min(_HUGE_PAGE, self._segment_offsets[-1] - at)))
+        while view:
+            done = self._disk.pwritev(self._fd, [view], at)
+            view, at = view[done:], at + done
+
+    def finalize(self) -> None:
+        """Write the header, and give the file its name."""
+        if self.complete:
+            return
+        for segment in range(len(self.sizes)):
+            self._checksums.append(self._checksum(segment))
+        tensors = {
+            f"segment.{i}": {
+                "dtype": "U8",
+                "shape": [size],
+                "data_offsets": [
+                    self._segment_offsets[i] - self._header_bytes,
+                    self._segment_offsets[i + 1] - self._header_bytes,
+                ],
+            }
+            for i, size in enumerate(self.sizes)
+        }
+        about = {"about": self._description, "checksums": json.dumps(self._checksums)}
+        header = json.dumps({"__metadata__": about, **tensors}).encode()
+        length = self._header_bytes - 8
+        assert len(header) <= length, "room for the header"
+        padded_header = length.to_bytes(8, "little") + header.ljust(length)
+        self._disk.pwritev(self._fd, [memoryview(padded_header)], 0)
+        if self.path is not None and self._temp_path is not None:
+            os.fsync(self._fd)
+            os.replace(self._temp_path, self.path)
+            self._temp_path = None
+        self.complete = True
+        self._verified = set(range(len(self.sizes)))
+
+    def _checksum(self, segment: int) -> int:
+        value, start = 0, self._segment_offsets[segment]
+        for at in range(start, start + self.sizes[segment], _TRANSFER_BYTES):
+            piece = os.pread(self._fd, min(_TRANSFER_BYTES, start + self.sizes[segment] - at), at)
+            value = zlib.crc32(piece, value)
+        return value
+
+    def drop_page_cache(self) -> None:
+        """Write the file out and leave the page cache to others."""
+        os.fsync(self._fd)
+        self._disk.drop_page_cache(self._fd, 0, self._segment_offsets[-1])
+
+    # Reading
+
+    def map(self) -> list[int]:
+        """Map the file, check it, and return each segment's address.  The mapping lives until ``close``."""
+        mapping = mmap.mmap(self._fd, self._segment_offsets[-1], access=mmap.ACCESS_COPY)
+        self._maps.append(mapping)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # what is not cached yet then comes as huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        base = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        view = memoryview(mapping)
+        for segment in range(len(self.sizes)) if self.complete else ():
+            start = self._segment_offsets[segment]
+            self.verify(segment, view[start : start + self.sizes[segment]])
+        return [base + start for start in self._segment_offsets[:-1]]
+
+    def read(self, segment: int, out: Tensor) -> IoFuture:
+        """Begin to read a segment into page-aligned bytes, past the page cache where that is possible."""
+        view = tensor_bytes(out)
+        start, size = self._segment_offsets[segment], self.sizes[segment]
+        return IoFuture(
+            self._threads.submit(self._read_block, view[at : min(at + _TRANSFER_BYTES, size)], start + at)
+            for at in range(0, size, _TRANSFER_BYTES)
+        )
+
+    def _read_block(self, view: memoryview, offset: int) -> None:
+        total = 0
+        self.reads.begin()
+        try:
+            while total < len(view):
+                # What follows a short transfer may not be aligned any more.
+                direct = self._direct_fd is not None and total % PAGE == 0
+                handle = self._direct_fd if direct and self._direct_fd is not None else self._fd
+                done = self._disk.preadv(handle, [view[total:]], offset + total)
+                if done <= 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                total += done
+        except OSError as error:
+            raise CorruptFileError(
+                f"cannot read {len(view)} bytes at {offset} of {self.name}: {error.strerror}. Delete the file"
+                " to have it written anew"
+            ) from error
+        finally:
+            self.reads.end(total)
+
+    def verify(self, segment: int, data: memoryview) -> None:
+        """Compare a segment's bytes with its checksum, the first time they are seen."""
+        if segment in self._verified:
+            return
+        if zlib.crc32(data) != self._checksums[segment]:
+            raise CorruptFileError(
+                f"segment {segment} of {self.name} is damaged: delete it to have it written anew"
+            )
+        self._verified.add(segment)
+
+    def close(self) -> None:
+        """Close the file; a file without a name, or one that was never sealed, is gone."""
+        self._finalizer()
+        self._maps.clear()
+
+
+def _release(disk: Disk, threads: IoThreadPool, handles: Sequence[int], temp_path: Path | None) -> None:
+    threads.close()
+    for handle in handles:
+        disk.close(handle)
+    if temp_path is not None:
+        temp_path.unlink(missing_ok=True)

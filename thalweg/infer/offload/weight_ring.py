@@ -1,0 +1,367 @@
+"""ZeRO-Inference: weights that lie in a file and pass by layer by layer (Aminabadi et al. 2022, section 5).
+
+The picture, for a model of 8 segments and memory for 4 of them::
+
+    file     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      packed weights, as the kernels read them (packfile.py)
+    memory   | 0 | a | b | c |                      segment 0 stays; a, b, c are a ring
+    a step     0  1a  2b  3c  4a  5b ...            compute i, and read i + 3 into the slot that i has left
+
+A step takes the segments in a fixed order, the next step begins where this one ends, and the number of
+segments that are not resident is a multiple of the ring's slots: each segment has one address for good, and
+the runner's tapes are laid once.  The more sequences a step works on, the more tokens a byte read is worth.
+
+A segment is a layer, or less: at least two dozen make up a model, so that a ring of three holds an eighth.
+
+Two ways to get at the file:
+
+- *mapped* (``stream="cpu"``): the kernels read the page cache itself.  Nothing is copied, several replicas
+  share the pages, and under pressure the system drops pages instead of killing anybody.
+- *read* (``stream="nvme"``): threads read ahead into the ring, past the page cache, which a model larger
+  than it would only churn.  Memory is bounded by what was asked for.
+
+Invariants: a slot is read into only after its tape has run; a tape runs only when its segment has arrived; an
+error of the disk is an exception of the step that needed the bytes, never a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
+from thalweg.infer.offload.packed_file import PackedWeightsFile, tensor_bytes
+from thalweg.infer.runners.packed_weights import (
+    PackedWeight,
+    align_up,
+    layer_linears,
+    lm_head_format,
+    packed_bytes,
+)
+from thalweg.infer.types import EngineConfig
+from thalweg.ops import cpu_kernels
+from thalweg.ops.linear.autotune_cache import get_cache_dir
+from thalweg.plan.spec.cluster import available_host_memory, local_cluster
+from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import EvictableMemory
+from thalweg.storage_io.io_threads import IoFuture
+
+_RING_SIZES = (4, 3, 2)
+_MIN_SEGMENTS = 24  # at least, of weights that are large enough to be cut
+_MIN_SEGMENT_BYTES = 1 << 16  # bytes of a segment worth a transfer
+_MEMORY_FRACTION = 0.25  # of the free memory, for weights, where nobody says how much
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The segments of a step and where each of them lies: the first ``resident`` for good, the others in
+    turns in ``slots`` buffers."""
+
+    sizes: tuple[int, ...]
+    num_resident: int
+    num_slots: int
+
+    @property
+    def num_streamed(self) -> int:
+        """Segments that are read in every step."""
+        return len(self.sizes) - self.num_resident
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a buffer."""
+        return max(self.sizes[self.num_resident :], default=0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(self.sizes[: self.num_resident]) + self.num_slots * self.slot_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read in every step."""
+        return sum(self.sizes[self.num_resident :])
+
+    def offset(self, segment: int) -> int:
+        """Where a segment begins in memory."""
+        if segment < self.num_resident:
+            return sum(self.sizes[:segment])
+        slot = (segment - self.num_resident) % self.num_slots
+        return sum(self.sizes[: self.num_resident]) + slot * self.slot_bytes
+
+    def next_in_slot(self, segment: int) -> int:
+        """The segment that takes the place of this one."""
+        return self.num_resident + (segment - self.num_resident + self.num_slots) % self.num_streamed
+
+
+def plan_ring(sizes: Sequence[int], max_bytes: int) -> RingPlan:
+    """Return the circuit that reads least in each step within ``memory`` bytes.
+
+    Raises ValueError, naming the least that will do, where there is none.
+    """
+    count = len(sizes)
+    if sum(sizes) <= max_bytes:
+        return RingPlan(tuple(sizes), count, 0)
+    candidates = [
+        RingPlan(tuple(sizes), resident, slots)
+        for slots in _RING_SIZES
+        for resident in range(count)
+        if (count - resident) % slots == 0
+    ]
+    fitting = [c for c in candidates if c.total_bytes <= max_bytes]
+    if not fitting:
+        min_bytes = min((c.total_bytes for c in candidates), default=sum(sizes))
+        raise ValueError(
+            f"stream_memory of {max_bytes} bytes is too little for weights that pass by: the least is {min_bytes}"
+        )
+    # Two buffers keep a disk busy only while nothing stalls, so a third is worth as much as it holds.
+    return min(fitting, key=lambda c: (c.read_bytes + (c.num_slots == 2) * c.slot_bytes, -c.num_slots))
+
+
+def split_into_segments(
+    decoder: DecoderSpec, weight_format: str
+) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+    """Cut the weights: for each linear layer its ranges (start, stop, segment), and the segments' bytes.
+
+    A segment is as much of consecutive weights as the largest layer has, or a part of the whole; the head
+    begins with one of its own.  Ranges are whole panels, bytes whole pages.
+    """
+    layers = [[(x, weight_format) for x in layer_linears(layer)] for layer in decoder.layers]
+    layers.append([(decoder.lm_head, lm_head_format(weight_format))])
+    layer_bytes = [
+        [packed_bytes(x.out_features, x.in_features, kind) for x, kind in layer] for layer in layers
+    ]
+    total = sum(map(sum, layer_bytes))
+    limit = min(max(map(sum, layer_bytes[:-1])), max(total // _MIN_SEGMENTS, _MIN_SEGMENT_BYTES))
+    ranges: list[list[tuple[int, int, int]]] = []
+    sizes = [0]
+    for number, layer in enumerate(layers):
+        if number == len(layers) - 1:
+            sizes.append(0)
+        for x, kind in layer:
+            panels = -(-x.out_features // 32)
+            num_parts = min(-(-packed_bytes(x.out_features, x.in_features, kind) // limit), panels)
+            stops = [min(panels * (i + 1) // num_parts * 32, x.out_features) for i in range(num_parts)]
+            ranges.append([])
+            for start, stop in pairwise([0, *stops]):
+                size = packed_bytes(stop - start, x.in_features, kind)
+                if sizes[-1] and sizes[-1] + size > limit:
+                    sizes.append(0)
+                sizes[-1] += size
+                ranges[-1].append((start, stop, len(sizes) - 1))
+    return ranges, [round_up(size) for size in sizes]
+
+
+class _FileWeights:
+    """What both ways have in common: on the first load the weights are packed into the file."""
+
+    program_per_segment = False
+    """Whether a segment has a tape of its own."""
+
+    def __init__(self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any) -> None:
+        self._ranges, sizes = split_into_segments(decoder, weight_format)
+        self.file = PackedWeightsFile(folder, sizes, weights_id)
+        self._layer_index, self._current_segment, self._offset = 0, -1, 0
+
+    def _segment_address(self, segment: int) -> int:
+        """Return the address at which a segment lies, or will lie."""
+        raise NotImplementedError
+
+    def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
+        """Write the weights to the file, unless they are there; yield where they will be."""
+        ranges = self._ranges[self._layer_index]
+        self._layer_index += 1
+        for start, stop, segment in ranges:
+            starts_segment = segment != self._current_segment
+            if starts_segment:
+                self._current_segment, self._offset = segment, 0
+            yield self._pack_range(
+                layer.slice_outputs(start, stop),
+                weight_format,
+                start,
+                stop,
+                starts_segment and self.program_per_segment,
+            )
+
+    def _pack_range(
+        self, range_spec: LinearSpec, weight_format: str, start: int, stop: int, starts_segment: bool
+    ) -> PackedWeight:
+        offsets, nbytes = {}, 0
+        for name, size in cpu_kernels.packed_nbytes(
+            range_spec.out_features, range_spec.in_features, weight_format
+        ).items():
+            offsets[name] = self._offset
+            self._offset += align_up(size)
+            nbytes += size
+        if not self.file.complete:
+            cursors = dict(offsets)
+            for block in cpu_kernels.iter_packed_blocks(
+                (range_spec.out_features, range_spec.in_features), range_spec.copy_rows, weight_format
+            ):
+                for name, piece in block.items():
+                    self.file.write(self._current_segment, cursors[name], piece)
+                    cursors[name] += piece.numel()
+        base = self._segment_address(self._current_segment)
+        scale = base + offsets["scale"] if "scale" in offsets else 0
+        return PackedWeight(start, stop, base + offsets["weight"], scale, nbytes, starts_segment)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class MmapWeights(_FileWeights):
+    """The kernels read the file where the page cache has it."""
+
+    def __init__(self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any) -> None:
+        super().__init__(decoder, weight_format, folder, weights_id)
+        self._addresses = self.file.map()
+
+    def _segment_address(self, segment: int) -> int:
+        return self._addresses[segment]
+
+    def finalize(self) -> None:
+        """All weights were put."""
+        self.file.finalize()
+
+    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
+        """Run the tapes."""
+        for program in programs:
+            program.run()
+
+    def skip(self, first_segment: int) -> None:
+        """Nothing is under way."""
+
+
+class StreamedWeights(_FileWeights):
+    """Threads read the file into a ring, ahead of the tapes; ``circuit`` says what lies where."""
+
+    program_per_segment = True
+
+    def __init__(
+        self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any, max_bytes: int | None
+    ) -> None:
+        super().__init__(decoder, weight_format, folder, weights_id)
+        if max_bytes is None:
+            max_bytes = int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
+            max_bytes = max(max_bytes, len(_RING_SIZES) * max(self.file.sizes))
+        try:
+            self.ring = plan_ring(self.file.sizes, max_bytes)
+        except ValueError:
+            self.file.close()
+            raise
+        self._memory = EvictableMemory(self.ring.total_bytes)
+        self._futures: dict[int, IoFuture] = {}
+        self._verified: set[int] = set()
+
+    def _segment_address(self, segment: int) -> int:
+        return self._segment_buffer(segment).data_ptr()
+
+    def _segment_buffer(self, segment: int) -> Tensor:
+        offset = self.ring.offset(segment)
+        return self._memory.tensor(offset, (self.file.sizes[segment],), torch.uint8)
+
+    def finalize(self) -> None:
+        """All weights were put: fill the memory."""
+        if not self.file.complete:
+            self.file.finalize()
+            self.file.drop_page_cache()
+        ring = self.ring
+        for segment in range(min(ring.num_resident + ring.num_slots, len(ring.sizes))):
+            self._fetch(segment)
+
+    def _fetch(self, segment: int) -> None:
+        self._futures[segment] = self.file.read(segment, self._segment_buffer(segment))
+
+    def _wait_segment(self, segment: int) -> None:
+        future = self._futures[segment]
+        future.wait()
+        if segment not in self._verified:
+            self.file.verify(segment, tensor_bytes(self._segment_buffer(segment)))
+            self._verified.add(segment)
+
+    def _release_segment(self, segment: int) -> None:
+        if segment >= self.ring.num_resident:
+            del self._futures[segment]
+            self._fetch(self.ring.next_in_slot(segment))
+
+    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
+        """Run each tape when its segment has arrived, then let another take its place."""
+        for segment, program in enumerate(programs, first_segment):
+            self._wait_segment(segment)
+            program.run()
+            self._release_segment(segment)
+
+    def skip(self, first_segment: int) -> None:
+        """Let the segments pass that this step does not need."""
+        for segment in range(first_segment, len(self.file.sizes)):
+            self._wait_segment(segment)
+            self._release_segment(segment)
+
+    def close(self) -> None:
+        """Wait for what is under way; close the file."""
+        for future in self._futures.values():
+            future.wait_ignoring_errors()
+        self._futures.clear()
+        super().close()
+
+
+def build_streamed_weights(
+    decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any
+) -> MmapWeights | StreamedWeights:
+    """Return weights in a file, as ``options.stream`` asks; the runner that uses them puts them there.
+
+    ``key``: what the model was loaded from, or None for a live one.
+    """
+    folder = Path(options.stream_folder) if options.stream_folder else _default_folder()
+    weights_id = None if weights_id is None else [weights_id, weight_format]
+    if options.stream == "cpu":
+        return MmapWeights(decoder, weight_format, folder, weights_id)
+    return StreamedWeights(decoder, weight_format, folder, weights_id, options.stream_memory)
+
+
+def _default_folder() -> Path:
+    base = get_cache_dir()
+    if base is None:
+        raise ValueError("there is no cache directory for streamed weights: set stream_folder")
+    return base / "weights"
+
+
+def optimal_batch_size(
+    *, read_bytes: int, read_rate: float, macs: int, mac_rate: float, sequence_bytes: int, kv_memory: int
+) -> int:
+    """Return how many sequences a step should work on, at least 1.
+
+    More of them cost nothing while the weights take longer to come than to be used: up to
+    ``read_bytes / read_rate = batch * macs / mac_rate`` (bytes of a step, products of a token), and as many
+    as the ``memory`` for KV holds at ``sequence_bytes`` each.
+    """
+    balance = (read_bytes / read_rate) / (macs / mac_rate)
+    return max(1, min(int(balance + 0.999), kv_memory // sequence_bytes))
+
+
+def throughput_batch_size(
+    decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int
+) -> int:
+    """Return the batch for the most tokens a second on this machine: see :func:`optimal_batch_size`."""
+    machine = local_cluster()
+    all_linears = [
+        x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)
+    ]
+    all_linears.append(decoder.lm_head)
+    per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
+    speed = machine.peak_flops(torch.float32 if weight_format == "fp32" else torch.bfloat16)
+    free = available_host_memory() or 2**32
+    rate = machine.host_memory_bandwidth if options.stream == "cpu" else machine.disk_read_bandwidth
+    return optimal_batch_size(
+        read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in all_linears),
+        read_rate=rate,
+        macs=sum(x.out_features * x.in_features for x in all_linears),
+        mac_rate=speed / 2 * (2 if options.quantize else 1),  # integer products run at twice bf16's rate
+        sequence_bytes=per_token * max_length * (4 if weight_format == "fp32" else 2),
+        kv_memory=options.kv_memory or int(_MEMORY_FRACTION * free),
+    )

@@ -1,0 +1,1 @@
+"""One model on several processes: tensor, pipeline and expert parallelism of inference."""

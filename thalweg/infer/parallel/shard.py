@@ -1,0 +1,228 @@
+"""One rank's part of a decoder.
+
+Three ways to cut, which go together.  *Stages* (``pipeline``): each has some of the layers, the first the
+embedding, the last the head.  Within a stage *tensor* parallelism (Shoeybi et al. 2019, section 3): each rank
+has some of the heads with their rows of queries, keys and values, some of the inner units of each MLP or of
+every expert, and some of the vocabulary.  *Expert* parallelism deals whole experts out instead.
+
+What the output and down projections give are parts that must be added up over a stage's ranks, their bias on
+the first rank alone; norms, router, embedding and positions are on every rank.  Parts may differ in size: 25
+heads go to two ranks as 12 and 13.  With more ranks for experts than for heads, some have no heads at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MLPSpec, MoESpec
+from thalweg.infer.types import EngineConfig
+
+_VOCAB_UNIT = 32  # columns of a packed panel
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Into how many parts heads, layers and experts are cut."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @staticmethod
+    def from_options(options: EngineConfig) -> ParallelConfig:
+        """Return those that options ask for."""
+        return ParallelConfig(options.tensor_parallel, options.pipeline_parallel, options.expert_parallel)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of a stage."""
+        return max(self.tensor_parallel, self.expert_parallel)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all."""
+        return self.pipeline_parallel * self.ranks_per_stage
+
+
+def shard_for_rank(decoder: DecoderSpec, rank: int, parallel_config: ParallelConfig) -> DecoderSpec:
+    """Return what a rank has: that of place ``rank % places`` in stage ``rank // places``.
+
+    Raises ValueError, naming the degrees that work, where layers, heads or experts cannot be dealt out so.
+    """
+    stage_index, rank_in_stage = divmod(rank, parallel_config.ranks_per_stage)
+    moe_specs = [x.mlp for x in decoder.layers if isinstance(x.mlp, MoESpec)]
+    num_experts = min((len(m.up) for m in moe_specs), default=1)
+    if parallel_config.expert_parallel > num_experts:
+        has = num_experts if moe_specs else "no"
+        raise ValueError(
+            f"expert_parallel is {parallel_config.expert_parallel}; this model has {has} experts"
+        )
+    stage_spec = pipeline_stage(decoder, stage_index, parallel_config.pipeline_parallel)
+    return shard_stage(
+        stage_spec,
+        rank_in_stage,
+        parallel_config.ranks_per_stage,
+        parallel_config.tensor_parallel,
+        parallel_config.expert_parallel,
+    )
+
+
+def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> DecoderSpec:
+    """Return the layers of a stage; what only the first or the last needs is empty elsewhere."""
+    num_layers = len(decoder.layers)
+    if num_stages > num_layers:
+        raise ValueError(f"pipeline_parallel is {num_stages}; this model has {num_layers} layers")
+    layers = decoder.layers[
+        num_layers * stage_index // num_stages : num_layers * (stage_index + 1) // num_stages
+    ]
+    spec = replace(decoder, layers=layers)
+    if stage_index > 0:
+        spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, positions=None)
+    if stage_index < num_stages - 1:
+        spec = replace(spec, head=decoder.lm_head.slice_outputs(0, 0), norm=None)
+    return spec
+
+
+def shard_stage(
+    decoder: DecoderSpec,
+    rank: int,
+    num_ranks: int,
+    tensor_parallel: int | None = None,
+    expert_parallel: int = 1,
+) -> DecoderSpec:
+    """Return the part of ``rank`` out of ``size``; ``vocab`` stays the whole one's.
+
+    ``tensor``: how many of the ranks have heads, by default all.  ``experts``: into how many parts the set of
+    experts is cut, 1 for parts of every expert.
+    """
+    tensor_parallel = tensor_parallel or num_ranks
+    num_heads = min(x.attention.num_heads for x in decoder.layers)
+    if tensor_parallel > num_heads or any(
+        not _divides_heads(x.attention, tensor_parallel) for x in decoder.layers
+    ):
+        valid_degrees = [
+            n for n in range(1, num_heads + 1) if all(_divides_heads(x.attention, n) for x in decoder.layers)
+        ]
+        raise ValueError(
+            f"tensor_parallel is {tensor_parallel}; this model's heads can be dealt out to "
+            + ", ".join(map(str, valid_degrees))
+        )
+    head = decoder.lm_head
+    if head.out_features:
+        head = _slice_rows(head, [vocab_range(decoder.vocab_size, rank, num_ranks)])
+    layers = [
+        replace(
+            layer,
+            attention=_shard_heads(layer.attention, rank, num_ranks, tensor_parallel),
+            mlp=_shard_moe(layer.mlp, rank, num_ranks, expert_parallel)
+            if isinstance(layer.mlp, MoESpec)
+            else _shard_mlp(layer.mlp, rank, num_ranks),
+        )
+        for layer in decoder.layers
+    ]
+    return replace(decoder, layers=layers, head=head)
+
+
+def vocab_range(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the first token of a rank's part of the vocabulary, and the one after the last."""
+    units = -(-vocab_size // _VOCAB_UNIT)
+    return tuple(min(units * r // num_ranks * _VOCAB_UNIT, vocab_size) for r in (rank, rank + 1))  # type: ignore[return-value]
+
+
+def _divides_heads(a: AttentionSpec, num_ranks: int) -> bool:
+    return num_ranks <= a.num_kv_heads or (num_ranks % a.num_kv_heads == 0 and a.num_heads % num_ranks == 0)
+
+
+def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: int) -> AttentionSpec:
+    """Return a rank's heads, where every ``size // tensor``-th rank has some."""
+    ranks_per_head_shard = num_ranks // tensor_parallel
+    if rank % ranks_per_head_shard == 0:
+        return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
+    out = _slice_columns(a.out, 0, 0, rank)
+    return replace(
+        a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative=None
+    )
+
+
+def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSpec:
+    if num_ranks == 1:
+        return a
+    group = a.num_heads // a.num_kv_heads
+    if num_ranks <= a.num_kv_heads:
+        first, last = a.num_kv_heads * rank // num_ranks, a.num_kv_heads * (rank + 1) // num_ranks
+        low, high = first * group, last * group
+    else:  # several ranks share a head of keys and values, and keep it twice
+        low, high = a.num_heads // num_ranks * rank, a.num_heads // num_ranks * (rank + 1)
+        first, last = low // group, low // group + 1
+    keys = a.num_heads * a.head_dim
+    values = keys + a.num_kv_heads * a.head_dim
+    ranges = [
+        (low * a.head_dim, high * a.head_dim),
+        (keys + first * a.head_dim, keys + last * a.head_dim),
+        (values + first * a.head_dim, values + last * a.head_dim),
+    ]
+    return replace(
+        a,
+        heads=high - low,
+        kv_heads=last - first,
+        qkv=_slice_rows(a.qkv, ranges),
+        out=_slice_columns(a.out, low * a.head_dim, high * a.head_dim, rank),
+        alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[low:high],
+    )
+
+
+def _shard_mlp(m: MLPSpec, rank: int, num_ranks: int) -> MLPSpec:
+    if num_ranks == 1:
+        return m
+    inner = m.down.in_features
+    low, high = _intermediate_range(inner, rank, num_ranks)
+    ranges = [(low, high), (inner + low, inner + high)] if m.gated else [(low, high)]
+    return replace(m, up=_slice_rows(m.up, ranges), down=_slice_columns(m.down, low, high, rank))
+
+
+def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> MoESpec:
+    """Return a rank's experts: of its part of them all, or of all, some of the inner units."""
+    if num_ranks == 1:
+        return m
+    ranks_per_expert_shard = num_ranks // expert_parallel
+    begin, end = (
+        len(m.up) * n // expert_parallel
+        for n in (rank // ranks_per_expert_shard, rank // ranks_per_expert_shard + 1)
+    )
+    inner = m.down.shape[2]
+    low, high = _intermediate_range(inner, rank % ranks_per_expert_shard, ranks_per_expert_shard)
+    up = torch.cat([m.up[begin:end, low:high], m.up[begin:end, inner + low : inner + high]], 1)
+    shared_expert = None if m.shared_expert is None else _shard_mlp(m.shared_expert, rank, num_ranks)
+    down = m.down[begin:end, :, low:high].contiguous()
+    return replace(m, up=up, down=down, shared=shared_expert, first=m.first_expert + begin)
+
+
+def _intermediate_range(intermediate_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return a part of the inner units: whole groups of the quantised formats, where there are enough."""
+    unit = next(
+        u
+        for u in (32, 16, 1)
+        if (intermediate_size % u == 0 and intermediate_size // u >= num_ranks) or u == 1
+    )
+    units = intermediate_size // unit
+    if units < num_ranks:
+        raise ValueError(
+            f"{num_ranks} ranks share each layer; an MLP of {intermediate_size} inner units has too few for that"
+        )
+    return units * rank // num_ranks * unit, units * (rank + 1) // num_ranks * unit
+
+
+def _slice_rows(layer: LinearSpec, ranges: list[tuple[int, int]]) -> LinearSpec:
+    def pick(t: Tensor) -> Tensor:
+        return t[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([t[a:b] for a, b in ranges])
+
+    bias = None if layer.bias is None else pick(layer.bias)
+    return LinearSpec(lambda: pick(layer.weight), bias, (sum(b - a for a, b in ranges), layer.in_features))
+
+
+def _slice_columns(layer: LinearSpec, low: int, high: int, rank: int) -> LinearSpec:
+    bias = layer.bias if rank == 0 else None
+    return LinearSpec(lambda: layer.weight[:, low:high], bias, (layer.out_features, high - low))

@@ -1,0 +1,66 @@
+"""What the options ask weights and activations to be, and the check that a description is right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.infer.models.spec import UnsupportedModelError
+from thalweg.infer.types import EngineConfig
+from thalweg.ops import cpu_kernels
+
+NUM_PROBE_TOKENS = 13  # tokens of the check at load
+_TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def get_weight_format(options: EngineConfig) -> str:
+    """Return what weights become: fp32, bf16, fp16, int8 or int4."""
+    if options.quantize:
+        return options.quantize
+    if options.dtype != "auto":
+        return options.dtype
+    if options.device != "cpu":
+        return "bf16"
+    return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
+
+
+def get_activation_dtype(weight_format: str, options: EngineConfig) -> str:
+    """Return what activations are in beside weights in a form."""
+    return "fp32" if weight_format == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
+
+
+def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
+    """Return what plain operators compute in, for weights in a form."""
+    if weight_format in ("int8", "int4") and on_cpu:
+        return torch.float32
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(weight_format, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Have a live model in eval mode for a block, and each of its modules as it was behind it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_moe: bool = False) -> None:
+    """Raise Unsupported unless what a description gives is what the model in ``dtype`` gave.
+
+    ``is_moe``: its tokens go to some of many experts.
+    """
+    # Of each token's numbers the mean error: the largest of a deep model's many in bf16 says little.
+    rows = (actual - expected).square().mean(1).sqrt()
+    # In few bits a token or two may go to other experts, where routers are undecided: the middle one counts.
+    worst = rows.median() if is_moe and dtype != torch.float32 else rows.max()
+    error = (worst / expected.std().clamp(min=1e-6)).item()
+    if not error < _TOLERANCE.get(dtype, 5e-2):
+        raise UnsupportedModelError(f"our description's logits are off by {error:.2g} standard deviations")

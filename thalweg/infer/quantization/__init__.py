@@ -1,0 +1,1 @@
+"""Weights in 8 and 4 bits: packing, quantised modules, checkpoints that come quantised."""

@@ -1,0 +1,63 @@
+"""Batch-invariant computation on runners whose sums depend on how many rows there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
+
+
+class BatchInvariantRunner:
+    """Gives every token to another runner alone, so that no result depends on the token's company.
+
+    Not on other sequences, not on how prompts are cut into pieces, not on what a prefix cache has saved.
+    The native kernels have this by themselves and need no wrapper.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.inner = runner
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+        self.block_tables, self.encoder_block_tables = runner.block_tables, runner.encoder_block_tables
+        self.lora_ids, self.encoder_seq_lens = runner.lora_ids, runner.encoder_seq_lens
+
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+        """Compute sources, one after the other."""
+        for encoder_input in inputs:
+            self.inner.run_encoder([encoder_input])
+
+    def run(self, batch: ModelInput) -> Tensor:
+        """Return fp32 logits (len(batch.rows), vocab)."""
+        output_index = {row: number for number, row in enumerate(batch.logit_indices)}
+        outputs: list[Tensor] = [torch.empty(0)] * len(output_index)
+        for index, (token, span) in enumerate(self._single_tokens(batch)):
+            logits = self.inner.run(ModelInput([token], [span], [0] if index in output_index else []))
+            if index in output_index:
+                outputs[output_index[index]] = logits[0].clone()
+        return torch.stack(outputs) if outputs else torch.empty(0, 0)
+
+    def hidden_states(self, batch: ModelInput) -> Tensor:
+        """Return the last hidden states, fp32 (tokens, width)."""
+        return torch.cat(
+            [
+                self.inner.hidden_states(ModelInput([t], [s], [0])).clone()
+                for t, s in self._single_tokens(batch)
+            ]
+        )
+
+    def _single_tokens(self, batch: ModelInput) -> list[tuple[int, QuerySpan]]:
+        spans = [QuerySpan(s.slot, s.start + i, 1) for s in batch.spans for i in range(s.num_tokens)]
+        return list(zip(batch.tokens, spans, strict=True))
+
+    def argmax(self) -> None:
+        """Nothing is at hand."""
+
+    def free_slot(self, slot: int) -> None:
+        """Forget what the slot's sequence has left."""
+        self.inner.free_slot(slot)
+
+    def close(self) -> None:
+        """Free the weights and the cache."""
+        self.inner.close()

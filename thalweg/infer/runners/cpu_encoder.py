@@ -1,0 +1,194 @@
+"""A stack in which every token sees its whole sequence, on a tape of native kernels.
+
+Several sequences are computed together, one after the other in the rows, none of them padded.  A layer's keys
+and values matter only until its attention is done, so all layers keep theirs in the same blocks; only what a
+listening decoder is told goes into the blocks of its own pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.infer.lora import LoraManager
+from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
+from thalweg.infer.runners.base import EncoderInput
+from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
+from thalweg.ops import cpu_kernels
+
+CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, tuple[Tensor, Tensor, int]]]
+"""For each layer of a decoder: its cross attention, the self-attention that has the same shape, and the pool
+of keys and values with its stripe."""
+
+
+class CpuEncoder:
+    """Runs an :class:`EncoderSpec` with weights in ``form``: up to ``most`` sequences, ``max_tokens`` tokens.
+
+    ``told``: cross attentions to compute keys and values for; ``tables`` (slots, blocks) names their blocks.
+    ``adapter_of``: which of the ``adapters`` each slot has.
+    """
+
+    def __init__(
+        self,
+        encoder: EncoderSpec,
+        *,
+        weight_format: str,
+        kv_cache_dtype: str,
+        max_length: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        weights: WeightStore | None = None,
+        cross_targets: CrossTargets = (),
+        block_tables: np.ndarray | None = None,
+        lora: LoraManager | None = None,
+        lora_ids: np.ndarray | None = None,
+    ) -> None:
+        self.hidden_size, self.max_length, self.max_num_batched_tokens = (
+            encoder.hidden_size,
+            max_length,
+            max_num_batched_tokens,
+        )
+        self._owns_weights = weights is None
+        self._weights = weights or InMemoryWeights(encoder, weight_format)
+        self._scratch_block_tables = np.zeros(
+            (max_num_seqs, -(-max_length // cpu_kernels.BLOCK_SIZE)), dtype=np.int32
+        )
+        self._block_tables = block_tables
+        program = _EncoderProgram(
+            self._weights, encoder, weight_format, kv_cache_dtype=kv_cache_dtype, max_tokens=max_num_batched_tokens, max_length=max_length,
+            num_blocks=max_num_batched_tokens // cpu_kernels.BLOCK_SIZE + max_num_seqs, block_tables=self._scratch_block_tables, cross_targets=cross_targets, cross_block_tables=block_tables,
+            lora=lora,
+        )  # fmt: skip
+        self._embedded, self._final, self.weight_bytes = program.embedded, program.final, program.weight_bytes
+        self._tokens, self._positions, _, _ = program.inputs
+        self._lora_ids, self._row_lora_ids = lora_ids, program.row_lora_ids.numpy()
+        self._np_inputs = [
+            t.numpy()
+            for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
+        ]
+        (self._programs,) = program.build(program.segments)
+        self._encoder = encoder
+        dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
+        self._embed = encoder.embed.to(dtype)
+        self._position_embeddings = (
+            None if encoder.position_embeddings is None else encoder.position_embeddings.float()
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run.
+
+        What a decoder is told goes into the blocks of each source's slot.
+        """
+        tokens, positions, table_offsets, last_visible, cross_table_offsets, counts = self._np_inputs
+        offset = block = 0
+        for number, encoder_input in enumerate(inputs):
+            length = len(encoder_input.tokens)
+            span = slice(offset, offset + length)
+            assert length <= self.max_length and offset + length <= self.max_num_batched_tokens, (
+                "the caller keeps to the room"
+            )
+            blocks = -(-length // cpu_kernels.BLOCK_SIZE)
+            self._scratch_block_tables[number, :blocks] = np.arange(block, block + blocks)
+            tokens[span], positions[span], last_visible[span] = (
+                encoder_input.tokens,
+                np.arange(length),
+                length - 1,
+            )
+            table_offsets[span] = number * self._scratch_block_tables.strides[0]
+            if self._block_tables is not None:
+                cross_table_offsets[span] = encoder_input.slot * self._block_tables.strides[0]
+            if self._lora_ids is not None:
+                self._row_lora_ids[span] = self._lora_ids[encoder_input.slot]
+            offset, block = offset + length, block + blocks
+        counts[:] = offset
+        e = self._encoder
+        x = F.embedding(self._tokens[:offset], self._embed)
+        if e.embed_scale != 1.0:
+            x = x.float() * e.embed_scale
+        if self._position_embeddings is not None:
+            rows = self._positions[:offset]
+            if e.pad_token_id >= 0:
+                rows = torch.cat([e.position_ids(torch.tensor(list(source.tokens))) for source in inputs])
+            x = x.float() + self._position_embeddings[rows]
+        self._embedded[:offset] = x
+        for program in self._programs:
+            program.run()
+        return self._final[:offset, : self.hidden_size]
+
+    def close(self) -> None:
+        """Drop the weights, where they are its own."""
+        if self._owns_weights and "_weights" in self.__dict__:
+            self._weights.close()
+        self.__dict__.clear()
+
+
+class _EncoderProgram(ProgramBuilder):
+    """Lays an encoder down, and what follows it for a decoder."""
+
+    def __init__(
+        self,
+        weights: WeightStore,
+        e: EncoderSpec,
+        weight_format: str,
+        *,
+        kv_cache_dtype: str,
+        max_tokens: int,
+        max_length: int,
+        num_blocks: int,
+        block_tables: np.ndarray,
+        cross_targets: CrossTargets,
+        cross_block_tables: np.ndarray | None,
+        lora: LoraManager | None,
+    ) -> None:
+        super().__init__(
+            weights, weight_format, hidden_size=e.hidden_size, max_tokens=max_tokens, max_length=max_length, kv_cache_dtype=kv_cache_dtype, tables_address=block_tables.ctypes.data,
+            lora=lora,
+        )  # fmt: skip
+        self.refs += [block_tables, cross_block_tables]
+        self.last_positions, self.cross_table_offsets = (
+            self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)
+        )
+        kv_regions: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
+        if e.embed_norm is not None:
+            self.norm_into(e.embed_norm, self.x, self.x)
+        for layer in e.layers:
+            a = layer.attention
+            if (a.num_kv_heads, a.head_dim) not in kv_regions:
+                kv_regions[a.num_kv_heads, a.head_dim] = self.allocate_kv(num_blocks, [a])[1][0]
+            self.emit_layer(layer, *kv_regions[a.num_kv_heads, a.head_dim])
+        self.final = self.x
+        if e.final_norm is not None:
+            self.final = self.keep_alive(cpu_kernels.allocate_rows(max_tokens, e.hidden_size))
+            self.norm_into(e.final_norm, self.x, self.final)
+        if cross_block_tables is not None:
+            rows = self.norm_and_quantize(None, self.final, weight_format, "told")
+            for cross, attention, kv_region in cross_targets:
+                if cross is not None:
+                    self._write_cross_kv(cross, rows, attention, kv_region, cross_block_tables.ctypes.data)
+
+    @property
+    def last_visible(self) -> Tensor:
+        """A token sees its sequence to the end."""
+        return self.last_positions
+
+    def _write_cross_kv(
+        self,
+        cross: CrossAttentionSpec,
+        rows: cpu_kernels.ActivationBuffer,
+        a: AttentionSpec,
+        kv_region: tuple[Tensor, Tensor, int],
+        cross_tables_address: int,
+    ) -> None:
+        """Compute keys and values of the source for a layer of a decoder, and store them."""
+        kv = self.buffer("kv", cross.kv.out_features)
+        self.linear(rows, cross.kv, kv, self.weight_format)
+        kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
+        shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), heads=0)
+        self.rope_and_store_kv(shape, kv_spec, kv, *kv_region, cross_tables_address, self.cross_table_offsets)

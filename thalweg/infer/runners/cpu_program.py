@@ -1,0 +1,410 @@
+"""What is laid down on a tape, and the parts that decoders and encoders share.
+
+A layout packs weights, allocates buffers and names kernels, one call after the other; :meth:`Layout.lay`
+makes tapes of them.  Buffers have room for ``tokens`` rows; how many a step has stands in ``counts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.lora import LoraManager, LoraWeights
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    NormSpec,
+)
+from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.runners.packed_weights import WeightStore
+from thalweg.ops import cpu_kernels
+from thalweg.storage_io.evictable_memory import EvictableMemory
+
+OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
+
+
+class ProgramBuilder:
+    """Lays a stack of layers down as instructions.
+
+    ``reach``: the longest sequence; ``tables``: address of the block tables of self-attention.
+    """
+
+    def __init__(
+        self,
+        weights: WeightStore,
+        weight_format: str,
+        *,
+        hidden_size: int,
+        max_tokens: int,
+        max_length: int,
+        kv_cache_dtype: str,
+        tables_address: int,
+        lora: LoraManager | None = None,
+        comm: ShmCommunicator | None = None,
+        num_threads: int = 0,
+    ) -> None:
+        self.num_threads = num_threads
+        self.comm = None if comm is None or comm.world_size == 1 else comm  # whose parts are to be added up
+        self.lora, self.row_lora_ids = lora, torch.full((max_tokens,), -1, dtype=torch.int64)
+        self.weight_format, self.max_tokens, self.kv_cache_dtype, self.max_length = (
+            weight_format,
+            max_tokens,
+            kv_cache_dtype,
+            max_length,
+        )
+        self.kernels = cpu_kernels.KernelSet()
+        self.refs: list[Any] = [comm]
+        self.weights, self.weight_bytes = weights, 0
+        self.inputs = [torch.zeros(max_tokens, dtype=torch.int64) for _ in range(4)]
+        _, self.positions, self.table_offsets, self.logit_rows = self.inputs
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        self.count_address = self.counts.data_ptr()  # the address of how many rows there are
+        self.tables_address = tables_address
+        self.x = self.embedded = torch.zeros(max_tokens, hidden_size)
+        self._operands: dict[tuple[int, str, str], cpu_kernels.ActivationBuffer] = {}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._attention_outputs: dict[int, Tensor] = {}
+        self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._relative_biases: dict[int, Tensor] = {}
+        self.current_segment: list[cpu_kernels.Instruction] = []
+        self.segments = [self.current_segment]
+        self.num_matmuls = 0  # on the present tape
+        self.scratch = torch.zeros(256, cpu_kernels.round_up(max_length, 16))
+
+    def keep_alive(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor as long as the tapes live."""
+        self.refs.append(tensor)
+        return tensor
+
+    def emit_call(self, kernel: str, *arguments: Any) -> None:
+        """Lay a call down."""
+        self.current_segment.append(cpu_kernels.Instruction(kernel, arguments))
+
+    def padded_vector(self, values: Tensor | None, size: int) -> Tensor:
+        """Return an fp32 vector, padded with zeros to whole panels."""
+        out = torch.zeros(cpu_kernels.round_up(size, 32))
+        if values is not None:
+            out[: len(values)] = values
+        return self.keep_alive(out)
+
+    def operand_buffer(self, width: int, weight_format: str, label: str) -> cpu_kernels.ActivationBuffer:
+        """Return the buffer of that name for rows that meet weights of a form."""
+        key = (width, OPERAND_KINDS[weight_format], label)
+        if key not in self._operands:
+            y = self.keep_alive(cpu_kernels.allocate_rows(self.max_tokens, width))
+            self._operands[key] = cpu_kernels.ActivationBuffer(
+                self.max_tokens, width, OPERAND_KINDS[weight_format], y
+            )
+            self.refs.append(self._operands[key])
+        return self._operands[key]
+
+    def buffer(self, label: str, columns: int) -> Tensor:
+        """Return the fp32 buffer of that name, its columns padded to whole panels."""
+        key = (columns, label)
+        if key not in self._buffers:
+            self._buffers[key] = self.keep_alive(
+                torch.zeros(self.max_tokens, cpu_kernels.round_up(columns, 32))
+            )
+        return self._buffers[key]
+
+    def norm_and_quantize(
+        self, norm: NormSpec | None, x: Tensor, weight_format: str, label: str = ""
+    ) -> cpu_kernels.ActivationBuffer:
+        """Normalise rows of x (or pass them on) and make them ready for weights of a form."""
+        rows = self.operand_buffer(x.shape[1], weight_format, label)
+        self._emit_norm(norm, x, rows)
+        return rows
+
+    def _emit_norm(self, norm: NormSpec | None, x: Tensor, rows: cpu_kernels.ActivationBuffer) -> None:
+        width = x.shape[1]
+        weight = self.padded_vector(None if norm is None else norm.weight, width)
+        bias = self.padded_vector(None if norm is None else norm.bias, width)
+        eps = self.keep_alive(torch.tensor([0.0 if norm is None else norm.eps], dtype=torch.float32))
+        style = "none" if norm is None else norm.norm_type
+        self.emit_call(
+            self.kernels.norm(style, rows.kind),
+            x, x.stride(0) * 4, weight, bias, eps, self.count_address, width, *rows.output_args(),
+        )  # fmt: skip
+
+    def norm_into(self, norm: NormSpec, x: Tensor, out: Tensor) -> None:
+        """Normalise rows of x; ``out`` may be x itself."""
+        rows = cpu_kernels.ActivationBuffer(self.max_tokens, x.shape[1], "fp32", out)
+        self.refs.append(rows)
+        self._emit_norm(norm, x, rows)
+
+    def linear(
+        self,
+        rows: cpu_kernels.ActivationBuffer,
+        layer: LinearSpec,
+        out: Tensor,
+        weight_format: str,
+        accumulate: bool = False,
+    ) -> None:
+        """Multiply with a layer's weights; ``add``: to what is in ``out``."""
+        for packed in self.weights.pack(layer, weight_format):
+            if packed.starts_segment and self.num_matmuls:
+                self.current_segment, self.num_matmuls = [], 0
+                self.segments.append(self.current_segment)
+            self.num_matmuls += 1
+            self.weight_bytes += packed.nbytes
+            outputs = packed.stop - packed.start
+            bias = None if layer.bias is None else layer.bias[packed.start : packed.stop]
+            panels = (
+                cpu_kernels.round_up(outputs, 32) // cpu_kernels.WEIGHT_FORMATS[weight_format].panel_columns
+            )
+            columns = out[:, packed.start :]
+            self.emit_call(
+                self.kernels.gemm(weight_format),
+                rows.operand, packed.weight_address, columns, self.count_address, cpu_kernels.round_up(rows.width), panels,
+                rows.operand_stride, out.stride(0) * 4, self.padded_vector(bias, outputs), columns if accumulate else 0,
+                rows.scale, packed.scale_address, *rows.sum_args(weight_format),
+            )  # fmt: skip
+        lora_weights = None if self.lora is None else self.lora.weights_for(layer)
+        if lora_weights is not None:
+            self._add_lora(rows, lora_weights, out, layer.out_features)
+
+    def _add_lora(
+        self,
+        rows: cpu_kernels.ActivationBuffer,
+        lora_weights: Sequence[LoraWeights | None],
+        out: Tensor,
+        outputs: int,
+    ) -> None:
+        """Add to the product what each row's adapter says."""
+        k, columns = cpu_kernels.round_up(rows.width, 16), cpu_kernels.round_up(outputs, 16)
+        table = self.keep_alive(torch.zeros(len(lora_weights), 3, dtype=torch.int64))
+        largest = max(len(pair[0]) for pair in lora_weights if pair is not None)
+        for entry, pair in zip(table, lora_weights, strict=True):
+            if pair is not None:
+                down, up = torch.zeros(len(pair[0]), k), torch.zeros(len(pair[0]), columns)
+                down[:, : rows.width], up[:, :outputs] = pair
+                self.refs += [down, up]
+                entry[:] = torch.tensor([down.data_ptr(), up.data_ptr(), len(down)])
+        low = self.buffer("low", largest)
+        self.emit_call(
+            self.kernels.lora_shrink(),
+            rows.y, rows.y.stride(0) * 4, self.count_address, k, self.row_lora_ids, table, low, low.stride(0) * 4,
+            largest,
+        )  # fmt: skip
+        self.emit_call(
+            self.kernels.lora_expand(),
+            out, out.stride(0) * 4, self.count_address, columns, self.row_lora_ids, table, low, low.stride(0) * 4,
+        )  # fmt: skip
+
+    def linear_residual(
+        self,
+        rows: cpu_kernels.ActivationBuffer,
+        layer: LinearSpec,
+        post_norm: NormSpec | None,
+        residual_norm: NormSpec | None,
+    ) -> None:
+        """x += layer(rows), through a norm ``post`` where there is one; then x through ``after``."""
+        width = self.x.shape[1]
+        if self.comm is None and post_norm is None and width % 32 == 0:  # whole panels fit into the rows of x
+            self.linear(rows, layer, self.x, self.weight_format, accumulate=True)
+        else:
+            partial = self.buffer("part", layer.out_features)
+            if self.comm is None:
+                self.linear(rows, layer, partial, self.weight_format)
+            else:
+                self._linear_all_reduce(self.comm, rows, layer, partial)
+            if post_norm is not None:
+                self.norm_into(post_norm, partial[:, :width], partial)
+            self.emit_call(
+                self.kernels.add(), self.x, partial, self.count_address, width, partial.stride(0) * 4
+            )
+        if residual_norm is not None:
+            self.norm_into(residual_norm, self.x, self.x)
+
+    def _linear_all_reduce(
+        self, comm: ShmCommunicator, rows: cpu_kernels.ActivationBuffer, layer: LinearSpec, out: Tensor
+    ) -> None:
+        """Out = the sum over the ranks of what the layer gives."""
+        partials = comm.next_reduce_buffers()
+        self.linear(rows, layer, partials[comm.rank], self.weight_format)
+        self.emit_call(self.kernels.barrier(), *comm.barrier_args())
+        self.emit_call(
+            self.kernels.reduce_sum(),
+            out, out.stride(0) * 4, partials, partials.stride(1) * 4, partials.stride(0) * 4, comm.world_size, self.count_address,
+            cpu_kernels.round_up(layer.out_features, 16),
+        )  # fmt: skip
+
+    def emit_layer(
+        self, layer: LayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
+    ) -> None:
+        """Lay a layer down whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
+
+        ``last``: from its attention on, go on with the rows that are wanted.
+        """
+        a, m, weight_format = layer.attention, layer.mlp, self.weight_format
+        assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+        qkv = self.buffer("qkv", a.qkv.out_features)
+        self.linear(self.norm_and_quantize(layer.attn_norm, self.x, weight_format), a.qkv, qkv, weight_format)
+        shape = self.attention_shape(a)
+        self.rope_and_store_kv(shape, a, qkv, keys, values, stripe, self.tables_address, self.table_offsets)
+        queries = self.gather_output_rows(qkv, a.num_heads * a.head_dim) if is_last else qkv
+        attended = self.self_attention(shape, a, queries, keys, values, stripe)
+        up = self.buffer("up", m.up.out_features)
+        rows = self.norm_and_quantize(None, attended, weight_format, "attended")
+        if layer.parallel_residual:
+            self.linear(
+                self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format
+            )
+        self.linear_residual(rows, a.out, layer.post_attn_norm, layer.attn_residual_norm)
+        if layer.cross_attention is not None:
+            self.cross_attention(layer.cross_attention, a, keys, values, stripe)
+        if not layer.parallel_residual:
+            self.linear(
+                self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format
+            )
+        rows = self.operand_buffer(m.down.in_features, weight_format, "inner")
+        self.emit_call(
+            self.kernels.activate(m.activation, m.gated, rows.kind),
+            up, up.stride(0) * 4, self.count_address, m.down.in_features, *rows.output_args(),
+        )  # fmt: skip
+        self.linear_residual(rows, m.down, layer.post_mlp_norm, layer.mlp_residual_norm)
+
+    def cross_attention(
+        self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
+    ) -> None:
+        """Attend to a source; decoders do."""
+        raise NotImplementedError
+
+    def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
+        """Go on with the rows that are wanted, of queries and of everything else; decoders do."""
+        raise NotImplementedError
+
+    @property
+    def last_visible(self) -> Tensor:
+        """The last position that each token sees."""
+        raise NotImplementedError
+
+    def rope_and_store_kv(
+        self, shape: cpu_kernels.AttentionShape, a: AttentionSpec, qkv: Tensor, keys: Tensor, values: Tensor, stripe: int,
+        tables_address: int, table_offsets: Tensor,
+    ) -> None:  # fmt: skip
+        """Rotate queries and keys; store keys and values in the blocks of ``tables``."""
+        cos, sin = self._rope_table(a)
+        q_norm = self.padded_vector(None if a.q_norm is None else a.q_norm.weight, a.head_dim)
+        k_norm = self.padded_vector(None if a.k_norm is None else a.k_norm.weight, a.head_dim)
+        eps = self.keep_alive(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
+        self.emit_call(
+            self.kernels.rope_and_store_kv(shape),
+            qkv, qkv.stride(0) * 4, self.count_address, self.positions, tables_address, keys, values, cos, sin, q_norm,
+            k_norm, eps, table_offsets, stripe,
+        )  # fmt: skip
+
+    def self_attention(
+        self,
+        shape: cpu_kernels.AttentionShape,
+        a: AttentionSpec,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        stripe: int,
+    ) -> Tensor:
+        """Let tokens attend to their own sequence; returns rows (tokens, heads * dim)."""
+        return self.paged_attention(
+            shape,
+            queries,
+            keys,
+            values,
+            stripe,
+            self._position_bias(a),
+            self.tables_address,
+            self.table_offsets,
+            self.last_visible,
+        )
+
+    def paged_attention(
+        self, shape: cpu_kernels.AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, stripe: int, bias: Tensor,
+        tables_address: int, table_offsets: Tensor, last_visible: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Let tokens attend to the blocks of any tables."""
+        width = shape.num_heads * shape.head_dim
+        if width not in self._attention_outputs:  # the kernel writes heads one after the other, rows unpadded
+            self._attention_outputs[width] = self.keep_alive(torch.zeros(self.max_tokens, width))
+        out = self._attention_outputs[width]
+        self.emit_call(
+            self.kernels.paged_attention(shape),
+            queries, queries.stride(0) * 4, self.count_address, self.positions, tables_address, keys, values, out,
+            self.scratch, self.scratch.stride(0) * 4, bias, table_offsets, stripe, last_visible,
+        )  # fmt: skip
+        return out
+
+    def _position_bias(self, a: AttentionSpec) -> Tensor:
+        if a.relative_bias is None:
+            return self.padded_vector(a.alibi_slopes, a.num_heads)
+        if id(a.relative_bias) not in self._relative_biases:
+            self._relative_biases[id(a.relative_bias)] = self.keep_alive(
+                a.relative_bias.build_table(self.max_length)
+            )
+        return self._relative_biases[id(a.relative_bias)]
+
+    def attention_shape(self, a: AttentionSpec) -> cpu_kernels.AttentionShape:
+        """Return the shape of an attention."""
+        num_pairs = 0 if a.rope is None else a.rope.cos.shape[1]
+        return cpu_kernels.AttentionShape(
+            num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, scale=a.scale, kv_dtype=self.kv_cache_dtype,
+            bf16_pairs=not cpu_kernels.unsupported_reason("bf16"),
+            rotary_dim=2 * num_pairs, rotary_interleaved=a.rope is not None and a.rope.interleaved,
+            qk_norm=a.q_norm is not None, sliding_window=a.sliding_window, softcap=a.softcap, alibi=a.alibi_slopes is not None,
+            bias_span=0 if a.relative_bias is None else self.max_length,
+        )  # fmt: skip
+
+    def allocate_kv(
+        self, num_blocks: int, attention_specs: Sequence[AttentionSpec]
+    ) -> tuple[EvictableMemory, list[tuple[Tensor, Tensor, int]]]:
+        """Return memory, and in it each layer's room for keys and values with the bytes from one stripe of
+        blocks to the next.
+
+        One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
+        """
+        sizes = [
+            a.num_kv_heads * cpu_kernels.BLOCKS_PER_STRIPE * self.attention_shape(a).head_bytes
+            for a in attention_specs
+        ]
+        stripe = 2 * sum(sizes)
+        total = -(-num_blocks // cpu_kernels.BLOCKS_PER_STRIPE) * stripe
+        memory, at, regions = EvictableMemory(total), 0, []
+        self.refs.append(memory)
+        for nbytes in sizes:
+            keys, values = (
+                memory.tensor(start, (total - start,), torch.uint8) for start in (at, at + nbytes)
+            )
+            regions.append((keys, values, stripe))
+            at += 2 * nbytes
+        return memory, regions
+
+    def _rope_table(self, a: AttentionSpec) -> tuple[Tensor, Tensor]:
+        if a.rope is None:
+            return self.padded_vector(None, 1), self.padded_vector(None, 1)
+        key = id(a.rope)
+        if key not in self._rope_tables:
+            table = a.rope.cos.float().contiguous(), a.rope.sin.float().contiguous()
+            self._rope_tables[key] = (self.keep_alive(table[0]), self.keep_alive(table[1]))
+        return self._rope_tables[key]
+
+    def build(self, *programs: list[list[cpu_kernels.Instruction]]) -> list[list[cpu_kernels.Program]]:
+        """Compile the kernels and return the tapes of each part's segments."""
+        library = self.kernels.compile()
+        refs = [*self.refs, self.inputs, self.counts, self.x, self.embedded, self.scratch, library]
+        return [
+            [cpu_kernels.build_program(calls, library, refs, self.num_threads) for calls in part]
+            for part in programs
+        ]
+
+
+def without_positions(shape: cpu_kernels.AttentionShape, scale: float) -> cpu_kernels.AttentionShape:
+    """Return heads of the same shape and cache without anything that depends on positions."""
+    return replace(
+        shape, scale=scale, rotary=0, interleaved=False, qk_norm=False, window=0, softcap=0.0, alibi=False,
+        reach=0,
+    )  # fmt: skip

@@ -1,0 +1,381 @@
+"""The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
+
+At load the weights are packed (``ops/use_cpu_kernels/panels.py``) and the model is laid down once as a list of kernel
+calls on preallocated buffers (``program.py``); a step fills in tokens, positions and block tables and runs the
+list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, pieces of
+prompts and decoding tokens mix freely, and a token's result is the same, bit for bit, in any company.
+
+Activations between layers are fp32.  What meets a packed weight is fp32, bf16 or int8 with a scale per row.
+
+A model that listens has a second tape (``encode.py``): it computes a source once and stores, layer by layer,
+the keys and values that cross attention reads, in blocks of the same pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.infer.lora import LoraManager
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    DecoderSpec,
+    EncoderSpec,
+    MoESpec,
+    UnsupportedModelError,
+)
+from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.runners.cpu_encoder import CpuEncoder
+from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, lm_head_format
+from thalweg.ops import cpu_kernels
+from thalweg.storage_io.evictable_memory import PagePrefaulter
+
+
+def check_supported(
+    decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32"
+) -> None:
+    """Raise Unsupported unless this processor and this model suit the kernels."""
+    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
+        if why := cpu_kernels.unsupported_reason(name):
+            raise UnsupportedModelError(why)
+    if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
+        raise UnsupportedModelError(f"a cache in {kv_cache_dtype}")
+    encoder = decoder.encoder if isinstance(decoder, DecoderSpec) else None
+    sizes = [decoder.hidden_size] if encoder is None else [decoder.hidden_size, encoder.hidden_size]
+    for layer in [*decoder.layers, *(encoder.layers if encoder is not None else ())]:
+        if isinstance(layer.mlp, MoESpec):
+            raise UnsupportedModelError("a mixture of experts")
+        a = layer.attention
+        sizes += [a.head_dim, layer.mlp.down.in_features]
+        if (a.q_norm is not None) != (a.k_norm is not None):
+            raise UnsupportedModelError("a norm on queries or keys alone")
+        if a.q_norm is not None and a.q_norm.norm_type != "rms":
+            raise UnsupportedModelError("layer norms on queries and keys")
+        if (
+            layer.cross_attention is not None
+            and layer.cross_attention.kv.out_features != 2 * a.num_kv_heads * a.head_dim
+        ):
+            raise UnsupportedModelError("cross attention with other heads than self-attention")
+    if any(size % 16 for size in sizes):
+        raise UnsupportedModelError("a width that is no multiple of 16")
+
+
+class CpuRunner:
+    """Runs a :class:`DecoderSpec` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
+
+    ``cache``: what keys and values are kept as, a name of ``use_cpu_kernels.KV_DTYPE_BYTES``.
+    ``weights`` keeps them (by default in memory).  ``adapters``: what slots may name in
+    ``adapter_of``.  The decoder's embedding is read row by row where it lies.
+    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
+    ``threads``: 0 for as many as torch has.
+    """
+
+    block_size = cpu_kernels.BLOCK_SIZE
+
+    def __init__(
+        self,
+        decoder: DecoderSpec,
+        *,
+        weight_format: str,
+        num_blocks: int,
+        num_slots: int,
+        max_length: int,
+        max_num_batched_tokens: int,
+        kv_cache_dtype: str,
+        weights: WeightStore | None = None,
+        lora: LoraManager | None = None,
+        comm: ShmCommunicator | None = None,
+        num_threads: int = 0,
+    ) -> None:
+        check_supported(decoder, weight_format, kv_cache_dtype)
+        self._weights = weights or InMemoryWeights(decoder, weight_format)
+        self.vocab_size, self.hidden_size, self.num_blocks = (
+            decoder.vocab_size,
+            decoder.hidden_size,
+            num_blocks,
+        )
+        self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
+        shape = (num_slots, -(-max_length // self.block_size))
+        self.comm, self.num_threads = comm, num_threads
+        self.block_tables = np.zeros(shape, dtype=np.int32) if comm is None else comm.block_tables
+        self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
+        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
+        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self._has_lora = lora is not None
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
+        self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
+        self._position_embeddings = (
+            None if decoder.position_embeddings is None else decoder.position_embeddings.float()
+        )
+        program = _DecoderProgram(
+            self, decoder, weight_format, max_num_batched_tokens, max_length, kv_cache_dtype, lora
+        )
+        self._embedded, self._logits = program.embedded, program.logits
+        self._tokens, self._positions, self._table_offsets, self._logit_indices = program.inputs
+        self._counts = program.counts
+        # numpy views of the same memory: cheaper to fill, item by item
+        self._np_inputs = [t.numpy() for t in (*program.inputs, program.counts)]
+        self._row_lora_ids = program.input_lora_ids.numpy()
+        self._np_encoder_inputs = [t.numpy() for t in program.encoder_inputs]
+        self._body, self._head = program.build(program.body, program.head)
+        self._out, self._final, self._argmax_buffers = program.out, program.final, program.argmax_buffers
+        self._page_warmer = program.page_warmer
+        self._num_last_rows = 0
+        self.weight_bytes = program.weight_bytes
+        self._encoder: CpuEncoder | None = None
+        if decoder.encoder is not None:
+            cross_targets = [
+                (x.cross_attention, x.attention, pool)
+                for x, pool in zip(decoder.layers, program.kv_regions, strict=True)
+            ]
+            self._encoder = CpuEncoder(
+                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length, max_num_seqs=num_slots,
+                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights, cross_targets=cross_targets, block_tables=self.encoder_block_tables,
+                lora=lora, lora_ids=self.lora_ids,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+        """Compute sources and store what the layers' cross attention reads."""
+        assert self._encoder is not None, "only a model with an encoder has sources"
+        self._encoder.run(inputs)
+
+    @torch.inference_mode()
+    def run(self, batch: ModelInput) -> Tensor:
+        """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
+        comm = self.comm
+        self._prepare_inputs(batch)
+        self._weights.run(self._body, 0)
+        self._num_last_rows = count = len(batch.logit_indices)
+        if comm is not None and not comm.is_last_stage:
+            comm.publish(self._out[: len(batch.tokens), : self.hidden_size])
+            if comm.is_first_stage:
+                comm.wait_last_stage()
+        elif count == 0:
+            self._weights.skip(len(self._body))
+        else:
+            self._weights.run(self._head, len(self._body))
+        if comm is not None and comm.is_last_stage:
+            comm.publish()
+        logits = self._logits[:count, : self.vocab_size]
+        if self._logit_softcap:
+            logits = self._logit_softcap * torch.tanh(logits / self._logit_softcap)
+        return logits
+
+    def argmax(self) -> tuple[list[int], list[float]] | None:
+        """Return the most likely token of each row of the last run, and its logit; None where another stage
+        has the head."""
+        if self.comm is not None and not self.comm.is_last_stage:
+            return None
+        tokens, values = self._argmax_buffers
+        return tokens[: self._num_last_rows].tolist(), values[: self._num_last_rows].tolist()
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ModelInput) -> Tensor:
+        """Return the final hidden states, fp32 (tokens, width)."""
+        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        self._prepare_inputs(all_rows)
+        self._weights.run([*self._body, *self._head], 0)
+        count, comm = len(batch.tokens), self.comm
+        if comm is None or comm.shape.num_stages == 1:
+            return self._final[:count].clone()
+        comm.publish((self._final if comm.is_last_stage else self._out)[:count, : self.hidden_size])
+        if comm.is_first_stage:
+            comm.wait_last_stage()
+        return comm.activations(count).clone()
+
+    def _prepare_inputs(self, batch: ModelInput) -> None:
+        tokens, positions, table_offsets, logit_indices, counts = self._np_inputs
+        count = len(batch.tokens)
+        assert 0 < count <= self._max_num_batched_tokens, "the scheduler keeps steps within the buffers"
+        tokens[:count] = batch.tokens
+        stride = self.block_tables.strides[0]
+        offset = 0
+        for slot, start, length in batch.spans:
+            if length == 1:
+                positions[offset] = start
+                table_offsets[offset] = slot * stride
+            else:
+                positions[offset : offset + length] = np.arange(start, start + length)
+                table_offsets[offset : offset + length] = slot * stride
+            offset += length
+            if length > 1 or start % cpu_kernels.BLOCK_SIZE == 0:
+                block = int(self.block_tables[slot, (start + length - 1) // cpu_kernels.BLOCK_SIZE])
+                self._page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
+        if self._has_lora:
+            self._row_lora_ids[:count] = self.lora_ids[table_offsets[:count] // stride]
+        if self._encoder is not None:
+            slots = table_offsets[:count] // stride
+            encoder_table_offsets, encoder_last_positions = self._np_encoder_inputs
+            encoder_table_offsets[:count] = slots * self.encoder_block_tables.strides[0]
+            encoder_last_positions[:count] = self.encoder_seq_lens[slots] - 1
+        num_rows = len(batch.logit_indices)
+        logit_indices[:num_rows] = batch.logit_indices
+        counts[0], counts[1] = count, num_rows
+        if self.comm is not None:
+            self.comm.wait_prev_stage()
+            if not self.comm.is_first_stage:
+                self._embedded[:count] = self.comm.activations(count)
+                return
+        x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
+        if self._embed_scale != 1.0:
+            x = x.float() * self._embed_scale
+        if self._position_embeddings is not None:
+            x = x.float() + self._position_embeddings[self._positions[:count]]
+        self._embedded[:count] = x
+
+    def free_slot(self, slot: int) -> None:
+        """Nothing is kept outside of the blocks."""
+
+    def close(self) -> None:
+        """Drop the weights and the cache."""
+        if "_weights" in self.__dict__:
+            self._weights.close()
+        self.__dict__.clear()
+
+
+class _DecoderProgram(ProgramBuilder):
+    """Lays a decoder down: the tape of its body, and that of its head."""
+
+    def __init__(
+        self,
+        runner: CpuRunner,
+        d: DecoderSpec,
+        weight_format: str,
+        max_num_batched_tokens: int,
+        max_length: int,
+        kv_cache_dtype: str,
+        lora: LoraManager | None,
+    ) -> None:
+        super().__init__(
+            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens, max_length=max_length, kv_cache_dtype=kv_cache_dtype,
+            tables_address=runner.block_tables.ctypes.data, lora=lora, comm=runner.comm, num_threads=runner.num_threads,
+        )  # fmt: skip
+        self.input_lora_ids = self.keep_alive(self.row_lora_ids)
+        self.refs += [runner.block_tables, runner.encoder_block_tables]
+        self._encoder_tables_address, self._has_encoder = (
+            runner.encoder_block_tables.ctypes.data,
+            d.encoder is not None,
+        )
+        self.encoder_inputs = [
+            self.keep_alive(torch.zeros(max_num_batched_tokens, dtype=torch.int64)) for _ in range(2)
+        ]
+        # Each token's source: its table as an offset in bytes, and its last position.
+        self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
+        memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
+        self.page_warmer = PagePrefaulter(memory, chunk_bytes=self.kv_regions[0][2])
+        if d.embed_norm is not None:
+            self.norm_into(d.embed_norm, self.x, self.x)
+        has_head = runner.comm is None or runner.comm.is_last_stage
+        for number, layer in enumerate(d.layers):
+            self.emit_layer(layer, *self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
+        self.out, self.body, self.head = self.x, self.segments, [[]]
+        self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
+        if runner.comm is None:
+            self.logits = self.keep_alive(
+                torch.empty(max_num_batched_tokens, cpu_kernels.round_up(d.vocab_size, 32))
+            )
+        else:
+            self.logits = runner.comm.logits
+        if not has_head:
+            self.head, self.final = [], self.x
+            self.argmax_buffers = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
+            return
+        rows = self.norm_and_quantize(d.final_norm, self.x, lm_head_format(weight_format), "head")
+        vocab_start = 0 if self.comm is None else self.comm.vocab_start
+        self.linear(rows, d.lm_head, self.logits[:, vocab_start:], lm_head_format(weight_format))
+        if self.comm is not None:
+            self.emit_call(self.kernels.barrier(), *self.comm.barrier_args())
+        self.final, self.argmax_buffers = rows.y, self._argmax(d.vocab_size)
+
+    @property
+    def last_visible(self) -> Tensor:
+        """A token sees the positions up to its own."""
+        return self.positions
+
+    def cross_attention(
+        self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
+    ) -> None:
+        """Attend to the source, whose keys and values lie in the layer's own pool."""
+        shape = without_positions(self.attention_shape(a), cross.scale)
+        queries = self.buffer("cross", cross.q.out_features)
+        self.linear(
+            self.norm_and_quantize(cross.norm, self.x, self.weight_format),
+            cross.q,
+            queries,
+            self.weight_format,
+        )
+        attended = self.paged_attention(
+            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address, self._encoder_table_offsets,
+            self._encoder_last_positions,
+        )  # fmt: skip
+        self.linear_residual(
+            self.norm_and_quantize(None, attended, self.weight_format, "attended"),
+            cross.out,
+            None,
+            cross.residual_norm,
+        )
+
+    def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
+        """Go on with the rows whose logits are wanted: the last layer's keys and values are all there.
+
+        Returns their queries; everything else of the layout is theirs from now on.
+        """
+        queries = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(width, 16)))
+        x = self.keep_alive(torch.zeros_like(self.x))
+        self.count_address += 8
+        self._gather_rows(qkv, queries, 4 * width)
+        self._gather_rows(self.x, x, 4 * self.x.shape[1])
+        self.x = x
+        self.positions, self.table_offsets = (
+            self._gather_input(self.positions),
+            self._gather_input(self.table_offsets),
+        )
+        if self.lora is not None:
+            self.row_lora_ids = self._gather_input(self.row_lora_ids)
+        if self._has_encoder:
+            self._encoder_table_offsets, self._encoder_last_positions = map(
+                self._gather_input, self.encoder_inputs
+            )
+        return queries
+
+    def _gather_input(self, values: Tensor) -> Tensor:
+        gathered = self.keep_alive(torch.zeros_like(values))
+        self._gather_rows(values, gathered, 8)
+        return gathered
+
+    def _gather_rows(self, rows: Tensor, out: Tensor, nbytes: int) -> None:
+        """Copy ``nbytes`` of each wanted row."""
+        strides = [t.stride(0) * t.element_size() for t in (rows, out)]
+        self.emit_call(
+            self.kernels.gather_rows(),
+            rows,
+            strides[0],
+            out,
+            strides[1],
+            self.count_address,
+            self.logit_rows,
+            nbytes,
+        )
+
+    def _argmax(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        tokens, values = torch.zeros(self.max_tokens, dtype=torch.int32), torch.zeros(self.max_tokens)
+        if self.comm is None or self.comm.rank == 0:
+            self.emit_call(
+                self.kernels.argmax(),
+                self.logits,
+                self.logits.stride(0) * 4,
+                self.count_address,
+                vocab_size,
+                values,
+                tokens,
+            )
+        return self.keep_alive(tokens), self.keep_alive(values)

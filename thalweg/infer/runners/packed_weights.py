@@ -1,0 +1,154 @@
+"""Where a runner's packed weights lie, seen from the runner.
+
+For each linear layer a runner hands the weights over and gets back, for one or several ranges of outputs,
+addresses that stand for them in its calls.  Where the weights of a range belong to another segment than those
+before, a new tape begins; at each step the runner has the tapes of all segments run in order.  Whether the
+bytes have been there all along or arrive just in time is not its business: ``InMemoryWeights`` keeps them in memory,
+``stream.py`` brings them from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LayerSpec, LinearSpec, MLPSpec
+from thalweg.ops import cpu_kernels
+from thalweg.storage_io.evictable_memory import EvictableMemory
+
+CACHE_LINE = 64  # bytes: every part of a packed weight begins on a cache line
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Packed weights of outputs ``start`` to ``stop``: addresses of them and of their scales (0: there are
+    none), and the bytes of both."""
+
+    start: int
+    stop: int
+    weight_address: int
+    scale_address: int
+    nbytes: int
+    starts_segment: bool = False
+    """Whether a segment begins here."""
+
+
+class WeightStore(Protocol):
+    """Keeps packed weights."""
+
+    def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
+        """Take the next layer's weights; yield its ranges of outputs in order."""
+        ...
+
+    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
+        """Run the tapes of segments ``first`` and on, each when its weights are there."""
+        ...
+
+    def skip(self, first_segment: int) -> None:
+        """The segments from ``first`` to the last are not needed this time."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
+
+def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
+    """Return a layer's linear layers in the order in which a runner lays them down."""
+    a, m, cross = layer.attention, layer.mlp, layer.cross_attention
+    assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+    if layer.parallel_residual:
+        return [a.qkv, m.up, a.out, m.down]
+    return [a.qkv, a.out, *(() if cross is None else (cross.q, cross.out)), m.up, m.down]
+
+
+def all_linears(
+    spec: DecoderSpec | EncoderSpec, weight_format: str, include_moe: bool = False
+) -> list[tuple[LinearSpec, str]]:
+    """Return all linear layers of a model whose weights are in a form, each with its own form.
+
+    ``mixtures``: of layers with a mixture, those of the attention.
+    """
+    linears = []
+    for layer in spec.layers:
+        attention_only = include_moe and not isinstance(layer.mlp, MLPSpec)
+        linears += [
+            (x, weight_format)
+            for x in ((layer.attention.qkv, layer.attention.out) if attention_only else layer_linears(layer))
+        ]
+    if isinstance(spec, EncoderSpec):
+        return linears
+    linears.append((spec.lm_head, lm_head_format(weight_format)))
+    if spec.encoder is not None:
+        linears += all_linears(spec.encoder, weight_format)
+        linears += [
+            (layer.cross_attention.kv, weight_format)
+            for layer in spec.layers
+            if layer.cross_attention is not None
+        ]
+    return linears
+
+
+def lm_head_format(weight_format: str) -> str:
+    """Return the form of the head for weights in a form: int4 keeps it in int8."""
+    return "int8" if weight_format == "int4" else weight_format
+
+
+def align_up(nbytes: int) -> int:
+    """Round up to whole cache lines."""
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
+
+
+def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int:
+    """Return the bytes that a packed layer takes, its parts on lines of their own."""
+    return sum(
+        align_up(size)
+        for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values()
+    )
+
+
+class InMemoryWeights:
+    """All weights in one piece of memory, on huge pages where the system has them."""
+
+    def __init__(self, spec: DecoderSpec | EncoderSpec, weight_format: str) -> None:
+        total = sum(
+            packed_bytes(x.out_features, x.in_features, kind) for x, kind in all_linears(spec, weight_format)
+        )
+        self._memory = EvictableMemory(total)
+        self._bytes = self._memory.tensor(0, (total,), torch.uint8)
+        self._offset = 0
+
+    def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
+        """Pack into the memory, in one range."""
+        starts = {}
+        for name, size in cpu_kernels.packed_nbytes(
+            layer.out_features, layer.in_features, weight_format
+        ).items():
+            starts[name] = self._offset
+            self._offset += align_up(size)
+        cursors = dict(starts)
+        for block in cpu_kernels.iter_packed_blocks(
+            (layer.out_features, layer.in_features), layer.copy_rows, weight_format
+        ):
+            for name, piece in block.items():
+                self._bytes[cursors[name] : cursors[name] + piece.numel()] = piece
+                cursors[name] += piece.numel()
+        base = self._bytes.data_ptr()
+        scale = base + starts["scale"] if "scale" in starts else 0
+        nbytes = sum(cursors[part] - starts[part] for part in starts)
+        yield PackedWeight(0, layer.out_features, base + starts["weight"], scale, nbytes)
+
+    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
+        """Run the tapes."""
+        for program in programs:
+            program.run()
+
+    def skip(self, first_segment: int) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Drop the memory."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)

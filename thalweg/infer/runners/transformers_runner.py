@@ -1,0 +1,177 @@
+"""A runner for any Hugging Face model that generates: its own modelling code, a cache of its own for each
+sequence.
+
+No blocks are shared and nothing is batched; what it gives is exactly the model's own result, for families
+that ``models/`` does not describe.  The model sees what ``generate`` would show it: a prompt in one piece,
+whatever pieces the scheduler cuts it into (rotations that change with the length, and states that take a
+prompt only at their beginning, depend on it), then token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thalweg.infer.precision import eval_mode
+from thalweg.infer.runners.base import EncoderInput, ModelInput
+
+_DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
+_MAX_LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_decoder_position_embeddings",
+)  # fmt: skip
+_CACHE_KEYS = ("past_key_values", "cache_params", "state")  # as what models take and return their memory
+
+
+@dataclass
+class _SlotState:
+    """A slot's tokens so far, how many of them the model has seen, and what it remembers of these."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    cache: dict[str, Any] = field(default_factory=dict)
+
+
+class TransformersRunner:
+    """Runs a live model; ``num_slots`` sequences of ``max_length`` at most."""
+
+    block_size = 16
+
+    def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
+        blocks_per_slot = -(-max_length // self.block_size)
+        self.num_blocks = (
+            num_slots * blocks_per_slot
+        )  # a count for the scheduler: no memory stands behind them
+        self.block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
+        self.encoder_block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
+        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
+        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self._model: Any = model
+        self._is_recurrent = bool(getattr(model, "_is_stateful", False))
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_position_ids = "position_ids" in parameters
+        has_var_kwargs = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._accepted_args = None if has_var_kwargs else set(parameters)
+        self._rope_switch_length = _rope_switch_length(model.config)
+        self._slot_states: dict[int, _SlotState] = {}
+        self._encoder_outputs: dict[int, Any] = {}
+
+    @torch.inference_mode()
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+        """Let the model's encoder compute sources."""
+        device = next(self._model.parameters()).device
+        for encoder_input in inputs:
+            tokens = torch.tensor([list(encoder_input.tokens)], device=device)
+            encoder = self._model.get_encoder()
+            with eval_mode(encoder):
+                self._encoder_outputs[encoder_input.slot] = encoder(
+                    input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
+                )
+
+    @torch.inference_mode()
+    def run(self, batch: ModelInput) -> Tensor:
+        """Return fp32 logits (len(batch.rows), vocab)."""
+        rows = self._forward(batch, lambda out: out["logits"][0], output_hidden_states=False)
+        return torch.stack([rows[row] for row in batch.logit_indices]) if rows else torch.empty(0, 0)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ModelInput) -> Tensor:
+        """Return the final hidden states, fp32 (tokens, width)."""
+        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        rows = self._forward(all_rows, lambda out: out["hidden_states"][-1][0], output_hidden_states=True)
+        return torch.stack([rows[row] for row in all_rows.logit_indices])
+
+    def _forward(self, batch: ModelInput, get_rows: Any, output_hidden_states: bool) -> dict[int, Tensor]:
+        """Return the fp32 rows that are wanted, by their places in the batch."""
+        outputs, offset, requested = {}, 0, set(batch.logit_indices)
+        for slot, start, count in batch.spans:
+            if start == 0:
+                self._slot_states[slot] = _SlotState()
+            state = self._slot_states[slot]
+            state.tokens += batch.tokens[offset : offset + count]
+            indices = [row for row in range(offset, offset + count) if row in requested]
+            if indices:  # without, the tokens wait for those behind them
+                rows = torch.cat([get_rows(out) for out in self._advance(slot, state, output_hidden_states)])
+                # Of tokens that waited, and are wanted no more, there are rows in front.
+                outputs |= {row: rows[row - offset - count].float() for row in indices}
+            offset += count
+        return outputs
+
+    def _advance(self, slot: int, state: _SlotState, output_hidden_states: bool) -> list[Any]:
+        """Show the model what it has not seen; returns its outputs."""
+        if not state.cache or state.num_computed <= self._rope_switch_length < len(state.tokens):
+            state.cache, state.num_computed = {}, 0
+        outputs = []
+        while state.num_computed < len(state.tokens):
+            # A state can be begun with many tokens, and goes on with one at a time.
+            stop = state.num_computed + 1 if self._is_recurrent and state.num_computed else len(state.tokens)
+            outputs.append(self._call_model(slot, state, stop, output_hidden_states))
+            state.num_computed = stop
+        return outputs
+
+    def _call_model(self, slot: int, state: _SlotState, stop: int, output_hidden_states: bool) -> Any:
+        device = next(self._model.parameters()).device
+        tokens = torch.tensor([state.tokens[state.num_computed : stop]], device=device)
+        model_inputs: dict[str, Any]
+        if slot in self._encoder_outputs:
+            model_inputs = {"encoder_outputs": self._encoder_outputs[slot], "decoder_input_ids": tokens}
+        elif self._is_recurrent:
+            model_inputs = {"input_ids": tokens}
+        else:
+            mask = torch.ones(1, stop, dtype=torch.int64, device=device)
+            model_inputs = {"input_ids": tokens, "attention_mask": mask}
+        if (
+            self._takes_position_ids and slot not in self._encoder_outputs
+        ):  # not every model counts what it remembers
+            model_inputs["position_ids"] = torch.arange(state.num_computed, stop, device=device)[None]
+        if output_hidden_states:
+            model_inputs["output_hidden_states"] = True
+        model_inputs |= {"use_cache": True, **state.cache}
+        if self._accepted_args is not None:  # a model of somebody's own, which takes less than others do
+            model_inputs = {
+                name: value for name, value in model_inputs.items() if name in self._accepted_args
+            }
+        with eval_mode(self._model):
+            out = self._model(**model_inputs)
+        if isinstance(out, tuple):  # without names, so without a memory: it sees everything anew each time
+            out = {"logits": out[0]}
+        state.cache = {name: out[name] for name in _CACHE_KEYS if out.get(name) is not None}
+        return out
+
+    def argmax(self) -> None:
+        """Nothing is at hand: the sampler looks for it."""
+
+    def free_slot(self, slot: int) -> None:
+        """Drop the slot's cache."""
+        self._slot_states.pop(slot, None)
+        self._encoder_outputs.pop(slot, None)
+
+    def close(self) -> None:
+        """Drop the model and the caches."""
+        self._slot_states.clear()
+        self._encoder_outputs.clear()
+        self._model = None
+
+
+def get_max_length(config: Any, requested: int | None) -> int:
+    """Return the longest sequence that a model's config lets it have, of at most the tokens asked for."""
+    sizes = [getattr(config, name, None) for name in _MAX_LENGTH_KEYS]
+    model_max = next((size for size in sizes if size is not None and size > 0), None)
+    if model_max is None:  # a state, or relative positions: nothing ends
+        return requested or _DEFAULT_MAX_LENGTH
+    return min(requested or model_max, model_max)
+
+
+def _rope_switch_length(config: Any) -> int:
+    """Return the length behind which a model of the kind of Phi 3 rotates all positions otherwise.
+
+    Its ``generate`` then drops the cache once (``prepare_inputs_for_generation``).
+    """
+    if config.model_type not in ("phi3", "phimoe", "phi4_multimodal"):
+        return -1
+    return getattr(config, "original_max_position_embeddings", None) or -1

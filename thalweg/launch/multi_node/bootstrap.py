@@ -1,0 +1,41 @@
+"""The first code on each host of a job; run as a file, with nothing but the standard library.
+
+    python -u agent.py        its work comes as one line of JSON on standard input
+
+Standard input and output are the line to the launcher.  Down come the job, where to meet, a sign of life
+every few seconds, and perhaps a stop; its end means that the launcher is gone, and then the ranks go too.
+Neither arguments nor environment ever pass through a shell.  The first line says where Thalweg is.
+"""
+
+import json
+import os
+import sys
+
+
+def main() -> int:
+    """Take the job and run it; returns this host's exit code."""
+    inbox, outbox = os.dup(0), os.dup(1)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    message = bytearray()
+    while (byte := os.read(inbox, 1)) and byte != b"\n":  # one by one: what follows is not ours
+        message += byte
+    if not message:
+        return 1
+    job_message = json.loads(message)
+    try:
+        os.environ.update(job_message["environ"])
+        os.chdir(job_message["cwd"])
+        if not sys.flags.safe_path:  # the interpreter put this file's folder there
+            del sys.path[0]
+        sys.path.insert(0, job_message["root"])
+        from thalweg.launch.multi_node.remote_node import run_node
+    except (OSError, ImportError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return run_node(job_message, outbox, inbox)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

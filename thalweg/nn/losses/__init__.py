@@ -1,0 +1,1 @@
+"""Losses that never hold full logits."""

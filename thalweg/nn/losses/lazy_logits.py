@@ -1,0 +1,355 @@
+"""Logits that are not computed before somebody looks: a model's own loss becomes a tiled one.
+
+The picture: a causal language model ends in ``logits = head(hidden); loss = cross_entropy(logits, labels)``
+with some reshaping, shifting, scaling or capping in between.  The head of *this* model (by instance, see
+``ops/subclass.py``) answers with a :class:`LazyLogits`: hidden, and what was done to the logits since.
+Operations on rows (view, flatten, a shifting slice) are done to hidden; elementwise ones (float, a scale,
+tanh) are noted; ``cross_entropy`` runs tile by tile (``tiled_loss.py``).  Anything else computes the real
+logits, once.
+
+Invariants:
+
+- Inside of the model's forward alone.  Logits that no loss was taken of leave the model as a plain tensor.
+- Logits that a loss was taken of and that are returned beside it are computed when first looked at, from the
+  weights of that forward pass; after the optimizer's step that would be other weights, so it is an error.
+- The head's own ``__call__`` computes both, so that hooks (FSDP2's gathers and reductions) run around it.
+- A head with other hooks, under tracing, compiling or ``torch.func``, or with few enough rows for one tile,
+  is called as always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+
+from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
+from thalweg.ops._torch_private import is_plain_tensor, no_torch_function
+
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class LossTiling:
+    """What the head and the model it belongs to know of one another.
+
+    ``tile_tokens``: rows of a tile, None for the default.  ``depth``: how many forward passes of the model
+    are under way.  ``generation`` grows with each update of the weights.
+    """
+
+    tile_tokens: int | None = None
+    head: weakref.ref[nn.Module] | None = None
+    depth: int = 0
+    generation: int = 0
+    known_hooks: frozenset[int] = frozenset()
+    handles: list[Any] = field(default_factory=list)
+
+    def trust_current_hooks(self) -> None:
+        """Take the hooks that the head has now for harmless (sharding's own); later ones are a user's."""
+        head = None if self.head is None else self.head()
+        if head is not None:
+            self.known_hooks = frozenset(hook_ids(head))
+
+    def invalidate(self) -> None:
+        """The weights have changed."""
+        self.generation += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tile_tokens": self.tile_tokens, "depth": 0, "generation": 0, "handles": []}
+
+
+def hook_ids(module: nn.Module) -> Iterator[int]:
+    """The identities of a module's hooks."""
+    for table in _HOOK_TABLES:
+        yield from (id(hook) for hook in getattr(module, table).values())
+
+
+@dataclass
+class HeadCall:
+    """The call of the head that was put off; shared by everything derived from it."""
+
+    head: Any
+    hidden: Tensor
+    autocast_context: Any
+    generation: int
+    measured_kernels: bool
+    has_loss: bool = False
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's real output for ``hidden``."""
+        tiling: LossTiling = self.head._thalweg_tiling
+        if tiling.generation != self.generation:
+            raise RuntimeError(
+                "these logits were not computed before the optimizer's step, and the weights they belong to "
+                "are gone: read output.logits before step(), or set tiling.loss to false"
+            )
+        weight = self.head.weight
+        with self.autocast_context():
+            if isinstance(weight, DTensor):
+                return self._gathered_logits(hidden, weight)
+            return self.head(hidden, RUN_HEAD)
+
+    def _gathered_logits(self, hidden: Tensor, weight: DTensor) -> Tensor:
+        """Outside of the model's forward a sharded head is gathered; collective."""
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise RuntimeError(
+                "these logits are wanted with a gradient after the head's weight was freed: call the model "
+                "without labels and take the loss of its logits, or set tiling.loss to false"
+            )
+        full = weight.full_tensor().to(hidden.dtype)
+        bias = self.head.bias
+        if isinstance(bias, DTensor):
+            bias = bias.full_tensor().to(hidden.dtype)
+        return F.linear(hidden, full, bias)
+
+
+class RunHead:
+    """Asks the head for its real output, or with a ``compute`` for a loss of hidden, weight and bias."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None) -> None:
+        self.compute = compute
+
+
+RUN_HEAD = RunHead()
+
+
+class LazyLogits(Tensor):
+    """A tensor (..., V) that stands for ``curve(head(hidden))``; real from the first operation on it."""
+
+    _head_call: HeadCall
+    _hidden: Tensor
+    _transforms: tuple[LogitTransform, ...]
+    _parent: tuple[LazyLogits, LogitTransform, bool] | None
+    _value: Tensor | None
+    _hooks: list[Callable[[Tensor], Any]]
+
+    @staticmethod
+    def __new__(
+        cls: Any,
+        head_call: HeadCall,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        transforms: tuple[LogitTransform, ...] = (),
+        parent: tuple[LazyLogits, LogitTransform, bool] | None = None,
+    ) -> LazyLogits:
+        """``parent``: what this was made of, by which function, and whether of its rows some are left out."""
+        shape = (*hidden.shape[:-1], head_call.head.out_features)
+        requires_grad = torch.is_grad_enabled() and (
+            hidden.requires_grad or head_call.head.weight.requires_grad
+        )
+        lazy = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
+        )
+        lazy._source, lazy._hidden, lazy._curves, lazy._parent = head_call, hidden, transforms, parent
+        lazy._value, lazy._hooks = None, []
+        return lazy
+
+    def materialize(self) -> Tensor:
+        """The logits themselves, computed once."""
+        if self._value is None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self._requires_grad()):
+                value = self._compute()
+                for hook in self._hooks if value.requires_grad else ():
+                    value.register_hook(hook)
+                self._value = value
+        return self._value
+
+    def _compute(self) -> Tensor:
+        if self._parent is not None:
+            parent, derive, is_slice = self._parent
+            if not is_slice or parent._value is not None or parent._hooks:
+                return derive(parent.materialize())
+        value = self._head_call.logits(self._hidden)
+        for transform in self._transforms:
+            value = transform(value)
+        return value
+
+    def _requires_grad(self) -> bool:
+        with no_torch_function():
+            return self.requires_grad
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with no_torch_function():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and first._value is None:
+            handler = _handlers().get(func)
+            if handler is not None and not any(
+                contains_lazy_logits(a) for a in (*args[1:], *kwargs.values())
+            ):
+                result = handler(first, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        args, kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def contains_lazy_logits(value: Any) -> bool:
+    """Whether a tree holds a :class:`LazyLogits`."""
+    return any(isinstance(leaf, LazyLogits) for leaf in _pytree.tree_leaves(value))
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_METADATA = {
+    *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
+    *(_getter(name) for name in ("is_cpu", "is_leaf", "is_sparse", "is_quantized", "is_meta", "_base")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
+    Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.get_device,
+}  # fmt: skip
+
+
+# What may be done without computing anything
+
+
+def _handle_reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """``view``, ``reshape`` and ``flatten`` that leave the last dim alone."""
+    if kwargs:
+        return NotImplemented
+    vocab_size, hidden_size = lazy.shape[-1], lazy._hidden.shape[-1]
+    try:
+        shape = func(torch.empty(tuple(lazy.shape), device="meta"), *args[1:]).shape
+    except (RuntimeError, TypeError, IndexError):
+        return NotImplemented
+    if not shape or shape[-1] != vocab_size:
+        return NotImplemented
+    hidden = lazy._hidden.reshape(*shape[:-1], hidden_size)
+    parent = (lazy, lambda logits: func(logits, *args[1:]), False)
+    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
+
+
+def _handle_getitem(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """``logits[..., :-1, :]`` and the like: slices and whole numbers that leave the last dim alone."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if any(type(part) not in (slice, int) and part is not Ellipsis for part in index):
+        return NotImplemented
+    num_indexed = sum(part is not Ellipsis for part in index)
+    indexes_last_dim = num_indexed == lazy.dim() or (num_indexed < len(index) and index[-1] is not Ellipsis)
+    if num_indexed > lazy.dim() or (indexes_last_dim and index[-1] != slice(None)):
+        return NotImplemented
+    hidden = lazy._hidden[args[1]]
+    parent = (lazy, lambda logits: logits[args[1]], True)
+    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
+
+
+def _handle_elementwise(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """Conversions, and arithmetic with numbers; noted for later."""
+    rest = args[1:]
+    plain_types = (int, float, torch.dtype, torch.device, str)
+    if not all(isinstance(argument, plain_types) for argument in (*rest, *kwargs.values())):
+        return NotImplemented
+    probe = func(torch.empty(0, dtype=lazy.dtype, device=lazy.device), *rest, **kwargs)
+    if probe.device != lazy.device:
+        return NotImplemented
+    if probe.dtype == lazy.dtype and func in _CONVERSIONS:
+        return lazy
+
+    def transform(logits: Tensor) -> Tensor:
+        return func(logits, *rest, **kwargs)
+
+    transforms = (*lazy._transforms, transform)
+    return LazyLogits(lazy._head_call, lazy._hidden, probe.dtype, transforms, (lazy, transform, False))
+
+
+def _handle_identity(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return lazy
+
+
+def _handle_register_hook(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    lazy._hooks.append(args[1])
+    return _HookHandle(lazy._hooks, args[1])
+
+
+@dataclass
+class _HookHandle:
+    hooks: list[Any]
+    hook: Any
+
+    def remove(self) -> None:
+        """Take the hook off again."""
+        if self.hook in self.hooks:
+            self.hooks.remove(self.hook)
+
+
+def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
+    yield lazy
+    while lazy._parent is not None:
+        lazy = lazy._parent[0]
+        yield lazy
+
+
+def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    named_args = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
+    target = named_args["target"]
+    is_supported = all(named_args.get(name) is None for name in ("weight", "size_average", "reduce"))
+    if not is_supported or not is_plain_tensor(target) or target.is_floating_point() or lazy.dim() > 2:
+        return NotImplemented
+    if lazy.dim() != target.dim() + 1 or any(one._hooks for one in _with_ancestors(lazy)):
+        return NotImplemented
+    head_call, transforms = lazy._head_call, lazy._transforms
+    autocast = torch.is_autocast_enabled(lazy.device.type)
+    loss_dtype = torch.float32 if autocast else lazy.dtype  # autocast takes losses in fp32
+
+    def apply_transforms(logits: Tensor) -> Tensor:
+        for transform in transforms:
+            logits = transform(logits)
+        return logits
+
+    def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return tiled_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=named_args.get("ignore_index", -100),
+            reduction=named_args.get("reduction", "mean"),
+            label_smoothing=named_args.get("label_smoothing", 0.0),
+            logit_transform=apply_transforms if transforms else None,
+            tile_tokens=head_call.head._thalweg_tiling.tile_tokens,
+            measured_kernels=head_call.measured_kernels,
+        ).to(loss_dtype)
+
+    head_call.has_loss = True
+    with head_call.autocast_context():
+        return head_call.head(lazy._hidden, RunHead(compute))
+
+
+_LOSS_ARGUMENTS = (
+    *("input", "target", "weight", "size_average"),
+    *("ignore_index", "reduce", "reduction", "label_smoothing"),
+)
+_CONVERSIONS = {Tensor.float, Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.double}
+
+
+@cache
+def _handlers() -> Mapping[Any, Callable[..., Any]]:
+    arithmetic = (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.add)
+    tanh = (Tensor.tanh, torch.tanh, F.tanh, Tensor.__add__, Tensor.__sub__, torch.mul, torch.div)
+    handlers = dict.fromkeys((*_CONVERSIONS, *arithmetic, *tanh), _handle_elementwise)
+    handlers |= dict.fromkeys(
+        (Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape), _handle_reshape
+    )
+    handlers |= {
+        Tensor.__getitem__: _handle_getitem,
+        Tensor.contiguous: _handle_identity,
+        F.cross_entropy: _handle_cross_entropy,
+    }
+    return handlers | {Tensor.register_hook: _handle_register_hook}

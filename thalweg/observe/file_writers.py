@@ -1,0 +1,144 @@
+"""Writers to files: rows are only ever added, so a resumed job keeps what the earlier one wrote.
+
+A job that goes back to an older checkpoint writes some steps again; the later row of a
+step is then the true one.  A row cut off by a kill is closed with a line break before
+the next is written, so it spoils nothing but itself.  Every row is flushed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from thalweg.observe.step_record import COLUMNS, StepRecord, Writer, to_json_scalar
+
+_METRIC_COLUMNS = ("step", "name", "value")
+
+
+def open_for_append(path: Path) -> TextIOWrapper:
+    """Open ``path`` to add rows to, making its folders; a torn last line is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = False
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as existing:
+            existing.seek(-1, 2)
+            torn = existing.read(1) != b"\n"
+    file = path.open("a", encoding="utf-8", newline="")
+    if torn:
+        file.write("\n")
+        file.flush()
+    return file
+
+
+class CsvWriter:
+    """``steps.csv`` with one row a step, ``metrics.csv`` with ``step,name,value`` rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._step_file = _CsvFile(folder / "steps.csv", COLUMNS)
+        self._metric_file: _CsvFile | None = None
+        self._folder = folder
+
+    def step(self, record: StepRecord) -> None:
+        self._step_file.write_row(list(record.scalars().values()))
+        for name, seconds in record.phases.items():
+            self.metric(f"phase/{name}", seconds, record.step)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        if self._metric_file is None:
+            self._metric_file = _CsvFile(self._folder / "metrics.csv", _METRIC_COLUMNS)
+        self._metric_file.write_row([step, name, value])
+
+    def close(self) -> None:
+        self._step_file.close()
+        if self._metric_file is not None:
+            self._metric_file.close()
+
+
+class _CsvFile:
+    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
+        header = _first_line(path)
+        if header is not None and header != ",".join(columns):
+            raise ValueError(
+                f"{path} has other columns ({header}) than this version writes ({','.join(columns)}): "
+                "rename that file, or choose another output_path or job_name"
+            )
+        self._file = open_for_append(path)
+        self._csv = csv.writer(self._file, lineterminator="\n")
+        if header is None:
+            self.write_row(list(columns))
+
+    def write_row(self, values: list[Any]) -> None:
+        self._csv.writerow(["" if value is None else value for value in values])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _first_line(path: Path) -> str | None:
+    if not path.exists() or not path.stat().st_size:
+        return None
+    with path.open(encoding="utf-8") as file:
+        return file.readline().rstrip("\r\n")
+
+
+class JsonlWriter:
+    """One JSON object a line: ``{"kind": "step", ...}`` or ``{"kind": "metric", name, value, step}``."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_for_append(path)
+
+    def step(self, record: StepRecord) -> None:
+        row: dict[str, Any] = {"kind": "step"} | {
+            name: to_json_scalar(v) for name, v in record.scalars().items()
+        }
+        if record.phases:
+            row["phases"] = {name: to_json_scalar(seconds) for name, seconds in record.phases.items()}
+        self._write_row(row)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        self._write_row({"kind": "metric", "name": name, "value": to_json_scalar(value), "step": step})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_jsonl(path: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """Return the rows of one kind, the last of each step, in order of steps; torn lines are passed over."""
+    rows: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and row.get("kind") == kind:
+            rows[row.get("step"), row.get("name")] = row
+    return sorted(rows.values(), key=lambda row: row["step"])
+
+
+def build_csv(config: Any) -> Writer | None:
+    """Return the writer that ``csv_monitor`` asks for."""
+    section = getattr(config, "csv_monitor", None)
+    return CsvWriter(job_folder(section, "csv_logs")) if section and section.enabled else None
+
+
+def build_jsonl(config: Any) -> Writer | None:
+    """Return the writer that ``jsonl_monitor`` asks for."""
+    section = getattr(config, "jsonl_monitor", None)
+    return (
+        JsonlWriter(job_folder(section, "jsonl_logs") / "metrics.jsonl")
+        if section and section.enabled
+        else None
+    )
+
+
+def job_folder(section: Any, default: str) -> Path:
+    """Return ``output_path/job_name`` of a monitor's section."""
+    return Path(getattr(section, "output_path", None) or default) / (getattr(section, "job_name", None) or "")

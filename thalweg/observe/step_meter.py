@@ -1,0 +1,129 @@
+"""The meter: what happened between two updates, gathered into one :class:`StepRecord`.
+
+Counting is local and cheap; only a record that somebody reads costs a collective, one
+all-reduce of five numbers, and which steps are read is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.observe.recorder import Recorder
+from thalweg.observe.step_record import StepRecord
+from thalweg.utils.trees import iter_tensors
+
+SEQUENCE_META_KEY = "sequence_part"
+"""The key of a batch of which this rank has been given its part; its value knows the whole ``length``."""
+
+
+class StepMeter:
+    """Counts losses, samples and tokens of a window and hands them to ``recorder``.
+
+    ``flops_per_token``: of one training token, given the sequence length.  ``copies``: ranks of the
+    group that are given the same rows.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        group: dist.ProcessGroup | None = None,
+        enabled: bool = False,
+        flops_per_token: Callable[[int], float] | None = None,
+        memory_mib: Callable[[], float] | None = None,
+        num_batch_copies: int = 1,
+    ) -> None:
+        self._recorder, self._num_batch_copies = recorder, num_batch_copies
+        self._group, self._enabled = group, enabled
+        self._flops_per_token = flops_per_token
+        self._memory_mib = memory_mib
+        self._window_start = time.perf_counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss_sum: Tensor | float = 0.0
+        self._num_losses = 0
+        self._num_samples = 0
+        self._num_tokens = 0
+
+    def add_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the first tensor among the inputs: its rows, and its elements if they are token ids."""
+        if not self._enabled:
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.ndim > 0:
+                self._num_samples += value.shape[0]
+                if not value.is_floating_point() and value.ndim == 2:
+                    length = getattr(kwargs.get(SEQUENCE_META_KEY), "length", value.shape[1])
+                    self._num_tokens += value.shape[0] * length
+                return
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add one micro-batch's loss, undivided."""
+        if self._enabled:
+            self._loss_sum = self._loss_sum + loss.detach().float()
+            self._num_losses += 1
+
+    def add_window(self, batches: Sequence[Any], loss: Tensor) -> None:
+        """Count the micro-batches of a window, and their mean loss."""
+        for batch in batches:
+            self.add_batch((), batch) if isinstance(batch, Mapping) else self.add_batch(_flatten(batch), {})
+        self.add_loss(loss)
+
+    def step(
+        self,
+        step: int,
+        *,
+        lr: float | None,
+        grad_norm: float | None,
+        loss_scale: float | None,
+        skipped: bool,
+        phases: Mapping[str, float] | None = None,
+    ) -> StepRecord | None:
+        """Close the window: the record of the whole job, on every rank; None if nobody reads it."""
+        if not self._enabled:
+            return None
+        totals = torch.tensor(
+            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens],
+            dtype=torch.float64,
+        )
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(totals, group=self._group)
+        totals[2:] /= self._num_batch_copies
+        loss, num_losses, samples, tokens = totals.tolist()
+        length = round(tokens / samples) if samples else 0
+        flops = self._flops_per_token(length) * tokens if self._flops_per_token else 0.0
+        now = time.perf_counter()
+        seconds, self._window_start = now - self._window_start, now
+        record = StepRecord(
+            step=step,
+            loss=loss / num_losses if num_losses else None,
+            lr=lr,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            skipped=skipped,
+            samples=int(samples) or None,
+            tokens=int(tokens) or None,
+            seconds=seconds,
+            tokens_per_s=tokens / seconds if tokens else None,
+            model_tflops=flops / seconds / 1e12 if flops else None,
+            memory_mib=self._memory_mib() if self._memory_mib else None,
+            phases=phases or {},
+        )
+        self._recorder.step(record)
+        self._reset()
+        return record
+
+    def close(self) -> None:
+        """Close the writers."""
+        self._recorder.close()
+
+
+def _flatten(batch: Any) -> tuple[Any, ...]:
+    return tuple(iter_tensors(batch))

@@ -1,0 +1,161 @@
+"""Attention over one block of keys, with the log-sum-exp that lets blocks be put together.
+
+Softmax over all keys is a weighted mean of the softmaxes over blocks of them; each block's weight
+is the exponential of its log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1):
+
+    lse = log(sum_b exp(lse_b))        out = sum_b exp(lse_b - lse) out_b
+
+and the backward pass of one block needs of the others only the final ``out`` and ``lse``.
+
+Shapes: q, out (B, H, Tq, D), k and v (B, H, Tk, D), lse (B, H, Tq) in fp32 (fp64 for fp64), -inf for a
+query without keys, whose output is 0; ``mask`` (B or 1, 1, Tq, Tk), true for what is attended.
+torch's flash kernels do the work where they take the case, the plain formula, in tiles of query
+rows, elsewhere and as the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TILE_ROWS = 512
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of one block; ``causal``: query i sees keys 0 to i, without a mask."""
+    assert mask is None or not causal
+    if q.is_cpu and _has_cpu_flash(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
+        )
+        return _zero_empty_rows(out, lse, mask)
+    if q.is_cuda and mask is None and _has_cuda_flash(q):
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return outputs[0], outputs[1]
+    return reference_forward(q, k, v, causal=causal, mask=mask, scale=scale)
+
+
+def block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from this block; ``out`` and ``lse`` are those of all blocks together."""
+    # With +inf in its place a query without keys has probabilities of 0, not of 0 / 0.
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    if q.is_cpu and _has_cpu_flash(q):
+        strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel lays it out
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad,
+            q,
+            k,
+            v,
+            out.to(q.dtype),
+            strided_lse,
+            0.0,
+            causal,
+            attn_mask=_to_additive_mask(mask, q),
+            scale=scale,
+        )
+    if q.is_cuda and mask is None and _has_cuda_flash(q):
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            0.0, causal, seed, seed.new_empty(0), scale=scale,
+        )  # fmt: skip
+    return reference_backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+
+
+def _has_cpu_flash(q: Tensor) -> bool:
+    return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and q.shape[2] > 0
+
+
+def _has_cuda_flash(q: Tensor) -> bool:
+    available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention")
+    return (
+        available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    )
+
+
+def _to_additive_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+
+
+def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    if mask is None:
+        return out, lse
+    empty = ~mask.any(-1)
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+
+
+def reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The plain formula of :func:`block_forward`."""
+    acc_dtype = _accumulation_dtype(q.dtype)
+    outs, sums = [], []
+    for start in range(0, q.shape[2], _TILE_ROWS):
+        scores = _scores(q, k, start, causal, mask, scale)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
+        outs.append((weights @ v.to(acc_dtype)).to(q.dtype))
+        sums.append(lse)
+    if not outs:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=acc_dtype)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def reference_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain formula of :func:`block_backward` (Dao et al. 2022, appendix B.4)."""
+    acc_dtype = _accumulation_dtype(q.dtype)
+    dk, dv = torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
+    dqs = []
+    for start in range(0, q.shape[2], _TILE_ROWS):
+        rows = slice(start, start + _TILE_ROWS)
+        dy = grad[:, :, rows].to(acc_dtype)
+        weights = torch.exp(_scores(q, k, start, causal, mask, scale) - lse[:, :, rows, None])
+        dv += weights.transpose(2, 3) @ dy
+        delta = (dy * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
+        ds = weights * (dy @ v.to(acc_dtype).transpose(2, 3) - delta) * scale
+        dqs.append((ds @ k.to(acc_dtype)).to(q.dtype))
+        dk += ds.transpose(2, 3) @ q[:, :, rows].to(acc_dtype)
+    return torch.cat(dqs, 2) if dqs else torch.zeros_like(q), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    acc_dtype = _accumulation_dtype(q.dtype)
+    rows = q[:, :, start : start + _TILE_ROWS]
+    scores = (rows.to(acc_dtype) @ k.to(acc_dtype).transpose(2, 3)) * scale
+    if causal:
+        index = torch.arange(start, start + rows.shape[2], device=q.device)
+        visible = torch.arange(k.shape[2], device=q.device) <= index[:, None]
+        scores.masked_fill_(~visible, -torch.inf)
+    if mask is not None:
+        scores.masked_fill_(~mask[:, :, start : start + _TILE_ROWS], -torch.inf)
+    return scores

@@ -1,0 +1,175 @@
+"""Names for what a tape is laid from: kernels by what they do, buffers of rows, calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
+from thalweg.ops.cpu_kernels.kernel_builder import JitModule
+from thalweg.ops.cpu_kernels.kv_layout import AttentionShape
+from thalweg.ops.cpu_kernels.program import Program, data_ptr_or_zero
+
+
+class ActivationBuffer:
+    """A buffer of rows that are ready for packed weights: ``width`` columns, padded, of a kind.
+
+    ``y`` (rows, width) takes the fp32 values; for the kind ``fp32`` it is the operand itself where its rows
+    need no padding.
+    """
+
+    def __init__(self, rows: int, width: int, kind: str, y: Tensor) -> None:
+        self.width, self.kind, self.y = width, kind, y
+        columns = packing.round_up(width)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
+        use_in_place = kind == "fp32" and y.stride(0) >= columns
+        self.operand = y if use_in_place else allocate_rows(rows, columns, dtype)
+        self.operand_stride = self.operand.stride(0) * self.operand.element_size()
+        self.scale = torch.zeros(rows)
+        self.group_sums = torch.zeros(rows, columns // packing.GROUP_SIZE)
+        self.row_sums = torch.zeros(rows, dtype=torch.int32)
+
+    def output_args(self) -> list[Any]:
+        """Return the arguments that :data:`pointwise.OUTPUT_ARGS` names."""
+        sums = self.group_sums.stride(0) * 4
+        y = self.y.stride(0) * 4
+        return [
+            self.y,
+            y,
+            self.operand,
+            self.operand_stride,
+            self.scale,
+            self.group_sums,
+            sums,
+            self.row_sums,
+        ]
+
+    def sum_args(self, weight_format: str) -> list[Any]:
+        """Return the sums that a product with weights of a form asks for, and their stride."""
+        return (
+            [self.group_sums, self.group_sums.stride(0) * 4]
+            if weight_format == "int4"
+            else [self.row_sums, 4]
+        )
+
+
+def allocate_rows(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros (rows, columns) whose rows do not all start in the same set of the first cache."""
+    per_line = 64 // dtype.itemsize
+    stride = packing.round_up(columns)
+    if stride * dtype.itemsize % 1024 == 0:
+        stride += per_line
+    return torch.zeros(rows, stride, dtype=dtype)[:, :columns]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A kernel by name and its arguments: tensors stand for their addresses."""
+
+    kernel: str
+    arguments: Sequence[Any]
+
+
+class KernelSet:
+    """The kernels that a tape needs, each made once."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._modules: dict[str, Any] = {}
+
+    def _get_or_emit(self, emit: Callable[..., str], *args: Any) -> str:
+        key = (emit, *args)
+        if key not in self._names:
+            module = ir.Module("kernels")
+            self._names[key] = emit(module, *args)
+            self._modules[self._names[key]] = module
+        return self._names[key]
+
+    def norm(self, style: str, kind: str) -> str:
+        """Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind."""
+        return self._get_or_emit(pointwise.emit_norm, style, kind)
+
+    def activate(self, function: str, gated: bool, kind: str) -> str:
+        """Apply an activation and make rows ready as a kind."""
+        return self._get_or_emit(pointwise.emit_activation, function, gated, kind)
+
+    def add(self) -> str:
+        """Add rows to rows."""
+        return self._get_or_emit(pointwise.emit_add)
+
+    def gather_rows(self) -> str:
+        """Copy chosen rows."""
+        return self._get_or_emit(pointwise.emit_gather_rows)
+
+    def argmax(self) -> str:
+        """Find each row's largest number."""
+        return self._get_or_emit(pointwise.emit_argmax)
+
+    def gemm(self, weight_format: str) -> str:
+        """Multiply rows with a packed weight."""
+        return self._get_or_emit(gemm.emit_gemm, weight_format)
+
+    def rope_and_store_kv(self, shape: AttentionShape) -> str:
+        """Rotate queries and keys, store keys and values."""
+        return self._get_or_emit(attention.emit_rope_and_store_kv, shape)
+
+    def paged_attention(self, shape: AttentionShape) -> str:
+        """Attend to the paged cache."""
+        return self._get_or_emit(attention.emit_paged_attention, shape)
+
+    def barrier(self) -> str:
+        """Wait for the other ranks."""
+        return self._get_or_emit(shm_reduce.emit_barrier)
+
+    def reduce_sum(self) -> str:
+        """Add up the ranks' rows."""
+        return self._get_or_emit(shm_reduce.emit_reduce_sum)
+
+    def lora_shrink(self) -> str:
+        """Multiply rows with their adapters' first matrices."""
+        return self._get_or_emit(lora.emit_lora_shrink)
+
+    def lora_expand(self) -> str:
+        """Add the product with their adapters' second matrices."""
+        return self._get_or_emit(lora.emit_lora_expand)
+
+    def compile(self) -> CompiledKernels:
+        """Turn everything into machine code; what another engine has needed is at hand."""
+        return CompiledKernels({name: _compile_module(str(module)) for name, module in self._modules.items()})
+
+
+class CompiledKernels:
+    """Machine code by kernel, alive as long as this object is."""
+
+    def __init__(self, jit_modules: dict[str, JitModule]) -> None:
+        self._jit_modules = jit_modules
+
+    def get_address(self, name: str) -> int:
+        """Return where a kernel lies."""
+        return self._jit_modules[name].get_address(name)
+
+
+@lru_cache(128)
+def _compile_module(llvm_ir: str) -> JitModule:
+    return JitModule(llvm_ir)
+
+
+def build_program(
+    instructions: Sequence[Instruction],
+    kernels: CompiledKernels,
+    keep_alive: Sequence[Any],
+    num_threads: int = 0,
+) -> Program:
+    """Make a tape of calls; ``keep`` lives as long as it does, ``threads`` is 0 for as many as torch has."""
+    rows = []
+    for instruction in instructions:
+        values = [data_ptr_or_zero(x) if isinstance(x, Tensor) else int(x) for x in instruction.arguments]
+        rows.append((kernels.get_address(instruction.kernel), values))
+    tensors = [x for call in instructions for x in call.arguments if isinstance(x, Tensor)]
+    return Program(rows, [kernels, *keep_alive, *tensors], num_threads)

@@ -1,0 +1,75 @@
+"""Kernels by which tapes of several processes meet in memory that they share.
+
+Each rank has a counter on a cache line of its own, which it alone writes: to meet is to raise one's counter
+and to wait until those of all others are there.  A word beside them says that a rank is gone; then nobody
+waits any more, and the step's result is void.  Waiting spins for a few microseconds, then yields the core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, VOID, KernelBuilder, vec
+
+CACHE_LINE_BYTES = 128  # bytes from one counter to the next
+_SPINS = 2000
+
+BARRIER_ARGS = ("counters", "rank", "size", "gone")
+"""``counters``: address of the first rank's; ``gone``: address of the word that ends all waiting."""
+REDUCE_SUM_ARGS = ("out", "out_stride", "parts", "part_stride", "between", "size", "rows", "width")
+"""``parts``: address of the first rank's rows, the next rank's ``between`` bytes further on."""
+
+
+def emit_barrier(module: Any) -> str:
+    """Add the kernel that waits for the other ranks; arguments: :data:`MEET`."""
+    code = KernelBuilder(module, "meet")
+    counters, rank, size, aborted = (code.load_arg(i) for i in range(len(BARRIER_ARGS)))
+    b = code.builder
+    with code.if_then(b.icmp_signed("==", code.thread_id, code.int_const(0))):
+        own_counter = b.inttoptr(code.add(counters, code.mul(rank, CACHE_LINE_BYTES)), I64.as_pointer())
+        target = code.add(b.load_atomic(own_counter, "monotonic", 8, typ=I64), 1)
+        b.store_atomic(target, own_counter, "release", 8)
+        with code.range(0, size) as peer:
+            peer_counter = b.inttoptr(code.add(counters, code.mul(peer, CACHE_LINE_BYTES)), I64.as_pointer())
+            _emit_spin_wait(code, peer_counter, target, b.inttoptr(aborted, I64.as_pointer()))
+    code.ret()
+    return "meet"
+
+
+def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> None:
+    b = code.builder
+    num_spins = code.stack_var(code.int_const(0))
+    poll, idle, done = (code.function.append_basic_block(name) for name in ("look", "idle", "met"))
+    b.branch(poll)
+    b.position_at_end(poll)
+    is_reached = b.icmp_signed(">=", b.load_atomic(counter, "acquire", 8, typ=I64), target)
+    is_aborted = b.icmp_signed("!=", b.load_atomic(aborted, "monotonic", 8, typ=I64), code.int_const(0))
+    b.cbranch(b.or_(is_reached, is_aborted), done, idle)
+    b.position_at_end(idle)
+    code.call("llvm.x86.sse2.pause", VOID, [])
+    num_spins.value = code.add(num_spins.value, 1)
+    with code.if_then(b.icmp_signed(">", num_spins.value, code.int_const(_SPINS))):
+        code.call("sched_yield", I32, [])
+    b.branch(poll)
+    b.position_at_end(done)
+
+
+def emit_reduce_sum(module: Any) -> str:
+    """Add the kernel that adds up the ranks' rows, in their order; arguments: :data:`REDUCE_SUM_ARGS`."""
+    code = KernelBuilder(module, "join")
+    out, out_stride, inputs, input_stride, rank_stride, size, rows, width = (
+        code.load_arg(i) for i in range(len(REDUCE_SUM_ARGS))
+    )
+    first, last = code.thread_range(code.load(I64, rows, 8))
+    with code.range(first, last) as row:
+        to = code.add(out, code.mul(row, out_stride))
+        of = code.add(inputs, code.mul(row, input_stride))
+        with code.range(0, width, 16) as i:
+            at = code.add(of, code.mul(i, 4))
+            total = code.stack_var(code.load(vec(16), at))
+            with code.range(1, size) as rank:
+                value = code.load(vec(16), code.add(at, code.mul(rank, rank_stride)))
+                total.value = code.builder.fadd(total.value, value)
+            code.store(total.value, code.add(to, code.mul(i, 4)))
+    code.ret()
+    return "join"

@@ -1,0 +1,236 @@
+"""Rows sorted by group, and one matrix product for all groups.
+
+The picture, for N tokens with k choices each among E groups (experts):
+
+    experts (N, k)  --sort once-->  order (M,): which choice stands in each row, M <= N k
+    rows    (M, K)  row i is token order[i] // k; those of group e stand together
+    product (M, N)  row i times the matrix of its group
+    unsort          back to (N, k, ...), to be weighted and added up
+
+Sorting is a permutation, so forward and backward are gathers alone, which run in parallel and
+add in one order whatever the hardware; torch's own ``x[index]`` would scatter with additions in
+the backward pass, one row after the other on a CPU.  On a CPU the product is one BLAS call a
+group, written where the result belongs, bias and weight gradients included; on a GPU it is
+torch's grouped kernel where that takes the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thalweg.ops._torch_private import is_fake
+
+
+def fake_grouped_mm(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    """What the operator ``name`` gives, uninitialised, where torch refuses on fakes what it does on a CPU.
+
+    Grouped products: their form without values takes bf16 alone.  (M, K) by (E, K, N) is (M, N); in the
+    backward pass (K, M) by (M, N), cut along M where ``offs`` (E,) says, is (E, K, N).
+    """
+    if name != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
+        return None
+    first, second = args[:2]
+    if not (first.is_meta or is_fake(first)):
+        return None
+    if first.ndim == second.ndim == 2:
+        return first.new_empty(len(args[2]), first.shape[0], second.shape[1])
+    return first.new_empty(*first.shape[:-1], second.shape[-1])
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows, those of a group together: ``counts`` (E,) of each group, ``index`` (M,) of each row."""
+
+    counts: Tensor
+    group_ids: Tensor
+
+    @cached_property
+    def counts_list(self) -> list[int]:
+        """``counts`` as numbers; waits for a GPU.  Without values (a rehearsal) all groups are alike."""
+        if is_fake(self.counts) or self.counts.is_meta:
+            base, rest = divmod(len(self.group_ids), len(self.counts))
+            return [base + (group < rest) for group in range(len(self.counts))]
+        return self.counts.tolist()
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each group ends, int32."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class TokenPermutation:
+    """N x k choices in the order of their groups.
+
+    ``order`` (M,): the choice in each row.  ``place`` (N * k,): the row of each choice, any
+    row for one that was left out; ``kept`` (N, k) says which were not, None if none was.
+    """
+
+    order: Tensor
+    row_of_choice: Tensor
+    groups: RowGroups
+    top_k: int
+    valid_mask: Tensor | None = None
+
+    def permute(self, x: Tensor) -> Tensor:
+        """``x`` (N, D) of the tokens -> (M, D), one row a choice."""
+        return _Permute.apply(x, self)  # type: ignore[return-value]
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """The sum over each token's choices of ``weights`` (N, k) times its row: (N, D), in their dtype."""
+        if self.valid_mask is not None:
+            weights = weights * self.valid_mask
+        if not len(rows):  # a sum over nothing, so that the backward pass still goes where the rows went
+            return weights.sum(1, keepdim=True) * rows.new_zeros(1, rows.shape[1]) + rows.sum()
+        unpermuted = _Unpermute.apply(rows, self)
+        assert isinstance(unpermuted, Tensor)
+        if self.top_k == 1:
+            return unpermuted * weights
+        return (unpermuted.view(-1, self.top_k, rows.shape[1]) * weights[..., None]).sum(1)
+
+
+def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | None = None) -> TokenPermutation:
+    """Sort the choices ``experts`` (N, k) by group, in order within one; those not ``kept`` are left out."""
+    k = expert_ids.shape[1]
+    flat = expert_ids.reshape(-1)
+    if valid_mask is not None:
+        flat = torch.where(valid_mask.reshape(-1), flat, num_groups)
+    counts = flat.new_zeros(num_groups + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    order = flat.argsort(stable=True)
+    num_dropped = 0 if valid_mask is None or is_fake(counts) else int(counts[-1])
+    if num_dropped:
+        order = order[: len(flat) - num_dropped]
+    row_of_choice = torch.zeros_like(flat)
+    row_of_choice[order] = torch.arange(len(order), device=flat.device)
+    return TokenPermutation(
+        order, row_of_choice, RowGroups(counts[:-1], flat[order]), k, valid_mask if num_dropped else None
+    )
+
+
+def unpermute(rows: Tensor, permutation: TokenPermutation) -> Tensor:
+    """Undo ``order.take`` of rows that have one choice each, none left out."""
+    return _Unpermute.apply(rows, permutation)  # type: ignore[return-value]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
+        ctx.order = permutation
+        return x.index_select(
+            0, permutation.order if permutation.top_k == 1 else permutation.order // permutation.top_k
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        permutation: TokenPermutation = ctx.order
+        grad = grads[0]
+        if not len(grad):
+            return grad.new_zeros(len(permutation.row_of_choice) // permutation.top_k, grad.shape[1]), None
+        unpermuted = grad.index_select(0, permutation.row_of_choice)
+        if permutation.valid_mask is not None:
+            unpermuted.mul_(permutation.valid_mask.reshape(-1, 1))
+        return unpermuted if permutation.top_k == 1 else unpermuted.view(
+            -1, permutation.top_k, grad.shape[1]
+        ).sum(1), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
+        ctx.order = permutation.order
+        return rows.index_select(0, permutation.row_of_choice)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.order), None
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    groups: RowGroups,
+    bias: Tensor | None = None,
+    *,
+    in_features_first: bool = False,
+) -> Tensor:
+    """Each row of ``x`` (M, K) times the matrix of its group, plus its bias: (M, N).
+
+    ``weight``: (E, N, K), or (E, K, N) with ``inputs_first``; ``bias``: (E, N).  All in one
+    dtype, or whatever autocast makes of it.  A group without rows gets gradients of zero.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if device != "cpu" and len(x) and _grouped_mm_supports(weight, in_features_first):
+        y = F.grouped_mm(x, weight if in_features_first else weight.transpose(1, 2), offs=groups.offsets)
+        return y if bias is None else y + bias[groups.group_ids]
+    return _GroupedLinear.apply(x, weight, bias, groups, in_features_first)  # type: ignore[return-value]
+
+
+def _grouped_mm_supports(weight: Tensor, in_features_first: bool) -> bool:
+    """Whether torch's grouped product has a kernel for it: both widths in multiples of 16 bytes."""
+    aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return hasattr(F, "grouped_mm") and aligned and weight.is_contiguous()
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One BLAS call a group, each into its part of the result."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups, in_features_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups, ctx.inputs_first = groups, in_features_first
+        y = x.new_empty(len(x), weight.shape[2 if in_features_first else 1])
+        for e, rows in _group_slices(groups):
+            matrix = weight[e] if in_features_first else weight[e].t()
+            if bias is None:
+                torch.mm(x[rows], matrix, out=y[rows])
+            else:
+                torch.addmm(bias[e], x[rows], matrix, out=y[rows])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].contiguous()
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.empty_like(x) if need_x else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_bias = grad.new_zeros(len(weight), grad.shape[1]) if need_bias else None
+        if grad_weight is not None:
+            for e, size in enumerate(ctx.groups.sizes):
+                if not size:
+                    grad_weight[e].zero_()
+        for e, rows in _group_slices(ctx.groups):
+            x_rows, grad_rows = x[rows], grad[rows]
+            if grad_x is not None:
+                torch.mm(grad_rows, weight[e].t() if ctx.inputs_first else weight[e], out=grad_x[rows])
+            if grad_weight is not None:
+                left, right = (x_rows, grad_rows) if ctx.inputs_first else (grad_rows, x_rows)
+                torch.mm(left.t(), right, out=grad_weight[e])
+            if grad_bias is not None:
+                torch.sum(grad_rows, 0, out=grad_bias[e])
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _group_slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:
+    """The number of each group that has rows, and where they stand."""
+    start = 0
+    for group, size in enumerate(groups.counts_list):
+        if size:
+            yield group, slice(start, start + size)
+        start += size

@@ -1,0 +1,1 @@
+"""Linear layers: the kernels a processor offers, and the measurement that picks one."""

@@ -1,0 +1,163 @@
+"""The three matrix products of a linear layer, each with its candidates.
+
+====== ============================ ==============================================
+kind   computes                     used for
+====== ============================ ==============================================
+``nt`` a(M,K) @ b(N,K)^T + bias     Linear forward, Conv1D input gradient
+``nn`` a(M,K) @ b(K,N) + bias       Linear input gradient, Conv1D forward
+``tn`` a(M,K)^T @ b(M,N)            both weight gradients
+====== ============================ ==============================================
+
+The candidate ``torch`` is the reference and always there.  ``onednn*`` and ``convolution``
+answer the same product through oneDNN and differ in which operand is transposed by a copy.
+``fp32*`` widens half-precision operands, multiplies in fp32 and rounds once: on processors
+without half-precision arithmetic torch's own product falls back to scalar loops (fp16 here:
+7 to 50 times slower).  All take strided CPU tensors of one dtype; ``b`` is 2-D, ``a`` is
+2-D or, for ``nt``, of any rank with its leading dims counted as rows.  oneDNN refuses some
+strides (expanded dims), so the operand it would take as a view is made contiguous first:
+no copy in any usual case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.ops._torch_private import onednn_linear, onednn_linear_op
+from thalweg.ops.clean_thread import run_in_clean_thread
+
+MATMUL_KINDS = ("nt", "nn", "tn")
+REFERENCE = "torch"
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+JIT_FALLBACKS: Mapping[str, str] = MappingProxyType(
+    {"onednn": REFERENCE, "convolution": REFERENCE, "fp32_onednn": "fp32"}
+)
+"""Candidates that compile a kernel for each exact shape, and what does the same without."""
+
+MatmulKernel = Callable[..., Tensor]
+
+
+def _nt_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(a, b, bias)
+
+
+def _nt_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return onednn_linear(a, b.contiguous(), bias)
+
+
+def _nn_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def _nn_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return onednn_linear(a, b.contiguous().t(), bias)
+
+
+def _tn_torch(a: Tensor, b: Tensor) -> Tensor:
+    return a.t() @ b
+
+
+def _tn_onednn(a: Tensor, b: Tensor) -> Tensor:
+    return onednn_linear(a.t(), b.contiguous().t())
+
+
+def _tn_convolution(a: Tensor, b: Tensor) -> Tensor:
+    # A 1x1 convolution over an image of M pixels in channels-last layout: its weight gradient
+    # is this product, and oneDNN takes both operands as they lie, without a transposed copy.
+    (rows, k), n = a.shape, b.shape[1]
+    image = b.contiguous().view(1, rows, 1, n).permute(0, 3, 1, 2)
+    grad = a.contiguous().view(1, rows, 1, k).permute(0, 3, 1, 2)
+    weight = a.new_empty(()).expand(k, n, 1, 1)
+    unit, zero = [1, 1], [0, 0]
+    out = torch.ops.aten.convolution_backward(
+        grad, image, weight, None, unit, zero, unit, False, zero, 1, [False, True, False]
+    )[1]
+    return out.reshape(k, n).contiguous()
+
+
+def _via_fp32(kernel: MatmulKernel) -> MatmulKernel:
+    def fp32_kernel(*args: Tensor | None) -> Tensor:
+        wide = [arg if arg is None else arg.float() for arg in args]
+        dtype = args[0].dtype  # pyright: ignore[reportOptionalMemberAccess]
+        return kernel(*wide).to(dtype)
+
+    return fp32_kernel
+
+
+KERNELS: Mapping[str, Mapping[str, MatmulKernel]] = MappingProxyType(
+    {
+        "nt": MappingProxyType(
+            {
+                REFERENCE: _nt_torch,
+                "onednn": _nt_onednn,
+                "fp32": _via_fp32(_nt_torch),
+                "fp32_onednn": _via_fp32(_nt_onednn),
+            }
+        ),
+        "nn": MappingProxyType(
+            {
+                REFERENCE: _nn_torch,
+                "onednn": _nn_onednn,
+                "fp32": _via_fp32(_nn_torch),
+                "fp32_onednn": _via_fp32(_nn_onednn),
+            }
+        ),
+        "tn": MappingProxyType(
+            {
+                REFERENCE: _tn_torch,
+                "onednn": _tn_onednn,
+                "convolution": _tn_convolution,
+                "fp32": _via_fp32(_tn_torch),
+                "fp32_onednn": _via_fp32(_tn_onednn),
+            }
+        ),
+    }
+)
+
+
+def make_operands(
+    kind: str, rows: int, k: int, n: int, dtype: torch.dtype, *, seed: int | None = None
+) -> tuple[Tensor, ...]:
+    """Make operands of one product: constant, or uniform in [-1, 1) by a generator of their own."""
+    shapes = {
+        "nt": ((rows, k), (n, k), (n,)),
+        "nn": ((rows, k), (k, n)),
+        "tn": ((rows, k), (rows, n)),
+    }[kind]
+    if seed is None:
+        return tuple(torch.full(shape, 0.5, dtype=dtype) for shape in shapes)
+    generator = torch.Generator().manual_seed(seed)
+    return tuple((torch.rand(shape, generator=generator) * 2 - 1).to(dtype) for shape in shapes)
+
+
+@cache
+def is_usable(kind: str, name: str, dtype: torch.dtype) -> bool:
+    """Whether a candidate exists here and gives the right result on a small case in this dtype."""
+    if name == REFERENCE:
+        return True
+    if name not in KERNELS.get(kind, {}) or dtype not in SUPPORTED_DTYPES:
+        return False
+    if name.startswith("fp32") and dtype == torch.float32:
+        return False
+    if name != "fp32" and (onednn_linear_op() is None or not torch.backends.mkldnn.is_available()):
+        return False
+    return run_in_clean_thread(_matches_reference, kind, name, dtype)
+
+
+def _matches_reference(kind: str, name: str, dtype: torch.dtype) -> bool:
+    args = make_operands(kind, 64, 48, 80, dtype, seed=0)
+    try:
+        got = KERNELS[kind][name](*args)
+        want = KERNELS[kind][REFERENCE](*(arg.double() for arg in args))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    if got.shape != want.shape or got.dtype != dtype:
+        return False
+    error = (got.double() - want).abs().max().item() / want.abs().max().item()
+    return error < 8 * torch.finfo(dtype).eps

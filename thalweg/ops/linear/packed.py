@@ -1,0 +1,124 @@
+"""Linear layers with weights packed once, by the kernels that the torch wheel holds (CPU, not
+differentiable).
+
+fp32 and bf16 by oneDNN's own layout, int8 with a scale per output and rows quantised on the fly, int4 in
+groups of 32 with a scale and an offset in bf16.  Where a build of torch lacks an operator, or a shape does
+not suit it, the layer computes the same with plain operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
+LinearFn = Callable[[Tensor], Tensor]
+_INT4_GROUP_SIZE = 32
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A layer and the ``kernel`` that computes it: ``onednn``, ``int8``, ``int4`` or ``torch``."""
+
+    kernel_name: str
+    linear_fn: LinearFn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return self.linear_fn(x)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> PackedLinear:
+    """Return ``x -> x @ weight.T + bias`` with the weight (N, K) kept as fp32, bf16, fp16, int8 or int4.
+
+    x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4.  Raises ValueError for
+    another form.
+    """
+    if weight_format not in _PACKERS:
+        raise ValueError(f"weights cannot be packed as {weight_format!r}; known: {', '.join(_PACKERS)}")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(weight_format, torch.float32)
+    weight = weight.detach().to(dtype)
+    bias = None if bias is None else bias.detach().to(dtype)
+    try:
+        return _PACKERS[weight_format](weight, bias)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        log.warning(
+            "weights %s in %s stay with torch's own product: %s", tuple(weight.shape), weight_format, reason
+        )
+        return _pack_plain(weight, bias)
+
+
+def _pack_plain(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return PackedLinear("torch", lambda x: F.linear(x, weight, bias))
+
+
+def _pack_onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    reorder = torch.ops.mkldnn._reorder_linear_weight.default
+    try:
+        packed = reorder(weight.contiguous())
+    except (RuntimeError, NotImplementedError):  # other versions of torch take their own kind of tensor
+        packed = reorder(weight.contiguous().to_mkldnn())
+    product = torch.ops.mkldnn._linear_pointwise.default
+    layer = lambda x: product(x, packed, bias, "none", [], "")
+    layer(weight.new_zeros(1, weight.shape[1]))  # refuses here what it would refuse later
+    return PackedLinear("onednn", layer)
+
+
+def _pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    scale = weight.abs().amax(1).div(127).clamp(min=1e-12).double()
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    quantised = torch.quantize_per_channel(weight.contiguous(), scale, zeros, 0, torch.qint8)
+    packed: Any = torch.ops.quantized.linear_prepack(quantised, None)
+    # Without VNNI the products of two bytes are added in 16 bits, which 7 of 8 bits do not overflow.
+    narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    product = torch.ops.quantized.linear_dynamic
+    # The kernel has one scale for all rows, by the range of all.  Each row is brought to a largest magnitude
+    # of 1, and rows of 1 and -1 are added: the range is always the same, no row's result depends on others.
+    edges = torch.ones(2, weight.shape[1])
+    edges[1] = -1
+
+    def layer(x: Tensor) -> Tensor:
+        size = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        y = product(torch.cat([x / size, edges]), packed, narrow)[: len(x)] * size
+        return y if bias is None else y + bias
+
+    return PackedLinear("int8", layer)
+
+
+def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    outputs, inputs = weight.shape
+    if inputs % _INT4_GROUP_SIZE or outputs % 32:
+        return _pack_int8(weight, bias)
+    groups = weight.view(outputs, -1, _INT4_GROUP_SIZE)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15).clamp(min=1e-7).bfloat16().float()
+    offset = (low + 8 * scale).bfloat16().float()  # the kernel computes (nibble - 8) * scale + offset
+    nibbles = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
+    flat = nibbles.view(outputs, inputs)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(flat, 1)
+    table = torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def layer(x: Tensor) -> Tensor:
+        y = product(x.bfloat16(), packed, _INT4_GROUP_SIZE, table).to(x.dtype)
+        return y if bias is None else y + bias
+
+    layer(weight.new_zeros(1, inputs))
+    return PackedLinear("int4", layer)
+
+
+_PACKERS = {
+    "fp32": _pack_onednn,
+    "bf16": _pack_onednn,
+    "fp16": _pack_plain,
+    "int8": _pack_int8,
+    "int4": _pack_int4,
+}

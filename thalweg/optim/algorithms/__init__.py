@@ -1,0 +1,1 @@
+"""The optimisers: one file for each family of update rules."""

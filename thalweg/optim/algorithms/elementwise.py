@@ -1,0 +1,155 @@
+"""``torch.optim``'s elementwise optimisers, stepping on local pieces (see ``local.py``).
+
+An update is elementwise when each element of the new parameter depends on that element's own history alone.
+All the classes below are, so a shard is stepped exactly as that part of the whole parameter would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from thalweg.optim import foreach
+from thalweg.optim.algorithms.moment_codec import convert_moments
+from thalweg.optim.dtensor_local import (
+    Fp32StateMixin,
+    LocalStepMixin,
+    as_dtensor_like,
+    to_local,
+    working_copies,
+)
+
+# A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
+_STEP_WITHOUT_CORRECTION = 1e9
+
+
+class _AdamBase(LocalStepMixin):
+    """Adds ``bias_correction=False``, which torch's Adam does not have (DeepSpeed's does)."""
+
+    def __init__(self, params: Any, *, bias_correction: bool = True, **hyper: Any) -> None:
+        super().__init__(params, **hyper)  # pyright: ignore[reportCallIssue]
+        self.defaults["bias_correction"] = bias_correction  # pyright: ignore[reportAttributeAccessIssue]
+        for group in self.param_groups:  # pyright: ignore[reportAttributeAccessIssue]
+            group.setdefault("bias_correction", bias_correction)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
+        for param in group["params"]:
+            state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]
+            if state:
+                convert_moments(param, state, "fp32")  # a checkpoint may have brought it in fewer bits
+        result = super()._init_group(group, *lists, **named)
+        if not group.get("bias_correction", True):
+            steps = [*lists, *named.values()][-1]
+            if steps:
+                foreach.add_(steps, 1.0)
+                steps[:] = [torch.full_like(step, _STEP_WITHOUT_CORRECTION) for step in steps]
+        return result
+
+
+class Adam(_AdamBase, torch.optim.Adam):
+    """Adam with the L2 term in the gradient (Kingma and Ba, 2015)."""
+
+
+class AdamW(_AdamBase, torch.optim.AdamW):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+
+class Adagrad(LocalStepMixin, torch.optim.Adagrad):
+    """Adagrad (Duchi et al., 2011)."""
+
+
+class Adadelta(LocalStepMixin, torch.optim.Adadelta):
+    """Adadelta (Zeiler, 2012)."""
+
+
+class Adamax(LocalStepMixin, torch.optim.Adamax):
+    """Adamax (Kingma and Ba, 2015, section 7)."""
+
+
+class ASGD(LocalStepMixin, torch.optim.ASGD):
+    """Averaged SGD (Polyak and Juditsky, 1992)."""
+
+
+class NAdam(LocalStepMixin, torch.optim.NAdam):
+    """Adam with Nesterov momentum (Dozat, 2016)."""
+
+
+class RAdam(LocalStepMixin, torch.optim.RAdam):
+    """Rectified Adam (Liu et al., 2020)."""
+
+
+class RMSprop(LocalStepMixin, torch.optim.RMSprop):
+    """RMSprop (Tieleman and Hinton, 2012)."""
+
+
+class Rprop(LocalStepMixin, torch.optim.Rprop):
+    """Resilient propagation (Riedmiller and Braun, 1993)."""
+
+
+class SGD(Fp32StateMixin, torch.optim.SGD):
+    """SGD with momentum.
+
+    torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
+    exchanged; the step is spelt out here over torch's functional form.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] if group["momentum"] else {} for p in params]
+            buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
+            buffers = [b if b is None else to_local(b) for b in buffers]
+            with working_copies(params) as (work, grads):
+                keys = (
+                    "weight_decay",
+                    "momentum",
+                    "lr",
+                    "dampening",
+                    "nesterov",
+                    "maximize",
+                    "foreach",
+                    "fused",
+                )
+                options = {key: group[key] for key in keys}
+                new = [i for i, buffer in enumerate(buffers) if buffer is None]
+                existing = [i for i, buffer in enumerate(buffers) if buffer is not None]
+                for chosen in filter(None, (new, existing)):  # the fused kernel wants all buffers or none
+                    momentum_buffers = [buffers[i] for i in chosen]
+                    pieces, chosen_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    sgd(pieces, chosen_grads, momentum_buffers, has_sparse_grad=False, **options)
+                    for i, buffer in zip(chosen, momentum_buffers, strict=True):
+                        buffers[i] = buffer
+            if group["momentum"]:
+                for param, state, buffer in zip(params, states, buffers, strict=True):
+                    if buffer is not None and "momentum_buffer" not in state:
+                        state["momentum_buffer"] = as_dtensor_like(buffer, param)
+        return loss
+
+
+ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+}
+
+_FUSED_DEVICES = {
+    "Adam": ("cpu", "cuda"),
+    "AdamW": ("cpu", "cuda"),
+    "SGD": ("cpu", "cuda"),
+    "Adagrad": ("cpu",),
+}
+
+
+def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused kernel of the optimiser ``name`` for all of ``params``."""
+    devices = _FUSED_DEVICES.get(name, ())
+    return all(p.device.type in devices and p.is_floating_point() for p in params)

@@ -1,0 +1,269 @@
+"""Muon: orthogonalised momentum for the hidden matrices, AdamW for the rest (Jordan, 2024), right on shards.
+
+A Muon step of a matrix W with gradient G:
+
+    B = mu B + (1 - mu) G                    momentum, elementwise, on the local piece
+    D = (1 - mu) G + mu B (Nesterov) or B    on the local piece
+    O = orthogonalize(D)                     on the LOGICAL matrix, at one owner rank (``owners.py``)
+    W = (1 - lr weight_decay) W - lr scale O     on the local piece
+
+with ``scale`` = sqrt(max(1, rows / cols)) ("original") or 0.2 sqrt(max(rows, cols)) ("match_rms_adamw"; Liu
+et al., 2025, arXiv:2502.16982). A tensor of more than two dims counts as the matrix of its first dim
+against the others. The result does not depend on how the matrices are cut, and no work is done twice.
+
+Which parameters are hidden matrices: what the group says (``use_muon: true|false``), else the rule of
+``muon_params.is_hidden_matrix``. For a model, ``muon_params.muon_groups`` decides by the modules' types,
+which is exact where names and shapes guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from thalweg.optim.algorithms.distributed_matrices import (
+    MatrixSharding,
+    compute_on_owners,
+    get_matrix_placement,
+)
+from thalweg.optim.algorithms.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.algorithms.muon_params import split_group
+from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
+from thalweg.optim.dtensor_local import (
+    Fp32StateMixin,
+    local_grad,
+    to_local,
+    upcast_half,
+    working_copies,
+    zeros_state_like,
+)
+from thalweg.utils.dtypes import parse_dtype
+
+
+class Muon(Fp32StateMixin, torch.optim.Optimizer):
+    """Muon on hidden matrices, AdamW on the others.
+
+    ``lr`` is for both, ``muon_lr`` and ``adam_lr`` go before it; without any of them 0.02 and 3e-4
+    (Jordan's). ``momentum``, ``nesterov``, ``ns_*`` and ``adjust_lr_fn`` belong to Muon, ``betas`` and
+    ``eps`` to AdamW, ``weight_decay`` (decoupled) to both. ``ns_method``: see ``newton_schulz.py``.
+    ``ns_dtype``: "fp32", "bf16", or "auto": bf16 on a GPU, where it is several times as fast and what the
+    method was made with, and fp32 elsewhere, so that runs agree to rounding however they are cut. Pieces
+    travel in that dtype.
+
+    ``params``: parameters, (name, parameter) pairs or group dicts; a group may set ``use_muon`` for all its
+    members and override any setting. Groups without it are split in two. ``replicate_group``: ranks that hold
+    the plain parameters as copies; they then share the matrices out among them instead of each doing all.
+
+    State: ``momentum_buffer``, or ``step``, ``exp_avg``, ``exp_avg_sq``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        *,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_method: str = "gram",
+        ns_dtype: str = "auto",
+        adjust_lr_fn: str | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        rates = {True: _first_not_none(muon_lr, lr, 0.02), False: _first_not_none(adam_lr, lr, 3e-4)}
+        for rate in rates.values():
+            check_hyperparameters("Muon", rate, betas, weight_decay)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"Muon: momentum must be in [0, 1), got {momentum!r}")
+        if ns_method not in METHODS:
+            raise ValueError(f"Muon: ns_method must be one of {', '.join(METHODS)}, not {ns_method!r}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', not {adjust_lr_fn!r}"
+            )
+        if len(ns_coefficients) != 3 or not 1 <= ns_steps < 100:
+            raise ValueError("Muon: ns_coefficients are three numbers and ns_steps is between 1 and 99")
+        self._ns_dtype = None if ns_dtype == "auto" else parse_dtype(ns_dtype)
+        self._replicate_group = replicate_group
+        defaults = {
+            "lr": rates[True],
+            "use_muon": True,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_method": ns_method,
+            "adjust_lr_fn": adjust_lr_fn or "original",
+        }
+        self._rates = rates
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters: as it is if it says ``use_muon``, else split in two by the rule."""
+        for half in split_group(param_group, self._rates):
+            super().add_param_group(half)
+
+    def configure_like_torch(self, replicate_group: dist.ProcessGroup | None) -> None:
+        """Go on with the groups of a ``torch.optim.Muon``: only matrices, the plain iteration, in bf16."""
+        self._replicate_group = replicate_group
+        self._ns_dtype = torch.bfloat16
+        for group in self.param_groups:
+            settings = {"use_muon": True, "ns_method": "standard"}
+            group.update(settings, adjust_lr_fn=group.get("adjust_lr_fn") or "original")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient on any rank; returns the loss of a closure, if given.
+
+        Two all-to-alls for each round of matrices, and one small all-reduce, on each process group.
+        """
+        loss = evaluate_closure(closure)
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._step_matrices(group)
+            else:
+                self._step_adamw(group)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        by_group: dict[dist.ProcessGroup | None, list[tuple[Tensor, MatrixSharding]]] = {}
+        for param in group["params"]:
+            placement = get_matrix_placement(param, self._replicate_group)
+            if placement.needs_gather:
+                if param.grad is not None:
+                    self._step_gathered(group, param)
+                continue
+            by_group.setdefault(placement.group, []).append((param, placement.sharding))
+        for process_group, members in by_group.items():
+            members = self._with_grad(members, process_group)
+            if members:
+                self._step_sharded(group, members, process_group)
+
+    @staticmethod
+    def _with_grad(
+        members: list[tuple[Tensor, MatrixSharding]], process_group: dist.ProcessGroup | None
+    ) -> list[tuple[Tensor, MatrixSharding]]:
+        """Return the members that have a gradient on any rank: all ranks must exchange the same matrices."""
+        flags = [param.grad is not None for param, _ in members]
+        if process_group is not None and dist.get_world_size(process_group) > 1:
+            has = torch.tensor(flags, dtype=torch.int32, device=to_local(members[0][0]).device)
+            dist.all_reduce(has, dist.ReduceOp.MAX, process_group)
+            flags = [flag > 0 for flag in has.tolist()]
+        return [member for member, flag in zip(members, flags, strict=True) if flag]
+
+    def _step_sharded(
+        self,
+        group: dict[str, Any],
+        members: Sequence[tuple[Tensor, MatrixSharding]],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        params, shardings = [p for p, _ in members], [sharding for _, sharding in members]
+        directions = {i: self._update_momentum(group, param) for i, param in enumerate(params)}
+        device = to_local(params[0]).device
+        finished = compute_on_owners(
+            shardings,
+            process_group,
+            lambda i: directions.pop(i)(),
+            lambda i, whole: self._orthogonalize(group, whole),
+            dtype=self._compute_dtype(device),
+            device=device,
+        )
+        for i, piece in finished:
+            self._apply(group, params[i], piece)
+
+    def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
+        """A layout that ``owners.py`` does not know: every rank gathers the matrix and computes all of it."""
+        assert isinstance(param, DTensor)
+        mesh, placements = param.device_mesh, param.placements
+        piece = self._update_momentum(group, param)()
+        full_matrix = DTensor.from_local(
+            piece, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+        ).full_tensor()
+        result = DTensor.from_local(self._orthogonalize(group, full_matrix), mesh, [Replicate()] * mesh.ndim)
+        self._apply(group, param, result.redistribute(mesh, placements).to_local())
+
+    def _update_momentum(self, group: dict[str, Any], param: Tensor) -> Callable[[], Tensor]:
+        """Update the momentum of the local piece; returns what gives the piece to orthogonalise."""
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = zeros_state_like(param)
+        buffer, momentum = to_local(state["momentum_buffer"]), group["momentum"]
+        grad = torch.zeros_like(buffer) if param.grad is None else local_grad(param).to(buffer.dtype)
+        buffer.lerp_(grad, 1 - momentum)
+        return (lambda: grad.lerp(buffer, momentum)) if group["nesterov"] else (lambda: buffer)
+
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
+        return self._ns_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def _orthogonalize(self, group: dict[str, Any], full_matrix: Tensor) -> Tensor:
+        matrix = full_matrix.reshape(full_matrix.size(0), -1)
+        result = orthogonalize(
+            matrix,
+            steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
+            method=group["ns_method"],
+            dtype=self._compute_dtype(full_matrix.device),
+        )
+        return result.reshape(full_matrix.shape)
+
+    @staticmethod
+    def _apply(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
+        rows, cols = param.shape[0], param.shape[1:].numel()
+        scale = math.sqrt(max(1.0, rows / cols))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, cols))
+        lr = float(group["lr"])
+        piece = to_local(param)
+        work = upcast_half(piece)
+        work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+        if work is not piece:
+            piece.copy_(work)
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for param in params:
+            if "exp_avg" not in self.state[param]:
+                fresh = {"exp_avg": zeros_state_like(param), "exp_avg_sq": zeros_state_like(param)}
+                self.state[param].update(step=torch.tensor(0.0, device=to_local(param).device), **fresh)
+        states = [self.state[p] for p in params]
+        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        beta1, beta2 = group["betas"]
+        with working_copies(params) as (work, grads):
+            adamw(
+                work,
+                grads,
+                [to_local(state["exp_avg"]) for state in states],
+                [to_local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=fused,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _first_not_none(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,97 @@
+"""Which parameters Muon is for: hidden matrices, and not look-up tables, heads, biases and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_EMBEDDING_AND_HEAD_NAMES = ("wte", "wpe", "lm_head", "head", "output_layer", "classifier", "score")
+# A vocabulary is many times the width; no hidden matrix of a transformer is this tall.
+_MIN_EMBEDDING_ASPECT = 8
+
+
+def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
+    """Guess whether Muon is for ``param``: two dims or more, and neither a look-up table nor an output head.
+
+    By the name where there is one (a part with "emb" in it, or a module called ``wte``, ``wpe``, ``lm_head``,
+    ``head``, ...); by the shape besides: a table has at least 8 times as many rows as columns.
+    """
+    if param.ndim < 2:
+        return False
+    name_parts = (name or "").lower().split(".")
+    if any("emb" in part for part in name_parts) or any(
+        part in _EMBEDDING_AND_HEAD_NAMES for part in name_parts[-2:]
+    ):
+        return False
+    return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
+
+
+def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
+
+    The others are vectors, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
+    output is as long as the largest embedding. ``groups``: groups of the model's parameters to split, their
+    settings kept; by default all that are not frozen, with their names. A group that says ``use_muon`` stays
+    whole; groups that would be empty are left out.
+    """
+    excluded_ids = _embedding_and_head_ids(model)
+    if groups is None:
+        groups = [{"params": [(name, p) for name, p in model.named_parameters() if p.requires_grad]}]
+    halves: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            halves.append(dict(group))
+            continue
+        members = list(group["params"])
+        matrix = [p.ndim >= 2 and id(p) not in excluded_ids for p in map(get_param, members)]
+        for use_muon in (True, False):
+            half = [
+                member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon
+            ]
+            halves.append({**group, "params": half, "use_muon": use_muon})
+    return [half for half in halves if half["params"]]
+
+
+def _embedding_and_head_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embeddings and of the head."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    ids = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
+    vocabulary = max((module.num_embeddings for module in embeddings), default=None)
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
+    return ids | {id(p) for head in heads[-1:] for p in head.parameters(recurse=False)}
+
+
+def get_param(member: Any) -> Tensor:
+    """Return the parameter of a member of a group: itself, or the second of a (name, parameter) pair."""
+    return member[1] if isinstance(member, tuple) else member
+
+
+def split_group(group: Mapping[str, Any], rates: Mapping[bool, float]) -> list[dict[str, Any]]:
+    """Return the hidden matrices of ``group`` and its others as groups of their own, the empty one left out.
+
+    ``rates``: the learning rate of Muon's half (True) and of AdamW's, where the group itself sets none.
+    """
+    group_params = group["params"]
+    members: list[Any] = [group_params] if isinstance(group_params, Tensor) else list(group_params)
+    halves: dict[bool, list[Any]] = {True: [], False: []}
+    for member in members:
+        halves[_belongs_to_muon(group, member)].append(member)
+    return [
+        {"lr": rates[use_muon], **group, "params": half, "use_muon": use_muon}
+        for use_muon, half in halves.items()
+        if half
+    ]
+
+
+def _belongs_to_muon(group: Mapping[str, Any], member: Any) -> bool:
+    name, param = member if isinstance(member, tuple) else (None, member)
+    if "use_muon" not in group:
+        return is_hidden_matrix(param, name)
+    if group["use_muon"] and param.ndim < 2:
+        raise ValueError(
+            f"a group with use_muon: true holds a parameter of shape {tuple(param.shape)}: Muon is for "
+            "matrices, put it into a group with use_muon: false"
+        )
+    return bool(group["use_muon"])

@@ -1,0 +1,1 @@
+"""Updates of state that lies on the host or on NVMe."""

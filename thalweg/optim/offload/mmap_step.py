@@ -1,0 +1,158 @@
+"""The step of an optimiser that is not elementwise, with its state in the swap file.
+
+LAMB, Muon and Adafactor take norms, products and means over whole tensors, so their parameters cannot pass
+through buffers piece by piece; state in 8 bits has scales of another shape.  They go through the mapping
+instead, one parameter after the other::
+
+    hide all gradients but one parameter's  ->  optimizer.step()  ->  new state to the swap file  ->  trim
+
+so that at most two parameters' tensors are in memory: those of the next are read ahead.  Every rank steps
+the parameters in the same order; collectives within a step therefore match.  It is right for any optimiser
+whose update of one parameter does not depend on another's, and slow: each byte is a page fault, and what
+ranks share in one collective for all parameters becomes one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.optim import foreach
+from thalweg.optim.clip import global_grad_norm
+from thalweg.optim.dtensor_local import as_dtensor_like, to_local
+from thalweg.optim.norms import PartialNorm
+from thalweg.storage_io import SwapFile
+
+
+class MmapStep:
+    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
+    :class:`.nvme_step.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
+    ``resident``: parameters whose state stays in memory; ``at_once``: for an optimiser whose update of one
+    parameter depends on others, step all of them together (their pages are then in memory together)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swap: SwapFile,
+        *,
+        compute_copies: dict[Tensor, Tensor] | None = None,
+        state_in_memory: bool = False,
+        in_memory_params: Collection[Tensor] = (),
+        step_together: bool = False,
+    ) -> None:
+        self._step_together = step_together
+        self.optimizer, self.swap, self.compute_copies = optimizer, swap, dict(compute_copies or {})
+        self._state_in_memory, self._in_memory_params = state_in_memory, frozenset(in_memory_params)
+        self.offload_state()
+
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    ) -> float:
+        """The global 2-norm; collective."""
+        norm = float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
+        for param in params:
+            if param.grad is not None:
+                self._trim_pages(to_local(param.grad))
+        return norm
+
+    @torch.no_grad()
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
+        """Scale the gradients by ``factor`` and step, one parameter at a time."""
+        assert subset is None, "which parameters go together is the optimiser's affair"
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [(param, param.grad) for param in params if param.grad is not None]
+        try:
+            for param, _ in grads:
+                param.grad = None
+            size = len(grads) if self._step_together else 1
+            for first in range(0, len(grads), size):
+                self._readahead(grads[first + size : first + size + 1])
+                self._step(grads[first : first + size], factor)
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+
+    def _step(self, grads: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+        for param, grad in grads:
+            if factor != 1.0:
+                foreach.mul_([to_local(grad)], factor)
+            param.grad = grad
+        self.optimizer.step()
+        for param, grad in grads:
+            self._offload_param_state(param)
+            if param in self.compute_copies:
+                self.compute_copies[param].copy_(to_local(param))
+                self._trim_pages(self.compute_copies[param])
+            for tensor in (to_local(param), to_local(grad)):
+                self._trim_pages(tensor)
+            param.grad = None
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """State of ``param``'s layout in the swap file, of undefined value."""
+        piece = to_local(param)
+        return as_dtensor_like(
+            torch.empty_like(piece, dtype=dtype)
+            if self._is_state_in_memory(param)
+            else self._allocate_state(piece, dtype),
+            param,
+        )
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
+        self._trim_pages(tensor)
+
+    def offload_state(self) -> None:
+        """Move state that lies in memory to the swap file."""
+        for param in self.optimizer.state:
+            if isinstance(param, Tensor):
+                self._offload_param_state(param)
+
+    def _offload_param_state(self, param: Tensor) -> None:
+        """Move the tensors of ``param``'s state that are as large as it, and trim those that are there."""
+        state = self.optimizer.state[param]
+        for key, value in state.items():
+            if (
+                not isinstance(value, Tensor)
+                or to_local(value).shape != to_local(param).shape
+                or not value.ndim
+            ):
+                continue
+            piece = to_local(value)
+            if self.swap.locate(piece) is None and piece.numel() and not self._is_state_in_memory(param):
+                offloaded = self._allocate_state(piece, piece.dtype)
+                offloaded.copy_(piece)
+                state[key] = as_dtensor_like(offloaded, value)
+                piece = offloaded
+            self._trim_pages(piece)
+
+    def _readahead(self, upcoming: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Let the disk read what the next parameter needs while this one is computed."""
+        for param, grad in upcoming:
+            state = (
+                value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value)
+            )
+            for tensor in (param, grad, *state):
+                piece = to_local(tensor)
+                offset = self.swap.locate(piece)
+                if offset is not None:
+                    self.swap.readahead(offset, piece.nbytes)
+
+    def _is_state_in_memory(self, param: Tensor) -> bool:
+        """Whether the state of ``param`` stays in memory."""
+        return self._state_in_memory or param in self._in_memory_params
+
+    def _allocate_state(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        if piece.numel() == 0:
+            return torch.empty_like(piece, dtype=dtype)
+        return self.swap.view(self.swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
+
+    def _trim_pages(self, tensor: Tensor) -> None:
+        offset = self.swap.locate(tensor)
+        if offset is not None:
+            self.swap.trim(offset, tensor.nbytes)

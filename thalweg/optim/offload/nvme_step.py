@@ -1,0 +1,400 @@
+"""The optimiser's step on tensors that lie in a swap file: read n+1, update n, write n-1.
+
+The picture, for chunks 0, 1, ... (chunks.py) and a ring of buffers (stream.py)::
+
+    disk      read 2 | write 0 | read 3 | write 1 | ...      threads (store/io.py)
+    buffers      [0: to disk] [1: in use] [2: from disk] [3: from disk]
+    cores          update 1: scale, widen, the optimiser's own kernel, the compute copy
+
+Masters, gradients and state may each lie in memory or in the swap file, parameter by parameter; where a
+tensor lies is read off its address.  Within a chunk the arithmetic runs over batches that fit the cache: the
+gradient is scaled and widened to the master's dtype, the kernel runs, and the low-precision copy that the
+next forward pass computes with is written, all while the numbers are at hand.  So 16-bit gradients are never
+held in fp32 beyond one batch, and copies cost no pass of their own.
+
+What ``optimizer.state`` shows are views of the swap file with the layout of their parameters, so
+checkpoints and users see an ordinary optimiser.  Counters (Adam's ``step``) stay in memory.  State that does
+not exist yet is made by the optimiser itself, piece by piece, and written without having been read.
+
+Invariants: a parameter without gradient is not touched, nor is its state; every element sees the same
+operations as in one plain ``optimizer.step()``; nothing is written before its chunk was updated, and all
+transfers are over when ``apply`` returns or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.optim.clip import global_grad_norm
+from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
+from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, compute_row_norms, full_row_norms
+from thalweg.optim.offload.io_chunks import (
+    ALIGN_ELEMENTS,
+    IoChunk,
+    ParamSlice,
+    ParamStep,
+    StepTensor,
+    split_into_batches,
+    split_into_chunks,
+)
+from thalweg.optim.offload.io_pipeline import IoPipeline
+from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer, SliceStep
+from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.utils.dtypes import HALF_DTYPES
+
+
+@dataclass(frozen=True)
+class NvmeStepPolicy:
+    """``chunk_elements``: elements of parameters that share a buffer, at most (where nothing is swapped, of
+    one call); ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are
+    widened or copies written."""
+
+    chunk_elements: int = 1 << 24
+    batch_elements: int = 1 << 19
+
+
+class NvmeStep:
+    """Steps an elementwise ``optimizer`` whose tensors may lie in ``swap``.
+
+    ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
+    ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
+    ``copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
+    memory, in the swap file on a page boundary, or on a GPU), which the update fills.
+
+    A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
+    on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
+    the swap file if ``swap`` is given, unless ``state_in_memory``, or the parameter is among ``resident``.
+
+    Raises:
+        ValueError: the swap file or the buffers are too small.
+        SwapError: (when stepping) a transfer failed; parameters and state are then partly updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swap: SwapFile | None = None,
+        buffers: BufferRing | None = None,
+        *,
+        compute_copies: Mapping[Tensor, Tensor] | None = None,
+        policy: NvmeStepPolicy | None = None,
+        state_in_memory: bool = False,
+        in_memory_params: Collection[Tensor] = (),
+    ) -> None:
+        assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
+        self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
+        self._io_pipeline = None if swap is None or buffers is None else IoPipeline(swap, buffers)
+        self.compute_copies = dict(compute_copies or {})
+        self.policy = policy or NvmeStepPolicy()
+        self._state_swap = None if state_in_memory else swap
+        self.in_memory_params = frozenset(in_memory_params)
+        self._piecewise = PiecewiseOptimizer(optimizer)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.offload_state()
+
+    @property
+    def io_wait_seconds(self) -> float:
+        """Seconds of the last step in which the arithmetic waited for the disk."""
+        return 0.0 if self._io_pipeline is None else self._io_pipeline.io_wait_seconds
+
+    # The face of an Update
+
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    ) -> float:
+        """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
+        known = self._read_row_norms(
+            [p for p in params if p.grad is not None and p not in (partial_norms or {})]
+        )
+
+        def row_norms_fn(piece: Tensor) -> RowNorms:
+            row_norms = known.get(piece.data_ptr())
+            return compute_row_norms(piece) if row_norms is None else row_norms
+
+        return float(
+            global_grad_norm(
+                params,
+                replicate_group=replicate_group,
+                row_norms_fn=row_norms_fn,
+                partial_norms=partial_norms,
+            )
+        )
+
+    @torch.no_grad()
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
+        """Scale the gradients by ``factor`` and update every parameter (``only`` of these) that has one."""
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            hook(self.optimizer, (), {})
+        items = self.build_param_steps(subset)
+        self.execute(items, factor)
+        self.publish_state(items)
+        for hook in self.optimizer._optimizer_step_post_hooks.values():
+            hook(self.optimizer, (), {})
+
+    # Its parts, for whoever wants new values elsewhere first (tentative.py)
+
+    def build_param_steps(self, subset: Collection[Tensor] | None) -> list[ParamStep]:
+        """What a step over these parameters reads and writes."""
+        return [
+            item for group in self.optimizer.param_groups for item in self._build_group_steps(group, subset)
+        ]
+
+    def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
+        """Read, update and write."""
+        chunks = self._split_into_chunks(param_steps)
+        if self._io_pipeline is None:
+            for chunk in chunks:
+                self._update(factor, chunk, None)
+        else:
+            self._io_pipeline.run(chunks, partial(self._update, factor))
+
+    def readahead(self, params: Collection[Tensor]) -> None:
+        """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the
+        hint back, as must be done before anything else may write to them."""
+        if self._io_pipeline is not None and not params:
+            self._io_pipeline.cancel_readahead()
+        if (
+            self._io_pipeline is None
+            or not params
+            or any(not self.optimizer.state.get(param) for param in params)
+        ):
+            return
+        groups = self.optimizer.param_groups
+        items = [
+            item for group in groups for item in self._build_group_steps(group, params, needs_grad=False)
+        ]
+        self._io_pipeline.readahead(self._split_into_chunks(items))
+
+    def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
+        buffer_bytes = self.buffers.buffer_bytes if self.buffers is not None else 0
+        return split_into_chunks(param_steps, buffer_bytes, max(self.policy.chunk_elements, ALIGN_ELEMENTS))
+
+    def publish_state(self, param_steps: Sequence[ParamStep]) -> None:
+        """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
+        for item in param_steps:
+            self._publish_param_state(item)
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """State of ``param``'s layout in the swap file, of undefined value."""
+        return as_dtensor_like(self._allocate_state(param, to_local(param), dtype), param)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
+        self._trim_pages(tensor)
+
+    def offload_state(self) -> None:
+        """Move state that lies in memory to the swap file."""
+        if self._state_swap is None:
+            return
+        for param, state in self.optimizer.state.items():
+            if param in self.in_memory_params:
+                continue
+            piece = to_local(param)
+            for key, value in state.items():
+                if not _is_per_element(value, piece) or self._state_swap.locate(to_local(value)) is not None:
+                    continue
+                offloaded = self._allocate_state(param, piece, value.dtype)
+                offloaded.copy_(to_local(value))
+                state[key] = as_dtensor_like(offloaded, param)
+                self._trim_pages(offloaded)
+
+    # One step
+
+    def _read_row_norms(self, params: Sequence[Tensor]) -> dict[int, RowNorms]:
+        """What the norm needs to know of the gradients that lie in the swap file, by their address."""
+        if self._io_pipeline is None:
+            return {}
+        assert self.buffers is not None
+        items = []
+        for param in params:
+            step_tensor = self._make_step_tensor(local_grad(param))
+            if step_tensor.file_offset is not None:
+                items.append(
+                    ParamStep({}, param, step_tensor.tensor.numel(), {"grad": step_tensor}, (), {}, False)
+                )
+        known: dict[int, RowNorms] = {}
+
+        def collect(chunk: IoChunk, buffer: Tensor) -> None:
+            for piece in chunk.slices:
+                grad = piece.param_step.step_tensors["grad"].tensor
+                full, rest = known.setdefault(grad.data_ptr(), ([], []))
+                flat = piece.get_tensor("grad", buffer)
+                full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH if grad.numel() >= 2 * ROW_LENGTH else 0
+                if full_size:
+                    full += full_row_norms(flat[:full_size])
+                if full_size < flat.numel():
+                    remainder = flat[full_size:]
+                    rest.append(remainder.float() if remainder.dtype in HALF_DTYPES else remainder.clone())
+
+        self._io_pipeline.run(split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
+        return known
+
+    def _update(self, factor: float, chunk: IoChunk, buffer: Tensor | None) -> None:
+        if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
+            for batch in split_into_batches(chunk.slices, max(self.policy.batch_elements, ALIGN_ELEMENTS)):
+                self._step(batch, buffer, factor)
+        else:
+            self._step(chunk.slices, buffer, factor)
+
+    @staticmethod
+    def _needs_batches(param_step: ParamStep, factor: float) -> bool:
+        """Whether anything but the kernel itself passes over the item's elements."""
+        operands = param_step.step_tensors
+        is_upcast = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
+        return factor != 1.0 or is_upcast or "copy" in operands
+
+    def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor | None, factor: float) -> None:
+        jobs, used = [], 0
+        for piece in pieces:
+            item = piece.param_step
+            master, grad = piece.get_tensor("master", buffer), piece.get_tensor("grad", buffer)
+            if factor != 1.0:
+                grad.mul_(factor)
+            if grad.dtype != master.dtype:
+                wide = self._get_scratch(master.dtype, used, grad.numel())
+                used += grad.numel()
+                grad = wide.copy_(grad)
+            state: dict[str, Any] = {}
+            if not item.is_new_state:
+                state = {key: _clone_if_tensor(value) for key, value in item.scalar_state.items()}
+                state |= {key: piece.get_tensor(key, buffer) for key in item.state_keys}
+            jobs.append(SliceStep(item.group, master, grad, state))
+        self._piecewise.step(jobs)
+        for piece, job in zip(pieces, jobs, strict=True):
+            item = piece.param_step
+            for key, value in job.state.items():
+                if key not in item.state_keys:
+                    item.new_scalar_state[key] = value
+                elif item.is_new_state:
+                    piece.get_tensor(key, buffer).copy_(value)
+            if "copy" in item.step_tensors:
+                piece.get_tensor("copy", buffer).copy_(job.master)
+
+    def _get_scratch(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        have = self._scratch.get(dtype)
+        if have is None or have.numel() < start + count:
+            need = max(start + count, self.policy.batch_elements + ALIGN_ELEMENTS)
+            have = self._scratch[dtype] = torch.empty(need, dtype=dtype)
+        return have[start : start + count]
+
+    # Items: what a step works on
+
+    def _build_group_steps(
+        self, group: dict[str, Any], subset: Collection[Tensor] | None, needs_grad: bool = True
+    ) -> list[ParamStep]:
+        schemas: dict[torch.dtype, dict[str, torch.dtype | None]] = {}
+        param_steps = []
+        for param in group["params"]:
+            if (needs_grad and param.grad is None) or (subset is not None and param not in subset):
+                continue
+            master = to_local(param).detach()
+            state = self.optimizer.state.get(param, {})
+            is_new_state = not state
+            if (is_new_state or master.ndim == 0) and master.dtype not in schemas:
+                schemas[master.dtype] = self._piecewise.state_schema(group, master.dtype)
+            if is_new_state:
+                kinds = schemas[master.dtype].items()
+                state_tensors = {k: self._allocate_state(param, master, d) for k, d in kinds if d is not None}
+                scalars = {key: None for key, dtype in schemas[master.dtype].items() if dtype is None}
+            else:
+                # A 0-dim parameter's moment looks like a counter: what a first step makes tells them apart.
+                known = schemas[master.dtype] if master.ndim == 0 else {}
+                state_tensors = {
+                    k: to_local(v) for k, v in state.items() if _is_per_element(v, master) or known.get(k)
+                }
+                scalars = {k: v for k, v in state.items() if k not in state_tensors}
+            operands = {
+                "master": self._make_step_tensor(master, write=True),
+                **({} if param.grad is None else {"grad": self._make_step_tensor(local_grad(param))}),
+                **{
+                    key: self._make_step_tensor(value, read=not is_new_state, write=True)
+                    for key, value in state_tensors.items()
+                },
+            }
+            if param in self.compute_copies:
+                operands["copy"] = self._make_step_tensor(self.compute_copies[param], read=False, write=True)
+            param_steps.append(
+                ParamStep(group, param, master.numel(), operands, tuple(state_tensors), scalars, is_new_state)
+            )
+        return param_steps
+
+    def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> StepTensor:
+        offset = self.swap.locate(tensor) if self.swap is not None else None
+        if offset is not None and offset % PAGE:
+            offset = None
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} is not contiguous and cannot be streamed: call "
+                ".contiguous() on the parameter before the engine is made"
+            )
+        return StepTensor(tensor.view(-1), offset, read, write)
+
+    def _allocate_state(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory or swap of the shape of ``param``'s ``piece``, of undefined value."""
+        swap = None if param in self.in_memory_params else self._state_swap
+        if swap is None or piece.numel() == 0:
+            return torch.empty_like(piece, dtype=dtype)
+        return swap.view(swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
+
+    def _publish_param_state(self, param_step: ParamStep) -> None:
+        state, piece = self.optimizer.state[param_step.param], to_local(param_step.param)
+        if param_step.is_new_state:
+            views = {k: param_step.step_tensors[k].tensor.view(piece.shape) for k in param_step.state_keys}
+            shown = {k: as_dtensor_like(v, param_step.param) for k, v in views.items()}
+            state.update(
+                {
+                    k: shown.get(k, param_step.new_scalar_state.get(k))
+                    for k in [*param_step.scalar_state, *param_step.state_keys]
+                }
+            )
+            return
+        for key, value in param_step.new_scalar_state.items():
+            old = state[key]
+            if isinstance(old, Tensor) and isinstance(value, Tensor):
+                old.copy_(value)
+            else:
+                state[key] = value
+
+    def _trim_pages(self, tensor: Tensor) -> None:
+        offset = self.swap.locate(tensor) if self.swap is not None else None
+        if self.swap is not None and offset is not None:
+            self.swap.trim(offset, tensor.nbytes)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:
+    """Bytes of swap file that the state of an elementwise ``optimizer`` takes, in pages; that of ``resident``
+    parameters is elsewhere."""
+    worker, total = PiecewiseOptimizer(optimizer), 0
+    for group in optimizer.param_groups:
+        schemas: dict[torch.dtype, list[torch.dtype]] = {}
+        for param in group["params"]:
+            if not param.requires_grad or param in in_memory_params:
+                continue
+            if param.dtype not in schemas:
+                state_dtypes = worker.state_schema(group, param.dtype).values()
+                schemas[param.dtype] = [dtype for dtype in state_dtypes if dtype is not None]
+            count = to_local(param).numel()
+            total += sum(round_up(count * dtype.itemsize) for dtype in schemas[param.dtype])
+    return total
+
+
+def _is_per_element(value: Any, piece: Tensor) -> bool:
+    """Whether a state entry has an element for each of the parameter's."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    return to_local(value).shape == piece.shape
+
+
+def _clone_if_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,249 @@
+"""Which update an engine uses, from where the optimiser's state and the parameters are.
+
+parameters    state        update
+in memory     in memory    plain, or none of this module's business
+any           on NVMe      streamed (mapped, if the optimiser is not elementwise)
+on NVMe       in memory    streamed, with the state where it is
+
+Around it goes :class:`.step_in_backward.StepInBackward` where the state is offloaded and its rule allows: in place on the
+host, and tentatively (:mod:`.double_buffered_step`) for masters that lie on NVMe with their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm.error_agreement import all_ranks_or_raise
+from thalweg.config import Config
+from thalweg.optim.accumulation import AccumulationWindow
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam
+from thalweg.optim.dtensor_local import to_local
+from thalweg.optim.loss_scaler import LossScaler
+from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep, double_buffer_bytes
+from thalweg.optim.offload.grad_offload import GradOffload, grad_offload_bytes
+from thalweg.optim.offload.mmap_step import MmapStep
+from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
+from thalweg.optim.offload.piecewise_step import is_elementwise
+from thalweg.optim.offload.step_in_backward import StepInBackward
+from thalweg.optim.step import EngineOptimizer, ShardedModelHooks
+from thalweg.optim.step_strategy import InMemoryStep, StepStrategy
+from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.storage_io.allocator import round_up
+from thalweg.utils.log import get_logger
+from thalweg.zero.shard import ShardedModel
+from thalweg.zero.storage.nvme import OPTIMIZER_CAPACITY_BYTES
+
+_log = get_logger("optim")
+# Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
+_BUFFER_BYTES = 32 << 20
+_MIN_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class OptimizerOffloadPolicy:
+    """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
+    that is the state of at least ``ratio`` of the elements.
+
+    ``early``: updates may run within the backward pass, since nothing later in a step (clipping) can change
+    them; ``in_place``: nor is it likely that they must be taken back (as with a loss scale).
+    """
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    folder: str = ""
+    num_buffers: int = 4
+    buffer_elements: int = 100_000_000
+    pin: bool = True
+    ratio: float = 1.0
+    step_in_backward: bool = False
+    in_place: bool = False
+
+    @property
+    def buffer_ring_args(self) -> tuple[int, int]:
+        """Buffers, and bytes of each."""
+        size = min(_BUFFER_BYTES, max(1, self.buffer_elements) * 4)
+        return max(2, self.num_buffers), max(size, _MIN_BUFFER_BYTES)
+
+
+def build_engine_optimizer(
+    inner: torch.optim.Optimizer,
+    sharded: ShardedModel,
+    config: Config,
+    window: AccumulationWindow,
+    scaler: LossScaler,
+    replicate_group: dist.ProcessGroup | None,
+) -> EngineOptimizer:
+    """The optimizer that users hold, with its state where the config wants it."""
+    policy = offload_policy_from_config(config, on_cpu=sharded.device.type == "cpu")
+    build_strategy = partial(
+        build_step_strategy,
+        inner,
+        policy,
+        window,
+        swap=sharded.swap,
+        copies=sharded.get_compute_copies(),
+        changed=sharded.mark_params_updated,
+        group=replicate_group,
+    )
+    ranks = replicate_group if policy.device == "nvme" else None
+    strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
+    if swap is not None:
+        sharded.add_close_callback(swap.close)
+    step_in_backward = strategy if isinstance(strategy, StepInBackward) else None
+
+    def drop_gradients() -> None:
+        if step_in_backward is not None:
+            step_in_backward.discard()
+        sharded.clear_unreduced_grads()
+
+    engine_optimizer = EngineOptimizer(
+        inner,
+        ShardedModelHooks(sharded.finalize_grads, sharded.set_loss_scale, drop_gradients),
+        window,
+        scaler,
+        max_norm=config.gradient_clipping,
+        replicate_group=replicate_group,
+        strategy=strategy,
+    )
+    if step_in_backward is not None:
+        sharded.add_reduction_callbacks(step_in_backward.before_reduce, step_in_backward.after_reduce)
+        engine_optimizer.add_step_callback(step_in_backward.end_step)
+    engine_optimizer.add_step_callback(sharded.mark_params_updated)
+    return engine_optimizer
+
+
+def offload_policy_from_config(config: Config, *, on_cpu: bool) -> OptimizerOffloadPolicy:
+    """The tier that a config asks for, of ranks that compute on the CPU or not."""
+    section = config.zero_optimization.offload_optimizer
+    # Gradients on their way from a GPU arrive when the backward pass is over.
+    must_wait = config.gradient_clipping > 0 or not on_cpu
+    return OptimizerOffloadPolicy(
+        device=section.device,
+        folder=section.nvme_path or "",
+        num_buffers=section.buffer_count,
+        buffer_elements=section.buffer_size,
+        pin=section.pin_memory,
+        ratio=section.ratio,
+        step_in_backward=not must_wait,
+        in_place=not must_wait and not config.fp16.enabled,
+    )
+
+
+def build_step_strategy(
+    optimizer: torch.optim.Optimizer,
+    policy: OptimizerOffloadPolicy,
+    window: AccumulationWindow,
+    *,
+    swap: SwapFile | None = None,
+    copies: Mapping[Tensor, Tensor] | None = None,
+    changed: Callable[[list[str]], None] = lambda units: None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[StepStrategy, SwapFile | None]:
+    """The update, and the swap file if one was made here.
+
+    ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.nvme_step.StreamedUpdate`;
+    ``changed``, ``group``: see :class:`.step_in_backward.StepInBackward`.
+
+    Raises:
+        ValueError: the swap file's folder or disk does not do.
+    """
+    elementwise, new_swap = is_elementwise(optimizer), None
+    on_disk = policy.device == "nvme"
+    in_memory_params = _params_with_state_in_memory(optimizer, policy.ratio) if on_disk else frozenset()
+    if on_disk:
+        size = optimizer_state_bytes if elementwise else _max_state_bytes
+        needed = size(optimizer, in_memory_params) + grad_offload_bytes(optimizer)
+        if swap is None:
+            swap = new_swap = SwapFile(policy.folder, needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
+        else:
+            swap.extend(needed)
+    if swap is None:
+        strategy: StepStrategy = InMemoryStep(optimizer)
+    elif elementwise:
+        ring, state_in_memory = BufferRing(*policy.buffer_ring_args, pin=policy.pin), not on_disk
+        strategy = NvmeStep(
+            optimizer,
+            swap,
+            ring,
+            compute_copies=copies,
+            state_in_memory=state_in_memory,
+            in_memory_params=in_memory_params,
+        )
+    else:
+        strategy = MmapStep(
+            optimizer,
+            swap,
+            compute_copies=dict(copies or {}),
+            state_in_memory=not on_disk,
+            in_memory_params=in_memory_params,
+            step_together=isinstance(optimizer, ZenFlowAdam),
+        )
+    in_place = policy.device == "cpu" and policy.in_place and elementwise
+    grad_offload = GradOffload(swap) if on_disk and swap is not None else None
+    double_buffered = None
+    if on_disk and policy.step_in_backward and isinstance(strategy, NvmeStep):
+        double_buffered = _make_double_buffered_step(strategy, optimizer)
+    if in_place or grad_offload is not None:
+        strategy = StepInBackward(
+            strategy,
+            optimizer,
+            window,
+            changed,
+            in_place=in_place,
+            double_buffered=double_buffered,
+            grad_offload=grad_offload,
+            use_thread=swap is not None and (in_place or double_buffered is not None),
+            group=group,
+        )
+    return strategy, new_swap
+
+
+def _make_double_buffered_step(
+    nvme_step: NvmeStep, optimizer: torch.optim.Optimizer
+) -> DoubleBufferedStep | None:
+    """Second places for what an update writes; None where there is nothing to gain, or no room."""
+    swap = nvme_step.swap
+    assert swap is not None
+    double_buffered = DoubleBufferedStep(nvme_step, swap)
+    if not any(map(double_buffered.can_step, _trainable_params(optimizer))) or not swap.can_swap_ranges():
+        return None
+    needed = double_buffer_bytes(optimizer, swap, nvme_step.compute_copies)
+    # As much is left for others (checkpoints) as is taken.
+    if not swap.extend_if_free(needed, 2 * needed):
+        _log.info(
+            "updates wait for step(), and gradients rest on the disk meanwhile: within the backward pass "
+            "they would need %.1f MiB more of %s",
+            needed / 2**20,
+            swap.folder,
+        )
+        return None
+    return double_buffered
+
+
+def _trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _params_with_state_in_memory(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:
+    """The parameters whose state stays in memory: the first of the model that ``1 - ratio`` of the elements
+    have room for, as the backward pass comes to them last and their transfers would be waited for."""
+    params = _trainable_params(optimizer)
+    budget = (1.0 - ratio) * sum(p.numel() for p in params)
+    chosen: set[Tensor] = set()
+    for param in params:
+        if param.numel() <= budget:
+            chosen.add(param)
+            budget -= param.numel()
+    return frozenset(chosen)
+
+
+def _max_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor]) -> int:
+    """Bytes for state of an optimiser that is not elementwise: two fp32 tensors like each parameter."""
+    params = [p for p in _trainable_params(optimizer) if p not in in_memory_params]
+    return sum(2 * round_up(to_local(p).numel() * max(4, p.dtype.itemsize)) for p in params)

@@ -1,0 +1,51 @@
+"""The user's parameter groups, before and after sharding puts other tensors in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.zero.full_state_dict import distribute_if_sharded
+
+
+def groups_with_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
+    """The user's parameter groups with names in place of parameters, which sharding will replace."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        source: Any = optimizer.param_groups
+    else:
+        source = list(model_parameters) if model_parameters is not None else []
+    if source and not isinstance(source[0], Mapping):
+        source = [{"params": source}]
+    groups = []
+    for index, group in enumerate(source):
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        members = [member[1] if isinstance(member, tuple) else member for member in members]
+        num_foreign = sum(1 for member in members if id(member) not in names)
+        if num_foreign:
+            raise ValueError(
+                f"group {index} of the optimizer holds {num_foreign} of {len(members)} parameters that are not "
+                "the model's: build it from model.parameters() of the very model given to initialize()"
+            )
+        groups.append({**group, "params": [names[id(member)] for member in members]})
+    return groups
+
+
+def rebind_params(
+    optimizer: torch.optim.Optimizer, new_params: list[list[nn.Parameter | None]]
+) -> torch.optim.Optimizer:
+    """Let the user's optimizer, with any state it has, work on the sharded parameters (None: not here)."""
+    old_state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group, new_group_params in zip(optimizer.param_groups, new_params, strict=True):
+        for old, parameter in zip(group["params"], new_group_params, strict=True):
+            entries = old_state.pop(old, None)
+            if entries and parameter is not None:
+                optimizer.state[parameter] = {
+                    key: distribute_if_sharded(v, parameter) for key, v in entries.items()
+                }
+        group["params"] = [parameter for parameter in new_group_params if parameter is not None]
+    return optimizer

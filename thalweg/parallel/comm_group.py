@@ -1,0 +1,193 @@
+"""The ranks that compute one layer together, and the collectives they do it with.
+
+Megatron's pairs (Shoeybi et al. 2019, "Megatron-LM", section 3), each an
+``autograd.Function`` whose backward is the other half:
+
+    function   forward           backward          where
+    enter      identity          all-reduce        the input of column-parallel layers
+    leave      all-reduce        identity          the output of row-parallel layers
+    whole      all-gather        own slice         logits that somebody wants whole
+    gather     all-gather        reduce-scatter    rows that several ranks use parts of
+    summed     identity          all-reduce        a whole parameter that is used on a part
+
+Between ``enter`` and ``leave`` activations differ by rank; everywhere else they are equal,
+to the bit.  So random numbers come from two streams: the common one outside, and inside
+one that each rank derives from a common draw, which makes recomputation see it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.comm import CommsLog
+
+
+class ParallelGroup:
+    """One rank's view of its group; ``ledger`` counts what it communicates, as ``carrier``'s."""
+
+    def __init__(self, process_group: dist.ProcessGroup, axis: str = "tensor") -> None:
+        self.process_group, self.axis = process_group, axis
+        self.size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.ledger = CommsLog()
+        self.has_dropout = False  # whether the model draws random numbers inside its split layers
+        self._cached_input: tuple[Tensor, bool, Tensor] | None = None
+        self._saved_rng: Tensor | None = None
+
+    def copy_to_region(self, x: Tensor, name: str) -> Tensor:
+        """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
+        grad_enabled = torch.is_grad_enabled()
+        cached = self._cached_input
+        if cached is not None and cached[0] is x and cached[1] == grad_enabled:
+            return cached[2]
+        replicated = _CopyToRegion.apply(x, self, name) if x.requires_grad else x
+        self._cached_input = (x, grad_enabled, replicated)  # type: ignore[assignment]
+        return replicated  # type: ignore[return-value]
+
+    def reduce_from_region(self, x: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' ``x``."""
+        self._cached_input = None
+        self.use_shared_rng()
+        return _ReduceFromRegion.apply(x, self, name)  # type: ignore[return-value]
+
+    def reset(self) -> None:
+        """Let go of the last input, and of a stream that an exception left behind."""
+        self._cached_input = None
+        self.use_shared_rng()
+
+    # Random numbers
+
+    def use_local_rng(self) -> None:
+        """Draw from this rank's own stream until :meth:`use_shared_rng`."""
+        if not self.has_dropout or self._saved_rng is not None:
+            return
+        seed = int(torch.randint(1 << 62, ()))
+        self._saved_rng = torch.get_rng_state()
+        torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (self.rank + 1)) % (1 << 63))
+
+    def use_shared_rng(self) -> None:
+        """Draw from the stream that all ranks of the team share."""
+        if self._saved_rng is not None:
+            torch.set_rng_state(self._saved_rng)
+            self._saved_rng = None
+
+    # Collectives, counted
+
+    def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce in place; returns the tensor."""
+        nbytes = tensor.nbytes
+        with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
+            dist.all_reduce(tensor, op=op, group=self.process_group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """Concatenate every rank's ``tensor`` along ``dim``; ``sizes`` are their lengths there."""
+        longest = max(sizes)
+        sent = pad_to_length(tensor, dim, longest).contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        full = sent.nbytes * self.size
+        with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
+            dist.all_gather(received, sent, group=self.process_group)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """This rank's part along ``dim`` of the sum; ``sizes`` are all ranks' lengths there."""
+        longest = max(sizes)
+        chunks = [pad_to_length(part, dim, longest).contiguous() for part in tensor.split(sizes, dim)]
+        received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
+        with self.ledger.timed(
+            "reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size
+        ):
+            # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
+            dist.all_to_all_single(received, torch.stack(chunks), group=self.process_group)
+            total = received.sum(0)
+        return total.narrow(dim, 0, sizes[self.rank])
+
+    def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
+        """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``counts`` come back."""
+        received = sent.new_empty(sum(recv_counts))
+        with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
+            dist.all_to_all_single(received, sent, recv_counts, send_counts, group=self.process_group)
+        return received
+
+
+def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
+    missing = length - tensor.size(dim)
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ParallelGroup, name: str) -> Tensor:  # type: ignore[override]
+        ctx.team, ctx.name = group, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # a copy: the gradient may belong to another branch as well
+        return (
+            ctx.team.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
+            None,
+            None,
+        )
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ParallelGroup, name: str) -> Tensor:  # type: ignore[override]
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:
+    """A whole parameter that each rank uses on its own part of the activations."""
+    return _CopyToRegion.apply(parameter, group, name)  # type: ignore[return-value]
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str
+    ) -> Tensor:
+        ctx.start, ctx.length, ctx.dim = sum(sizes[: group.rank]), sizes[group.rank], dim
+        return group.all_gather(x, dim, sizes, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].narrow(ctx.dim, ctx.start, ctx.length), None, None, None, None
+
+
+def gather_from_region(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
+    """Every rank's ``x`` along ``dim``, for a computation that all ranks then do alike."""
+    return _GatherFromRegion.apply(x, dim, sizes, group, name)  # type: ignore[return-value]
+
+
+class _GatherParams(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str
+    ) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, group, name
+        return group.all_gather(x, dim, sizes, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        local_grad = ctx.team.reduce_scatter(grads[0], ctx.dim, ctx.sizes, ctx.name)
+        return local_grad, None, None, None, None
+
+
+def gather_params(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
+    """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
+    return _GatherParams.apply(x, dim, sizes, group, name)  # type: ignore[return-value]

@@ -1,0 +1,284 @@
+"""Expert parallelism: the experts of a layer spread over ranks, tokens sent to them.
+
+The picture, for data ranks in groups of ``ep`` neighbours (GShard; DeepSpeed-MoE):
+
+    rank r of its group     experts [r E/ep, (r+1) E/ep)      on this rank alone; the first have one
+                                                              more where ep does not divide E
+    its peers elsewhere     the same experts                  (data ranks / ep) copies
+
+    forward    own tokens sorted by expert --all-to-all--> rows of own experts, from all ranks
+               results --all-to-all--> back, in the order sent
+    backward   the same two ways back
+
+Experts stay outside of ZeRO's units: nobody gathers them, so a rank whose tokens choose other
+experts than its peers' takes part in nothing that they do not.  At rest and at work an expert's
+parameter is a DTensor over ("ep", "copies"), with ("tp",) before them if there are tensor ranks;
+what ZeRO does with copies is in :mod:`thalweg.zero.expert_params`.  Who spreads them: our own layer
+(:mod:`thalweg.nn.moe.layer`) and the layers of Hugging Face models (:mod:`.detect`, :mod:`.module_list`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
+from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.shard_spec import ShardSpec, split_evenly
+from thalweg.parallel_dims import ParallelMeshes, new_subgroup
+from thalweg.zero.expert_params import ZeroExpertParams
+from thalweg.zero.tp_layout import TensorParallelLayout
+
+CombineFn = Callable[[Tensor], Tensor]
+
+
+class TokenDispatcher(Protocol):
+    """What takes sorted rows to the ranks of their experts, and back."""
+
+    def dispatch(self, rows: Tensor, groups: RowGroups) -> tuple[Tensor, RowGroups, CombineFn]:
+        """Rows of own experts, which expert each is for, and the way back for their results."""
+        ...
+
+    def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """What this rank computes with where ``parameter`` stands, after :meth:`to_experts`."""
+        ...
+
+
+class AllToAllDispatcher:
+    """Takes sorted rows to the ranks of their experts; ``team`` is the group of ``ep`` ranks.
+
+    ``spread``: where rows are that copies have divided among them.
+    """
+
+    def __init__(self, ep_group: ParallelGroup, num_experts: int) -> None:
+        self.ep_group = ep_group
+        self.expert_params: ZeroExpertParams | None = None
+        self.experts_per_rank = [stop - start for start, stop in split_evenly(num_experts, ep_group.size)]
+
+    def dispatch(self, rows: Tensor, groups: RowGroups) -> tuple[Tensor, RowGroups, CombineFn]:
+        """``rows`` (M, D) by expert -> rows of own experts, sorted, their groups, the way back."""
+        ep_group, width = self.ep_group, rows.shape[1]
+        num_local = self.experts_per_rank[ep_group.rank]
+        if self.expert_params is not None:
+            self.expert_params.refresh_rows()
+        recv_expert_counts = ep_group.all_to_all(
+            groups.counts, self.experts_per_rank, [num_local] * ep_group.size, "expert counts"
+        )
+        counts_by_source = recv_expert_counts.view(ep_group.size, num_local)  # (source rank, own expert)
+        send_counts = [int(part.sum()) for part in groups.counts.split(self.experts_per_rank)]
+        recv_counts = counts_by_source.sum(1).tolist()
+        received = _all_to_all_rows(rows, send_counts, recv_counts, width, ep_group)
+        # Rows came by source and, within, by expert: bring those of one expert together.
+        expert_index = (
+            torch.arange(num_local, device=rows.device)
+            .repeat(ep_group.size)
+            .repeat_interleave(counts_by_source.flatten())
+        )
+        permutation = sort_by_expert(expert_index[:, None], num_local)
+
+        def combine(results: Tensor) -> Tensor:
+            return _all_to_all_rows(
+                unpermute(results, permutation), recv_counts, send_counts, width, ep_group
+            )
+
+        return permutation.permute(received), permutation.groups, combine
+
+    def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """All rows that this rank has of ``parameter``."""
+        rows = None if self.expert_params is None else self.expert_params.get_rows(parameter)
+        return local_rows(parameter if rows is None else rows, dtype)
+
+
+def _all_to_all_rows(
+    rows: Tensor, send_counts: list[int], recv_counts: list[int], width: int, ep_group: ParallelGroup
+) -> Tensor:
+    flat = _AllToAll.apply(
+        rows.reshape(-1), [n * width for n in send_counts], [n * width for n in recv_counts], ep_group
+    )
+    return flat.view(-1, width)  # type: ignore[union-attr]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ep_group: ParallelGroup
+    ) -> Tensor:
+        ctx.send_counts, ctx.counts, ctx.team = send_counts, recv_counts, ep_group
+        return ep_group.all_to_all(sent.contiguous(), send_counts, recv_counts, "experts")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent_back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "experts")
+        return sent_back, None, None, None
+
+
+class ReplacedExpertForward(DynamicSubclass):
+    """Mixin of every module whose forward goes to experts elsewhere."""
+
+
+def replace_expert_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let this one module compute by ``forward(self, ...)``."""
+    module.__class__ = make_subclass(type(module), ReplacedExpertForward, forward=forward)
+
+
+# Spreading
+
+
+@dataclass(frozen=True)
+class ExpertShardSpec:
+    """A parameter to spread: its name within the layer, the module and key that hold it, who has what."""
+
+    name: str
+    module: nn.Module
+    key: str
+    spec: ShardSpec
+
+
+class ExpertLayer(Protocol):
+    """What is asked of a layer of experts."""
+
+    @property
+    def num_experts(self) -> int:
+        """Of the whole layer."""
+        ...
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that the layer itself asks to be spread over; 1 leaves it to the config."""
+        ...
+
+    def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
+        """The experts' parameters and how ``ranks`` divide them."""
+        ...
+
+    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+        """Take the exchange that brings tokens to their experts; the parameters are own ones by now."""
+        ...
+
+
+def expert_row_spec(num_experts: int, num_ranks: int) -> ShardSpec:
+    """How ranks divide a parameter that has a row for each expert."""
+    return ShardSpec(0, num_experts, tuple((span,) for span in split_evenly(num_experts, num_ranks)))
+
+
+def shard_experts(
+    layers: Mapping[str, ExpertLayer],
+    meshes: ParallelMeshes,
+    ep_size: int = 1,
+    tp_layout: TensorParallelLayout | None = None,
+) -> list[AllToAllDispatcher]:
+    """Spread the experts of each layer over ``size`` data ranks, or over its own ``ep_size``; collective.
+
+    Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the
+    model's logical shapes.  ``states``: how tensor ranks have cut them before.
+
+    Raises:
+        ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
+            fewer experts than ranks.
+    """
+    meshes_by_size: dict[int, _ExpertMesh] = {}
+    dispatchers: list[AllToAllDispatcher] = []
+    for name, layer in layers.items():
+        num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
+        if num_ranks == 1:
+            continue
+        _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
+        if num_ranks not in meshes_by_size:
+            meshes_by_size[num_ranks] = _ExpertMesh.build(meshes, num_ranks, tp_layout)
+        expert_mesh = meshes_by_size[num_ranks]
+        for shard_spec in layer.shard_specs(num_ranks):
+            parameter = shard_spec.module._parameters[shard_spec.key]
+            assert parameter is not None
+            tp_placement = (
+                None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
+            )
+            shard_spec.module._parameters[shard_spec.key] = expert_mesh.shard_parameter(
+                parameter, shard_spec.spec, tp_placement
+            )
+        dispatchers.append(AllToAllDispatcher(expert_mesh.ep_group, layer.num_experts))
+        layer.attach_dispatcher(dispatchers[-1])
+    return dispatchers
+
+
+def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
+    if num_data_ranks % num_ranks:
+        fitting = [number for number in range(1, num_data_ranks + 1) if num_data_ranks % number == 0]
+        raise ValueError(
+            f"the experts of {name} are to be spread over {num_ranks} ranks, which does not divide the "
+            f"{num_data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
+            f"one of {fitting}"
+        )
+    if num_ranks > layer.num_experts:
+        raise ValueError(
+            f"the {layer.num_experts} experts of {name} cannot be spread over {num_ranks} ranks: set "
+            f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
+        )
+
+
+@dataclass(frozen=True)
+class _ExpertMesh:
+    """Where spread parameters lie: ``mesh`` ends in the axes ("ep", "copies")."""
+
+    ep_group: ParallelGroup
+    mesh: DeviceMesh
+    data_group: dist.ProcessGroup
+
+    @classmethod
+    def build(
+        cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None
+    ) -> _ExpertMesh:
+        """Groups of ``size`` neighbours on the data axis; collective over its ranks."""
+        data = meshes.fsdp
+        ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
+        first = rank // ep_size * ep_size
+        # Only this data axis takes part, so that others of the job need not do the same.
+        rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
+        groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
+        ep_group, names = groups[0], ("ep", "copies")
+        grid = torch.tensor(ranks).view(-1, ep_size).T
+        if tp_layout is not None:
+            groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
+            grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
+        mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
+        return cls(ParallelGroup(ep_group, "expert"), mesh, data.get_group())
+
+    def shard_parameter(
+        self, parameter: nn.Parameter, spec: ShardSpec, tp_placement: tuple[torch.Size, Placement] | None
+    ) -> nn.Parameter:
+        """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
+        value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
+        if value.is_meta:
+            raise ValueError(
+                "experts on the meta device have no values to spread: build the model under "
+                "thalweg.zero.Init(), or on the CPU"
+            )
+        full = value.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(full, src=dist.get_global_rank(self.data_group, 0), group=self.data_group)
+        shape, tensor_axis = tp_placement if tp_placement is not None else (full.shape, Replicate())
+        placements: list[Placement] = [spec.placement(), Replicate()]
+        if self.mesh.ndim == 3:
+            placements.insert(0, tensor_axis)
+        sharded = DTensor.from_local(
+            spec.local_slice(full, self.ep_group.rank),
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return nn.Parameter(sharded, parameter.requires_grad)
+
+
+def local_rows(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's part of a parameter as a plain tensor; floating ones in ``dtype``."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.to(dtype) if local.is_floating_point() else local

@@ -1,0 +1,246 @@
+"""Running a schedule: one rank's actions, in order, with what they send and receive.
+
+For each micro-batch and stage of this rank there is a *cell*: the stage's inputs (leaves of
+its graph), its outputs, and between I and W what the second half of the backward goes on from.
+
+    F   inputs from the batch or the previous stage -> outputs to the next stage, or the loss
+    B   gradients of the outputs from the next stage -> gradients of the inputs to the previous
+    I   as B, without the gradients of the weights;  W  these
+
+Two stages on one rank hand over by reference.  What is sent follows from the schedule, on both
+sides, so receivers know the order of everybody's messages beforehand (:mod:`.p2p`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.parallel.pipeline._torch_pipelining import backward_inputs, backward_weights
+from thalweg.parallel.pipeline.p2p import P2PChannel
+from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule
+from thalweg.utils.trees import iter_tensors
+
+_LEDGER_NAMES = {"value": "activations", "grads": "gradients"}  # in the ledger
+
+
+@dataclass(frozen=True)
+class StageCallbacks:
+    """How the stages of this rank are run.
+
+    ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
+    first); the last one returns the loss (0-dim).  ``weights(stage)``: its parameters as its
+    graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.  ``keep()`` is asked
+    after each forward for what its backward may need besides its graph, where it is recomputed;
+    ``resume(kept)`` gives it back first.  ``before(action, last)`` is told of each backward action, and
+    whether it is this rank's last; ``after(action)`` when it is done.
+    """
+
+    run: Callable[[int, Any, Any], Any]
+    weights: Callable[[int], list[nn.Parameter]]
+    scale_loss: Callable[[Tensor], Tensor]
+    before_backward: Callable[[Action, bool], None] = lambda action, last: None
+    after_backward: Callable[[Action], None] = lambda action: None
+    save_context: Callable[[], Any] = lambda: None
+    restore_context: Callable[[Any], None] = lambda kept: None
+
+
+@dataclass
+class _MicroBatchState:
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    weights: list[nn.Parameter] = field(default_factory=list)
+    graph_state: Any = None
+    output_grads: list[Tensor | None] | None = None
+    saved_context: Any = None
+
+
+class ScheduleExecutor:
+    """Runs one rank's part of ``schedule``.
+
+    ``copied``: stages that write to their inputs and so get copies; runs add to it what they find.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        rank: int,
+        channel: P2PChannel,
+        callbacks: StageCallbacks,
+        copied_stages: set[int] | None = None,
+    ) -> None:
+        self.schedule, self.rank = schedule, rank
+        self._copied_stages = set() if copied_stages is None else copied_stages
+        self._channel, self._callbacks = channel, callbacks
+        self._states: dict[tuple[int, int], _MicroBatchState] = {}
+        self._local_outputs: dict[tuple[str, int, int], Any] = {}
+
+    def train(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Forward and backward of all micro-batches; the losses, on the rank of the last stage."""
+        return self._execute(batches, self.schedule.orders, backward=True)
+
+    def evaluate(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Forward of all micro-batches without gradients; the losses, on the rank of the last stage."""
+        orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.schedule.orders)
+        with torch.no_grad():
+            return self._execute(batches, orders, backward=False)
+
+    def _execute(
+        self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool
+    ) -> list[Tensor]:
+        if len(batches) != self.schedule.num_micro_batches:
+            raise ValueError(
+                f"the schedule is for {self.schedule.num_micro_batches} micro-batches, got {len(batches)}"
+            )
+        for source, order in enumerate(orders):
+            if source != self.rank:
+                self._channel.set_recv_order(
+                    source, (message for a in order for message in self._messages_to(a, self.rank))
+                )
+        losses: dict[int, Tensor] = {}
+        try:
+            final = orders[self.rank][-1] if orders[self.rank] else None
+            for action in orders[self.rank]:
+                if action.kind == "F":
+                    self._forward(action, batches[action.micro], losses, backward)
+                else:
+                    self._callbacks.before_backward(action, action is final)
+                    self._backward(action)
+                    self._callbacks.after_backward(action)
+            self._channel.wait_sends()
+        finally:
+            self._states.clear()
+            self._local_outputs.clear()
+        return [losses[micro] for micro in sorted(losses)]
+
+    def _messages_to(self, action: Action, destination: int) -> list[tuple[tuple[str, int], int]]:
+        """What the rank of ``action`` sends to ``to`` when it has done it: (kind, name) pairs."""
+        messages = []
+        target = self._target_stage(action)
+        if target is not None and self.schedule.stage_to_rank[target] == destination:
+            messages.append(((_payload_kind(action), target), action.micro))
+        return messages
+
+    def _target_stage(self, action: Action) -> int | None:
+        """The stage that gets the result of ``action``, or None."""
+        stage = action.stage + (1 if action.kind == "F" else -1)
+        return stage if action.kind != "W" and 0 <= stage < self.schedule.num_stages else None
+
+    def _send_output(self, action: Action, value: Any) -> None:
+        target = self._target_stage(action)
+        assert target is not None
+        destination = self.schedule.stage_to_rank[target]
+        if destination == self.rank:
+            self._local_outputs[_payload_kind(action), target, action.micro] = value
+        else:
+            payload = _payload_kind(action)
+            self._channel.send(destination, (payload, target), value, _LEDGER_NAMES[payload])
+
+    def _get_input(self, payload: str, stage: int, micro: int) -> Any:
+        """What the neighbour of ``stage`` has made for it."""
+        source = self.schedule.stage_to_rank[stage - 1 if payload == "value" else stage + 1]
+        if source == self.rank:
+            return self._local_outputs.pop((payload, stage, micro))
+        return self._channel.receive(source, (payload, stage), micro)
+
+    def _forward(self, action: Action, batch: Any, losses: dict[int, Tensor], backward: bool) -> None:
+        _, stage, micro = action
+        value = None if stage == 0 else _detach_tree(self._get_input("value", stage, micro))
+        result = self._run(stage, value, batch)
+        if stage + 1 == self.schedule.num_stages:
+            losses[micro] = result.detach()
+            result = self._callbacks.scale_loss(result) if backward else result
+        else:
+            self._send_output(action, result)
+        if backward:
+            inputs = [t for t in iter_tensors(value) if t.requires_grad]
+            outputs = [t for t in iter_tensors(result) if t.requires_grad]
+            weights = self._callbacks.weights(stage) if (stage, micro) in self.schedule.split_backward else []
+            self._states[stage, micro] = _MicroBatchState(
+                inputs, outputs, weights, saved_context=self._callbacks.save_context()
+            )
+
+    def _run(self, stage: int, value: Any, batch: Any) -> Any:
+        stage_input = _map_tensors(value, torch.clone) if stage in self._copied_stages else value
+        try:
+            return self._callbacks.run(stage, stage_input, batch)
+        except RuntimeError as error:  # a layer that works in place must not write to a leaf
+            if stage in self._copied_stages or "leaf Variable that requires grad" not in str(error):
+                raise
+        self._copied_stages.add(stage)
+        return self._run(stage, value, batch)
+
+    def _backward(self, action: Action) -> None:
+        kind, stage, micro = action
+        state = self._states[stage, micro]
+        self._callbacks.restore_context(state.saved_context)
+        if kind == "W":
+            _backward_weights(state)
+            del self._states[stage, micro]
+            return
+        if stage + 1 < self.schedule.num_stages:
+            state.output_grads = self._get_input("grads", stage, micro)
+        if kind == "B":
+            _run_backward(state)
+            grads: list[Tensor | None] = [t.grad for t in state.inputs]
+            del self._states[stage, micro]
+        elif state.inputs and state.outputs:
+            output_grads = (
+                None
+                if state.output_grads is None
+                else [_grad_or_zeros(g, t) for g, t in zip(state.output_grads, state.outputs, strict=True)]
+            )
+            input_grads, state.graph_state = backward_inputs(
+                state.outputs, output_grads, state.inputs, state.weights
+            )
+            grads = list(input_grads)
+        else:
+            grads = [None] * len(state.inputs)  # nothing before this stage asks: W does it all
+        if self._target_stage(action) is not None:
+            self._send_output(action, grads)
+
+
+def _backward_weights(state: _MicroBatchState) -> None:
+    if state.graph_state is None:
+        _run_backward(state)
+    else:
+        backward_weights(state.weights, state.graph_state)
+
+
+def _payload_kind(action: Action) -> str:
+    return "value" if action.kind == "F" else "grads"
+
+
+def _run_backward(state: _MicroBatchState) -> None:
+    grads = state.output_grads if state.output_grads is not None else [None] * len(state.outputs)
+    pairs = [
+        (t, g)
+        for t, g in zip(state.outputs, grads, strict=True)
+        if state.output_grads is None or g is not None
+    ]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _detach_tree(value: Any) -> Any:
+    """The same tree with tensors that begin a graph of their own."""
+    return _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _map_tensors(value: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return transform(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(child, transform) for key, child in value.items()}
+    if isinstance(value, tuple | list):
+        children = [_map_tensors(child, transform) for child in value]
+        return children if isinstance(value, list) else tuple(children)
+    return value

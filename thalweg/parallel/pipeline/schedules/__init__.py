@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, lowering, choice, simulation."""

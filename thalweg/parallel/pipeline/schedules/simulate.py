@@ -1,0 +1,111 @@
+"""Play a schedule on a clock: what it costs, without a device.
+
+Every rank does its actions in order, each as soon as what it needs has arrived.  The
+*bubble* is the share of the ranks' time in which they wait, between the first action of the
+step and its last: ``1 - busy / (ranks x makespan)``, the (p - 1)/(m + p - 1) of GPipe and
+1F1B (Huang et al. 2019; Narayanan et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from thalweg.parallel.pipeline.schedules.schedule import Action, ActionKind, PipelineSchedule, dependencies
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """Seconds (or any unit) of the actions of each stage, and of a transfer between ranks.
+
+    ``forward[s]``, ``input_grad[s]``, ``weight_grad[s]``; a whole backward is the sum of the two.
+    """
+
+    forward: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
+    transfer: float = 0.0
+
+    @staticmethod
+    def uniform(num_stages: int, transfer: float = 0.0) -> ActionCosts:
+        """Stages of equal cost, a backward twice its forward: 1, 1, 1."""
+        ones = [1.0] * num_stages
+        return ActionCosts(ones, ones, ones, transfer)
+
+    def action_cost(self, kind: ActionKind, stage: int) -> float:
+        """The cost of one action."""
+        if kind == "F":
+            return self.forward[stage]
+        if kind == "I":
+            return self.input_grad[stage]
+        if kind == "W":
+            return self.weight_grad[stage]
+        return self.input_grad[stage] + self.weight_grad[stage]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action began and ended, and what follows from that."""
+
+    schedule: PipelineSchedule
+    intervals: dict[Action, tuple[float, float]] = field(repr=False)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's begin to the last one's end."""
+        return max(end for _, end in self.intervals.values())
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait (0 to 1)."""
+        busy = sum(end - begin for begin, end in self.intervals.values())
+        return 1.0 - busy / (self.schedule.num_ranks * self.makespan)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """The most micro-batch activations that ``rank`` holds at once, over its stages."""
+        in_flight = peak = 0
+        for action in self.schedule.orders[rank]:
+            in_flight += (action.kind == "F") - (action.kind in ("B", "W"))
+            peak = max(peak, in_flight)
+        return peak
+
+
+def simulate(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Timeline:
+    """Play ``schedule``; it must be sound (:func:`.schedule.check`)."""
+    costs = costs or ActionCosts.uniform(schedule.num_stages)
+    stages, split_backward = schedule.num_stages, schedule.split_backward
+    intervals: dict[Action, tuple[float, float]] = {}
+    positions = [0] * schedule.num_ranks
+    rank_free_at = [0.0] * schedule.num_ranks
+    num_left = sum(len(order) for order in schedule.orders)
+    while num_left:
+        before = num_left
+        for rank, order in enumerate(schedule.orders):
+            while positions[rank] < len(order):
+                action = order[positions[rank]]
+                needed = list(dependencies(action, stages, split_backward))
+                if any(need not in intervals for need in needed):
+                    break
+                arrival = max(
+                    (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed),
+                    default=0.0,
+                )
+                begin = max(rank_free_at[rank], arrival)
+                rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)
+                intervals[action] = (begin, rank_free_at[rank])
+                positions[rank] += 1
+                num_left -= 1
+        assert num_left < before, "an unsound schedule: check() it first"
+    return Timeline(schedule, intervals)
+
+
+def arrival_time(
+    need: Action,
+    intervals: dict[Action, tuple[float, float]],
+    rank: int,
+    stage_to_rank: Sequence[int],
+    costs: ActionCosts,
+) -> float:
+    """When the result of ``need`` is at ``rank``."""
+    same_rank = stage_to_rank[need.stage] == rank
+    return intervals[need][1] + (0.0 if same_rank else costs.transfer)

@@ -1,0 +1,1 @@
+"""Sequence and context parallelism: Ulysses and ring attention."""

@@ -1,0 +1,76 @@
+"""A list of layers on parts of sequences: what a model's own forward does, for one that has none.
+
+A micro-batch is ``(inputs, labels)``, whole and alike on all ranks that share sequences, on every stage.
+``inputs`` is a mapping that names its ``position_ids``: layers cannot count positions that are not their
+own.  What is by token (dim 1) is cut, labels too; they are the *next* tokens already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from thalweg.parallel.sequence.batch_split import BatchSplitter, ForwardSignature, SequenceMeta, get_tokens
+from thalweg.parallel.sequence.loss import SequenceParallelLoss, mean_over_group
+from thalweg.parallel.sequence.sequence_parallel import (
+    SequenceGroups,
+    SequenceParallelAttention,
+    install_attention,
+)
+
+_LAYER_SIGNATURE = ForwardSignature([], is_hugging_face=False)
+
+
+class LayerSequenceParallel:
+    """Cuts the micro-batches of one model's layers, and brings the parts' losses together."""
+
+    def __init__(self, attention: SequenceParallelAttention) -> None:
+        self.attention = attention
+        self._splitter = BatchSplitter(attention.partition, _LAYER_SIGNATURE)
+
+    @classmethod
+    def install(cls, layers: Iterable[nn.Module], groups: SequenceGroups) -> LayerSequenceParallel:
+        """Let attention in these layers be over whole sequences."""
+        attention = SequenceParallelAttention(groups)
+        install_attention(list(layers), attention)
+        return cls(attention)
+
+    def find_batch_error(self, batch: Any) -> str | None:
+        """What is wrong with a micro-batch, if anything is."""
+        if isinstance(batch[0], Mapping) and isinstance(batch[0].get("position_ids"), Tensor):
+            return None
+        return (
+            "with sequence_parallel_size or context_parallel_size above 1 the inputs of a PipelineModule are "
+            "a mapping with position_ids, as each rank has a part of the positions: let the data iterator "
+            "yield ({'input_ids': tokens, 'position_ids': positions}, labels)"
+        )
+
+    def split_batch(self, batch: Any) -> tuple[Mapping[str, Any], Any]:
+        """This rank's part of ``(inputs, labels)``; attention is from now on over the whole of it."""
+        inputs, labels = batch
+        tokens = get_tokens(inputs, _LAYER_SIGNATURE)
+        # Positions that begin again are no documents to layers that see none in one process.
+        sequence_meta = self.attention.sequence_meta = SequenceMeta(tokens.shape[1])
+        self.attention.verify_same_batch(tokens)
+        return self._splitter.local_batch(inputs, sequence_meta.length), self._split_labels(
+            labels, sequence_meta.length
+        )
+
+    def _split_labels(self, labels: Any, length: int) -> Any:
+        if isinstance(labels, Mapping):
+            return {key: self._split_labels(value, length) for key, value in labels.items()}
+        if isinstance(labels, tuple | list):
+            return type(labels)(self._split_labels(value, length) for value in labels)
+        if isinstance(labels, Tensor) and labels.dim() > 1 and labels.shape[1] == length:
+            return self._splitter.partition.local_tokens(labels)
+        return labels
+
+    def loss_mode(self) -> SequenceParallelLoss:
+        """A function mode, on while a loss is computed."""
+        return SequenceParallelLoss(self.attention.groups.sp_group, self.attention.on_token_count)
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """The loss of the whole sequences (0-dim)."""
+        return mean_over_group(loss, self.attention.groups.sp_group)

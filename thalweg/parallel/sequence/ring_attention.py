@@ -1,0 +1,291 @@
+"""Context parallelism: attention over a sequence whose keys go round a ring of ranks.
+
+The picture, on a ring of three (Liu et al. 2023, "Ring Attention"); each rank keeps its queries, and
+the blocks of keys and values (kv) move one rank on after each step:
+
+    step      rank 0    rank 1    rank 2
+      0        kv 0      kv 1      kv 2        the own block
+      1        kv 2      kv 0      kv 1
+      2        kv 1      kv 2      kv 0
+
+Every step attends to one block and merges the result by its log-sum-exp (``ops/blockwise.py``); the
+next block travels meanwhile.  Nobody ever holds more than two blocks, whatever the number of
+ranks, so a sequence n times as long takes n ranks and no more memory on each.
+
+Backward goes round once more.  The gradient of a block of keys is a sum over all ranks: it sets out
+one step behind its block, is added to on each rank and ends where the block lives, so it takes
+n - 1 hops like the block; the owner's own part waits at home.  Each rank sends (n-1) kv forward,
+(n-1) kv and (n-1) of their gradients (fp32) backward.
+
+* **Balance.**  Shares are an early and a late chunk each (:mod:`.partition`).  Under a causal mask a block
+  from an earlier rank is seen in its early half by all queries, one from a later rank as a whole by
+  the late queries: half the rectangle in either case, on every rank at every step, without a mask.
+* **Other masks** (documents, padding, windows) are asked for by position, chunk by chunk; chunks that
+  nobody sees cost nothing.  No mask of the whole sequence is ever made.
+* **Grouped heads.**  Keys travel once, not once for each query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.ops.attention.block import block_backward, block_forward
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.sequence.partition import spans_to_index
+from thalweg.parallel.shard_spec import Span
+
+MaskFn = Callable[[Tensor, Tensor], Tensor]
+"""From positions of queries (Tq,) and keys (Tk,) to what is attended: bool (B or 1, 1, Tq, Tk)."""
+
+AttentionTile = tuple[slice, slice, bool, Tensor | None]
+_LEDGER_NAME = "attention"
+_KV_TAG, _GRAD_TAG = 0, 1  # tags: both may be on their way at once
+
+
+@dataclass(frozen=True)
+class RingAttentionSpec:
+    """One attention on the ring: ``spans[rank]`` its tokens; ``repeat`` query heads for each of the keys'."""
+
+    token_spans: tuple[tuple[Span, ...], ...]
+    causal: bool
+    mask_fn: MaskFn | None
+    scale: float
+    kv_repeat: int
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens of a rank."""
+        return sum(stop - start for start, stop in self.token_spans[rank])
+
+    def tiles(self, query_rank: int, kv_rank: int, device: torch.device) -> Iterator[AttentionTile]:
+        """What rank ``own`` computes with the keys of ``other``: rows, columns, whether causal, a mask."""
+        everything = slice(None)
+        if self.mask_fn is not None:
+            yield from self._masked_tiles(query_rank, kv_rank, self.mask_fn, device)
+        elif not self.causal:
+            yield everything, everything, False, None
+        elif query_rank == kv_rank:
+            yield everything, everything, True, None
+        elif kv_rank < query_rank:
+            yield everything, _local_slices(self.token_spans[kv_rank])[0], False, None
+        else:
+            late_queries = _local_slices(self.token_spans[query_rank])[1]
+            if late_queries.start < late_queries.stop:
+                yield late_queries, everything, False, None
+
+    def _masked_tiles(
+        self, query_rank: int, kv_rank: int, mask_fn: MaskFn, device: torch.device
+    ) -> Iterator[AttentionTile]:
+        for row, rows in zip(
+            self.token_spans[query_rank], _local_slices(self.token_spans[query_rank]), strict=True
+        ):
+            for column, columns in zip(
+                self.token_spans[kv_rank], _local_slices(self.token_spans[kv_rank]), strict=True
+            ):
+                if row[0] == row[1] or column[0] == column[1]:
+                    continue
+                mask = mask_fn(spans_to_index([row], device), spans_to_index([column], device))
+                if bool(mask.all()):
+                    yield rows, columns, False, None
+                elif bool(mask.any()):
+                    yield rows, columns, False, mask
+
+
+def _local_slices(spans: tuple[Span, ...]) -> list[slice]:
+    """Where a rank's spans lie among its tokens."""
+    slices, before = [], 0
+    for start, stop in spans:
+        slices.append(slice(before, before + stop - start))
+        before += stop - start
+    return slices
+
+
+class RingAttention:
+    """This rank's place on a ring, and the two verbs that go round it; without a team, a ring of one."""
+
+    def __init__(self, cp_group: ParallelGroup | None) -> None:
+        self.cp_group = cp_group
+        self.rank, self.size = (0, 1) if cp_group is None else (cp_group.rank, cp_group.size)
+        if cp_group is not None:
+            ranks = dist.get_process_group_ranks(cp_group.process_group)
+            self._next_rank, self._previous_rank = (
+                ranks[(cp_group.rank + 1) % cp_group.size],
+                ranks[cp_group.rank - 1],
+            )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: RingAttentionSpec) -> Tensor:
+        """Attention of own queries to everybody's keys.
+
+        q (B, H, own T, D), k and v (B, H / repeat, own T, D) -> (B, H, own T, D of v).
+        """
+        return _RingAttentionFunction.apply(q, k, v, self, spec)  # type: ignore[return-value]
+
+    def kv_rank(self, step: int) -> int:
+        """Whose keys are here at a step."""
+        return (self.rank - step) % self.size
+
+    def send_recv_next(self, sent: Tensor, numel: int, tag: int) -> Callable[[], Tensor]:
+        """Begin to send a flat tensor on and to receive ``numel`` elements; call to have them."""
+        cp_group = self.cp_group
+        assert cp_group is not None
+        received, process_group = sent.new_empty(numel), cp_group.process_group
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, self._next_rank, process_group, tag),
+                dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag),
+            ]
+        )
+
+        def wait() -> Tensor:
+            with cp_group.ledger.timed(
+                "send", _LEDGER_NAME, cp_group.axis, full_bytes=sent.nbytes, world_size=cp_group.size
+            ):
+                for work in works:
+                    work.wait()
+            return received
+
+        return wait
+
+
+class _KVBlock:
+    """Keys and values of one rank, in one flat buffer (or gradients of them)."""
+
+    def __init__(self, flat: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> None:
+        self.flat = flat
+        self.k, self.v = (
+            part.view(shape)
+            for part, shape in zip(
+                flat.split([k_shape.numel(), v_shape.numel()]), (k_shape, v_shape), strict=True
+            )
+        )
+
+
+def _block_shapes(k: Tensor, v: Tensor, length: int) -> tuple[torch.Size, torch.Size]:
+    """Of a block with another number of tokens."""
+    k_shape, v_shape = list(k.shape), list(v.shape)
+    k_shape[2] = v_shape[2] = length
+    return torch.Size(k_shape), torch.Size(v_shape)
+
+
+class _RingAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, spec: RingAttentionSpec
+    ) -> Tensor:
+        rank = ring.rank
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        block = _pack_kv(k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            for step in range(ring.size):
+                kv_rank, wait_next = ring.kv_rank(step), None
+                if step + 1 < ring.size:
+                    shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
+                    wait_next = ring.send_recv_next(
+                        block.flat, shapes[0].numel() + shapes[1].numel(), _KV_TAG
+                    )
+                for rows, columns, causal, mask in spec.tiles(rank, kv_rank, q.device):
+                    partial_result = block_forward(
+                        q[:, :, rows],
+                        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
+                        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
+                        causal=causal,
+                        mask=mask,
+                        scale=spec.scale,
+                    )
+                    _merge_by_lse(out[:, :, rows], lse[:, :, rows], *partial_result)
+                if wait_next is not None:
+                    block = _KVBlock(wait_next(), *shapes)
+        y = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.ring, ctx.layout = ring, spec
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        ring, spec = ctx.ring, ctx.layout
+        grad = grads[0].contiguous()
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        block, local_grad, wait_grad = _pack_kv(k, v), None, None
+        with torch.autocast(q.device.type, enabled=False):
+            for step in range(ring.size):
+                kv_rank, wait_next = ring.source(step), None
+                shapes = _block_shapes(k, v, spec.length(ring.source(step + 1)))
+                numel = shapes[0].numel() + shapes[1].numel()
+                if step + 1 < ring.size:
+                    wait_next = ring.send_recv_next(block.flat, numel, _KV_TAG)
+                kv_grad = _KVBlock(
+                    torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
+                    block.k.shape,
+                    block.v.shape,
+                )
+                for tile in spec.tiles(ring.rank, kv_rank, q.device):
+                    _add_gradients(dq, kv_grad, grad, q, block, y, lse, spec, tile)
+                if step == 0:
+                    local_grad = kv_grad
+                else:
+                    if wait_grad is not None:
+                        kv_grad.flat.add_(wait_grad())
+                    wait_grad = ring.send_recv_next(kv_grad.flat, numel, _GRAD_TAG)
+                if wait_next is not None:
+                    block = _KVBlock(wait_next(), *shapes)
+        assert local_grad is not None
+        if wait_grad is not None:
+            local_grad.flat.add_(wait_grad())
+        return dq.to(q.dtype), local_grad.k.to(k.dtype), local_grad.v.to(v.dtype), None, None
+
+
+def _pack_kv(k: Tensor, v: Tensor) -> _KVBlock:
+    return _KVBlock(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+
+
+def _repeat_kv(x: Tensor, kv_repeat: int) -> Tensor:
+    return x if kv_repeat == 1 else x.repeat_interleave(kv_repeat, 1)
+
+
+def _sum_kv_groups(x: Tensor, kv_repeat: int) -> Tensor:
+    return x if kv_repeat == 1 else x.unflatten(1, (-1, kv_repeat)).sum(2)
+
+
+def _merge_by_lse(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Take one block's result into what is known so far; views, changed in place."""
+    total = torch.logaddexp(lse, new_lse)
+    # a query that has seen nothing yet: exp(-inf - inf) = 0
+    base = torch.where(total == -torch.inf, torch.inf, total)
+    out.mul_(torch.exp(lse - base)[..., None]).add_(new_out * torch.exp(new_lse - base)[..., None])
+    lse.copy_(total)
+
+
+def _add_gradients(
+    dq: Tensor,
+    kv_grad: _KVBlock,
+    grad: Tensor,
+    q: Tensor,
+    block: _KVBlock,
+    y: Tensor,
+    lse: Tensor,
+    spec: RingAttentionSpec,
+    tile: AttentionTile,
+) -> None:
+    rows, columns, causal, mask = tile
+    grads = block_backward(
+        grad[:, :, rows],
+        q[:, :, rows],
+        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
+        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
+        y[:, :, rows],
+        lse[:, :, rows],
+        causal=causal,
+        mask=mask,
+        scale=spec.scale,
+    )
+    dq[:, :, rows] += grads[0]
+    kv_grad.k[:, :, columns] += _sum_kv_groups(grads[1], spec.kv_repeat)
+    kv_grad.v[:, :, columns] += _sum_kv_groups(grads[2], spec.kv_repeat)

@@ -1,0 +1,427 @@
+"""Sequence parallelism: each rank has a part of every sequence, and attention brings them together.
+
+Two ways, alone or one inside the other.  Ulysses (:mod:`.ulysses`; Jacobs et al. 2023), on a team of two:
+
+    everywhere else     all heads, own tokens      (B, H, T/2, D)
+         | all-to-all: q, k, v
+    attention           own heads, all tokens      (B, H/2, T, D)
+         | all-to-all: the result
+    everywhere else     all heads, own tokens
+
+so activations shrink by the size of the team, and a rank sends (n-1)/n of its part of q, k,
+v and the output, whatever the sequence's length; it takes as many heads as ranks.  The ring
+(:mod:`.ring_attention`) moves keys instead, and takes any number of ranks.  Together, Ulysses gathers the tokens
+of one ring rank, and the ring those of all.
+
+* **Shares.**  Lengths differ by at most one token (:mod:`.partition`), heads are dealt out like tensor ranks'
+  (:mod:`thalweg.parallel.tensor.tensor_parallel.heads`), so neither has to divide.
+* **Masks** are made from what the user gave for the whole sequence: padding, and documents
+  packed one behind the other (positions that begin again); piece by piece where sequences are long.
+* **Loss.**  Each rank sums over its own targets, and the team's number of targets divides, so
+  the mean over ranks is the mean over tokens, also where a shard has none.
+
+Attention is found in Hugging Face's attention interface (by an implementation of its own, set
+on this model's config) or as ``F.scaled_dot_product_attention``, seen by a function mode while
+this model's blocks run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thalweg.observe.step_meter import SEQUENCE_META_KEY
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.sequence.batch_split import (
+    BatchSplitter,
+    ForwardSignature,
+    SequenceMeta,
+    build_splitter,
+    get_tokens,
+    sequence_meta_from_batch,
+)
+from thalweg.parallel.sequence.loss import SequenceParallelLoss, replace_loss_by_mean
+from thalweg.parallel.sequence.partition import SequencePartition
+from thalweg.parallel.sequence.ring_attention import MaskFn, RingAttention, RingAttentionSpec
+from thalweg.parallel.sequence.ulysses import heads_to_tokens, tokens_to_heads
+from thalweg.parallel.shard_spec import split_evenly
+from thalweg.parallel.tensor.heads import AttentionHeads, assign_heads
+from thalweg.parallel.tensor.layers import replace_forward
+
+_interface_ids = itertools.count()
+_TILE_TOKENS = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
+_CUDA_TILE_FACTOR = 16  # for blocks take no mask, 16 times as many
+_CONFIG_KEYS = "sequence_parallel_size or context_parallel_size above 1"
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """The ranks that share a sequence: all of them, those that exchange heads, those on the ring."""
+
+    sp_group: ParallelGroup
+    ulysses_group: ParallelGroup | None = None
+    cp_group: ParallelGroup | None = None
+
+    @property
+    def partition(self) -> SequencePartition:
+        """Who has which tokens."""
+        cp_size = self.cp_group.size if self.cp_group else 1
+        return SequencePartition(
+            cp_size, self.ulysses_group.size if self.ulysses_group else 1, self.sp_group.rank
+        )
+
+    @property
+    def all_groups(self) -> list[ParallelGroup]:
+        """The teams there are."""
+        return [team for team in (self.sp_group, self.ulysses_group, self.cp_group) if team is not None]
+
+
+class SequenceParallelAttention:
+    """One model's attention over sequences that its ranks share, and the sequence it is working on."""
+
+    def __init__(self, groups: SequenceGroups) -> None:
+        self.groups, self.partition = groups, groups.partition
+        self.ring_attention = RingAttention(groups.cp_group)
+        self.sequence_meta = SequenceMeta()
+        self.is_attending = (
+            False  # while the parts of attention are computed, which are not to be taken for it
+        )
+        # Hears of the number of targets of each loss, if anybody wants to know.
+        self.on_token_count: Callable[[Tensor], None] | None = None
+        self._num_batches_to_check = 2  # whole batches still to be compared
+
+    def skip_batch_check(self) -> None:
+        """Compare no batches: there is nobody to compare them with."""
+        self._num_batches_to_check = 0
+
+    def save_context(self) -> SequenceMeta:
+        """What is known of the sequence at hand, for a backward pass that recomputes."""
+        return self.sequence_meta
+
+    def restore_context(self, sequence_meta: SequenceMeta) -> None:
+        """Be again at the sequence that :meth:`keep` was asked at."""
+        self.sequence_meta = sequence_meta
+
+    def verify_same_batch(self, tokens: Tensor) -> None:
+        """See that all ranks of the team were given the same first batches; collective.
+
+        Raises:
+            ValueError: they were not.
+        """
+        if self._num_batches_to_check == 0:
+            return
+        self._num_batches_to_check -= 1
+        positions = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
+        checksum = torch.stack(
+            [(tokens.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]]
+        )
+        sp_group = self.groups.sp_group
+        low = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MIN)
+        high = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MAX)
+        if not torch.allclose(low, high, rtol=1e-9):
+            raise ValueError(
+                "the ranks that share a sequence were given different batches: deal rows out over the ranks "
+                "of other sequences alone (training_data= given to initialize() is dealt so)"
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskFn | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention over the whole sequence: q (B, H, own T, D), k and v (B, Hkv, own T, D) -> as q.
+
+        ``mask`` is a function of positions in the whole sequence.
+        """
+        was_attending, self.is_attending = self.is_attending, True
+        try:
+            return self._attend(query, key, value, mask, dropout, causal, scale)
+        finally:
+            self.is_attending = was_attending
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskFn | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        if self.groups.ulysses_group is None:
+            return self._ring_attend(
+                query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale
+            )
+        ulysses_group, token_counts = (
+            self.groups.ulysses_group,
+            self.partition.ulysses_token_counts(self.sequence_meta.length),
+        )
+        if query.shape[1] < ulysses_group.size:
+            raise ValueError(
+                f"sequence_parallel_size = {ulysses_group.size} is more than the {query.shape[1]} attention heads of "
+                "a rank; set it to at most that, and context_parallel_size to the rest"
+            )
+        assignment = assign_heads(
+            AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), ulysses_group.size
+        )
+        query_heads = [list(range(*span)) for span in assignment.query_spans]
+        kv_heads = [list(own) for own in assignment.kv_heads]
+        q, k, v = tokens_to_heads(
+            [query, key, value], [query_heads, kv_heads, kv_heads], token_counts, ulysses_group
+        )
+        y = self._ring_attend(
+            q, k, v, assignment.kv_repeats[ulysses_group.rank], mask, dropout, causal, scale
+        )
+        return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, ulysses_group)
+
+    def _ring_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_repeat: int,
+        mask: MaskFn | None,
+        dropout: float,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        length = self.sequence_meta.length
+        is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
+        if self.ring_attention.size == 1 and (mask is None or dropout > 0 or is_short):
+            if kv_repeat > 1:
+                k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
+            index = torch.arange(length, device=q.device)
+            dense_mask = None if mask is None else mask(index, index)
+            causal = causal and mask is None
+            return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, causal, scale=scale)
+        if dropout > 0:
+            raise ValueError(
+                f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
+                "the model's attention dropout to 0; dropout elsewhere is fine"
+            )
+        if self.ring_attention.size == 1:  # tile by tile: a mask of the whole would take T x T
+            spans = (tuple(split_evenly(length, -(-length // _TILE_TOKENS))),)
+        else:
+            spans = tuple(self.partition.cp_spans(length, rank) for rank in range(self.ring_attention.size))
+        return self.ring_attention.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale, kv_repeat))
+
+    def document_mask(self, causal: bool) -> MaskFn | None:
+        """What documents need, as a function of positions; None for one document."""
+        documents = self.sequence_meta.documents
+        if documents is None:
+            return None
+
+        def mask_fn(rows: Tensor, columns: Tensor) -> Tensor:
+            same = documents[:, None, rows, None] == documents[:, None, None, columns]
+            return same & (columns <= rows[:, None]) if causal else same
+
+        return mask_fn
+
+
+class _SdpaInterceptor(TorchFunctionMode):
+    """While a block runs: ``F.scaled_dot_product_attention`` is over the whole sequence."""
+
+    def __init__(self, attention: SequenceParallelAttention) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or self._attention.is_attending:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if named.get("attn_mask") is not None:
+            raise ValueError(
+                f"{_CONFIG_KEYS} needs attention without a mask of its own (is_causal=True), "
+                "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
+            )
+        mask = self._attention.document_mask(named.get("is_causal", False))
+        return self._attention.attend(
+            named["query"],
+            named["key"],
+            named["value"],
+            mask,
+            named.get("dropout_p", 0.0),
+            named.get("is_causal", False),
+            named.get("scale"),
+        )
+
+
+def apply_sequence_parallel(
+    model: nn.Module, groups: SequenceGroups, blocks: Iterable[nn.Module]
+) -> SequenceParallelAttention:
+    """Let ``model`` work on parts of sequences; it then takes whole batches, alike on all ranks of the team.
+
+    ``blocks``: its transformer blocks, in which attention happens.  Logits, where returned, are those
+    of the own part; the loss is the whole batch's.
+
+    Raises:
+        ValueError: the model has two sequences, takes no positions, or biases attention by head.
+    """
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", "")
+    if getattr(config, "is_encoder_decoder", False) or model_type in ("bloom", "mpt", "falcon", "gemma2"):
+        raise ValueError(
+            f"{_CONFIG_KEYS} does not work for {type(model).__name__}, whose attention has "
+            "biases by head, caps, or two sequences; set it to 1"
+        )
+    signature = ForwardSignature.from_model(model)
+    if "position_ids" not in signature.arg_names:
+        raise ValueError(
+            f"{_CONFIG_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
+            "each rank has a part of the positions"
+        )
+    attention = SequenceParallelAttention(groups)
+    if signature.is_hugging_face:
+        _register_attention_interface([model], attention)
+    else:
+        install_attention(list(blocks) or [model], attention)
+    replace_forward(
+        model, _split_batch_forward(model, attention, build_splitter(model, attention.partition), signature)
+    )
+    return attention
+
+
+def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
+    """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
+    if any(hasattr(getattr(m, "config", None), "_attn_implementation") for b in blocks for m in b.modules()):
+        _register_attention_interface(blocks, attention)
+    for block in blocks:
+        replace_forward(block, _forward_in_mode(type(block).forward, lambda: _SdpaInterceptor(attention)))
+
+
+def _forward_in_mode(
+    inner: Callable[..., Any], make_mode: Callable[[], TorchFunctionMode]
+) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with make_mode():
+            return inner(self, *args, **kwargs)
+
+    return forward
+
+
+def _split_batch_forward(
+    model: nn.Module,
+    attention: SequenceParallelAttention,
+    splitter: BatchSplitter,
+    signature: ForwardSignature,
+) -> Callable[..., Any]:
+    inner, sp_group = type(model).forward, attention.groups.sp_group
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = {**dict(zip(signature.arg_names, args, strict=False)), **kwargs}
+        sequence_meta = batch.pop(SEQUENCE_META_KEY, None)
+        tokens = get_tokens(batch, signature)
+        if sequence_meta is None:
+            attention.sequence_meta = sequence_meta_from_batch(batch, signature)
+            attention.verify_same_batch(tokens)
+            local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
+        else:
+            attention.sequence_meta, local_batch = sequence_meta.to(tokens.device), batch
+        with SequenceParallelLoss(sp_group, attention.on_token_count):
+            output = inner(self, **local_batch)
+        return replace_loss_by_mean(output, sp_group)
+
+    return forward
+
+
+# Hugging Face's attention interface
+
+
+def _register_attention_interface(models: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (
+        and_masks,
+        packed_sequence_mask_function,
+        padding_mask_function,
+        sdpa_mask,
+    )
+
+    name = f"thalweg_sequence_{next(_interface_ids)}"
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        for option in ("softcap", "position_bias", "s_aux"):
+            if kwargs.get(option) is not None:
+                raise ValueError(f"{_CONFIG_KEYS} does not work with attention's {option!r}")
+        if isinstance(attention_mask, Tensor):
+            raise ValueError(
+                f"{_CONFIG_KEYS} needs masks that the model makes for the whole sequence by itself"
+            )
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+        y = attention.attend(query, key, value, attention_mask, dropout, causal, scale)
+        return y.transpose(1, 2).contiguous(), None
+
+    def make_mask(
+        batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **kwargs: Any
+    ) -> MaskFn | None:
+        sequence_meta = attention.sequence_meta
+        if sequence_meta.documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequence_meta.documents))
+            kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
+        if kwargs.get("use_vmap"):  # functions of its own, which take one position at a time
+            if attention.ring_attention.size > 1:
+                raise ValueError(
+                    "context_parallel_size above 1 does not work with the mask that "
+                    f"{type(models[0]).__name__} makes of functions of its own; set it to 1"
+                )
+            kwargs["attention_mask"] = sequence_meta.padding
+            dense_mask = sdpa_mask(
+                batch_size, sequence_meta.length, sequence_meta.length, mask_function=mask_function, **kwargs
+            )
+            return (
+                None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
+            )
+        if sequence_meta.padding is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(sequence_meta.padding))
+        elif _is_trivial_mask(sequence_meta.length, **kwargs):
+            return None
+        rows = torch.arange(batch_size, device=kwargs.get("device", "cpu"))[:, None, None, None]
+        head = torch.zeros_like(rows[:1])
+
+        def mask_fn(queries: Tensor, keys: Tensor) -> Tensor:
+            attended = mask_function(rows, head, queries[None, None, :, None], keys[None, None, None, :])
+            return attended.expand(attended.shape[0], 1, len(queries), len(keys))
+
+        return mask_fn
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
+    modules = [module for model in models for module in model.modules()]
+    configs: dict[int, Any] = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    for config in configs.values():
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+def _is_trivial_mask(
+    length: int,
+    *,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether a mask that nothing is hidden by is just causal, or none at all."""
+    covers_sequence = local_size is None or length < local_size
+    return covers_sequence and (allow_is_causal_skip or allow_is_bidirectional_skip)

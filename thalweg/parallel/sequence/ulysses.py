@@ -1,0 +1,80 @@
+"""The exchange of Ulysses: own tokens of all heads against all tokens of own heads.
+
+Heads are dealt out like tensor ranks' (:mod:`thalweg.parallel.tensor.tensor_parallel.heads`) and shares of tokens may differ, so counts
+differ by rank; one all-to-all carries q, k and v together, another the result back
+(Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.parallel.comm_group import ParallelGroup
+
+
+def tokens_to_heads(
+    tensors: list[Tensor],
+    heads_by_rank: list[list[list[int]]],
+    token_counts: list[int],
+    ulysses_group: ParallelGroup,
+) -> list[Tensor]:
+    """Tensors (B, H, own T, D) -> (B, own H, T, D), in one exchange.
+
+    ``heads[i][rank]``: the heads of tensor i that a rank gets; ``sizes``: tokens by rank.
+    """
+    send_tensors: list[list[Tensor]] = [[] for _ in range(ulysses_group.size)]
+    for tensor, by_rank in zip(tensors, heads_by_rank, strict=True):
+        for rank, local_heads in enumerate(by_rank):
+            send_tensors[rank].append(tensor[:, local_heads].reshape(-1))
+    batch = tensors[0].shape[0]
+    recv_shapes = [
+        [
+            (batch, len(by_rank[ulysses_group.rank]), size, t.shape[3])
+            for t, by_rank in zip(tensors, heads_by_rank, strict=True)
+        ]
+        for size in token_counts
+    ]
+    received = _all_to_all(send_tensors, recv_shapes, ulysses_group)
+    return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
+
+
+def heads_to_tokens(
+    y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup
+) -> Tensor:
+    """(B, own H, T, D) -> (B, H, own T, D); ``heads``: number of heads by rank."""
+    send_tensors = [[part.reshape(-1)] for part in y.split(token_counts, 2)]
+    num_tokens = token_counts[ulysses_group.rank]
+    recv_shapes = [[(y.shape[0], count, num_tokens, y.shape[3])] for count in head_counts]
+    return torch.cat([received[0] for received in _all_to_all(send_tensors, recv_shapes, ulysses_group)], 1)
+
+
+def _all_to_all(
+    send_tensors: list[list[Tensor]], recv_shapes: list[list[tuple[int, ...]]], ulysses_group: ParallelGroup
+) -> list[list[Tensor]]:
+    """Send ``parts[rank]`` (flat) to each rank; returns what each sent here, in ``shapes[rank]``."""
+    sent = torch.cat([piece for pieces in send_tensors for piece in pieces])
+    send_counts = [sum(piece.numel() for piece in pieces) for pieces in send_tensors]
+    lengths = [[torch.Size(shape).numel() for shape in own] for own in recv_shapes]
+    recv_counts = [sum(own) for own in lengths]
+    received = _AllToAll.apply(sent, send_counts, recv_counts, ulysses_group)
+    result = []
+    for flat, own, sizes in zip(received.split(recv_counts), recv_shapes, lengths, strict=True):  # type: ignore[union-attr]
+        result.append([piece.view(shape) for piece, shape in zip(flat.split(sizes), own, strict=True)])
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ulysses_group: ParallelGroup
+    ) -> Tensor:
+        ctx.send_counts, ctx.counts, ctx.team = send_counts, recv_counts, ulysses_group
+        return ulysses_group.all_to_all(sent, send_counts, recv_counts, "attention")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent_back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "attention")
+        return sent_back, None, None, None

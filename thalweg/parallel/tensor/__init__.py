@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans, sharded layers, and a parity check."""

@@ -1,0 +1,1 @@
+"""A tensor-parallel plan derived by running the model."""

@@ -1,0 +1,319 @@
+"""A model seen while it runs: its matrix products, what feeds them, and what else touches their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thalweg.parallel.tensor.dummy_inputs import DummyInputs
+from thalweg.utils.trees import iter_tensors
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_METADATA_GETTERS = (
+    "dtype",
+    "device",
+    "shape",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "grad",
+    "layout",
+    "is_leaf",
+)
+
+
+def is_close(a: Any, b: Any) -> bool:
+    """Whether two tensors agree up to rounding, or neither is there."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is None and b is None
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point() or a.numel() == 0:
+        return torch.equal(a, b)
+    a, b, tolerance = a.double(), b.double(), _TOLERANCE.get(a.dtype, 1e-4)
+    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-6))
+
+
+def first_tensor(tree: Any) -> Tensor | None:
+    """The first tensor of a model's or a module's output."""
+    return next(iter(iter_tensors(tree)), None)
+
+
+@dataclass
+class LinearOp:
+    """A module that multiplies ``x`` (..., K) by its 2-D ``weight``: -> (..., N)."""
+
+    name: str
+    module: nn.Module
+    out_dim: int  # the dim of the weight that is N
+    x: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """Its matrix."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight
+
+
+@dataclass
+class ModuleCall:
+    """What a module was called with, and the first tensor that it gave."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor | None
+
+    def replay(self, module: nn.Module) -> Any:
+        """Call ``module`` with the same again."""
+        args, kwargs = _clone_tensors((self.args, self.kwargs))
+        return module(*args, **kwargs)
+
+
+def _clone_tensors(tree: Any) -> Any:
+    """The same with tensors of its own: a model may change its inputs in place."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if type(tree) is dict:
+        return {key: _clone_tensors(value) for key, value in tree.items()}
+    return type(tree)(_clone_tensors(value) for value in tree) if type(tree) in (list, tuple) else tree
+
+
+@dataclass
+class ModuleTrace:
+    """One run: products in order, and the calls of modules that were called once."""
+
+    inputs: DummyInputs
+    linear_ops: list[LinearOp] = field(default_factory=list)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
+
+    def common_root(self, names: list[str]) -> str | None:
+        """The innermost module around all of ``names`` whose call is known."""
+        parent_paths = [name.split(".")[:-1] for name in names]
+        shared = []
+        for level in zip(*parent_paths, strict=False):
+            if len(set(level)) > 1:
+                break
+            shared.append(level[0])
+        while ".".join(shared) not in self.calls and shared:
+            shared.pop()
+        root = ".".join(shared)
+        return root if root in self.calls else None
+
+
+def trace_modules(model: nn.Module, inputs: DummyInputs) -> ModuleTrace:
+    """Run ``model`` once without gradients."""
+    trace, num_calls = ModuleTrace(inputs), {}
+    names = {id(module): name for name, module in model.named_modules()}
+    candidates = {id(m): n for n, m in model.named_modules() if _has_only_matrix(m)}
+    calls: dict[str, ModuleCall] = {}
+    external_uses = _ExternalWeightUses(model, candidates)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = names[id(module)]
+        num_calls[name] = num_calls.get(name, 0) + 1
+        calls[name] = ModuleCall(_clone_tensors(args), _clone_tensors(kwargs), None)
+        if id(module) in candidates:
+            external_uses.running.append(name)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = names[id(module)]
+        output_tensor = first_tensor(output)
+        calls[name].output = None if output_tensor is None else output_tensor.clone()
+        if id(module) in candidates:
+            op = _match_linear_op(name, module, args, output)
+            external_uses.running.pop()
+            if op is not None:
+                trace.linear_ops.append(op)
+
+    with torch.no_grad(), external_uses, _with_hooks(model.modules(), before, after):
+        inputs.call(model)
+    trace.linear_ops = [
+        p for p in trace.linear_ops if num_calls[p.name] == 1 and p.name not in external_uses.names
+    ]
+    trace.calls = {name: call for name, call in calls.items() if num_calls[name] == 1}
+    return trace
+
+
+@contextmanager
+def _with_hooks(modules: Any, before: Any, after: Any) -> Iterator[None]:
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _has_only_matrix(module: nn.Module) -> bool:
+    param_names = {key for key, parameter in module._parameters.items() if parameter is not None}
+    weight = module._parameters.get("weight")
+    is_leaf = not any(True for _ in module.children())
+    return (
+        is_leaf
+        and param_names in ({"weight"}, {"weight", "bias"})
+        and weight is not None
+        and weight.ndim == 2
+        and not isinstance(module, nn.Embedding)
+    )
+
+
+def _match_linear_op(name: str, module: nn.Module, args: Any, output: Any) -> LinearOp | None:
+    """What the module did, if it was a product of its one argument with its weight, in either layout."""
+    if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        return None
+    x, weight, bias = args[0], module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    if (
+        not x.is_floating_point()
+        or x.dtype != weight.dtype
+        or x.ndim < 2
+        or x.shape[:-1] != output.shape[:-1]
+    ):
+        return None
+    out_dim = 0 if isinstance(module, nn.Linear) else 1
+    matrix = weight if out_dim == 0 else weight.t()
+    if (output.shape[-1], x.shape[-1]) != matrix.shape:
+        return None
+    if bias is not None and bias.shape != output.shape[-1:]:
+        return None
+    fits = is_close(output, F.linear(x, matrix, bias))
+    return LinearOp(name, module, out_dim, x.clone()) if fits else None
+
+
+class _ExternalWeightUses(TorchFunctionMode):
+    """Finds weights of the candidates that something else than their own module computes with."""
+
+    def __init__(self, model: nn.Module, candidates: dict[int, str]) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.names: set[str] = set()
+        self._users: dict[int, set[str]] = {}
+        for name, module in model.named_modules():
+            if id(module) not in candidates:
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._users.setdefault(id(parameter), set()).add(name)
+        for module in model.modules():  # tied to something of another kind, such as an embedding
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in self._users and id(module) not in candidates:
+                    self.names |= self._users[id(parameter)]
+        self.names |= {name for owners in self._users.values() if len(owners) > 1 for name in owners}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        getter = getattr(func, "__name__", "") == "__get__"
+        getter_name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if not (getter and getter_name in _METADATA_GETTERS):
+            for tensor in iter_tensors((args, kwargs)):
+                users = self._users.get(id(tensor))
+                if users is not None and not (self.running and self.running[-1] in users):
+                    self.names |= users
+        return func(*args, **kwargs)
+
+
+# The second run
+
+
+@dataclass
+class LinearGraph:
+    """Who feeds whom: ``leaves`` by product, ``inputs`` computed from them, and who consumes what."""
+
+    leaves: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    linear_ops: dict[str, LinearOp]
+    sources: dict[
+        str, set[str]
+    ]  # of each product's input, and of "" the model's output: products, parameters
+    consumers: dict[str, set[str]]
+    param_modules: dict[str, str]  # the module of each other parameter
+
+    def exclusive_sources(self, op: LinearOp) -> list[LinearOp]:
+        """The products that feed ``second`` and nothing else, if no others feed it."""
+        sources = [name for name in self.sources.get(op.name, ()) if name in self.leaves]
+        if any(self.consumers[name] != {op.name} for name in sources):
+            return []
+        return [product for name, product in self.linear_ops.items() if name in sources]
+
+    def modules_between(self, op: LinearOp) -> list[str] | None:
+        """Modules whose parameters act on the way to ``second``; None if they act elsewhere too."""
+        names = [name for name in self.sources[op.name] if name in self.param_modules]
+        if any(self.consumers[name] != {op.name} for name in names):
+            return None
+        return sorted({self.param_modules[name] for name in names})
+
+
+def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
+    """Run again with gradients, every product's output exchanged for random numbers of its size."""
+    ops = {product.name: product for product in trace.linear_ops}
+    leaves: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(11)
+
+    def before(op: LinearOp) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs[op.name] = args[0]
+
+        return hook
+
+    def after(op: LinearOp) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            scale = float(output.detach().float().std())
+            noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
+            leaves[op.name] = leaf = (
+                (scale * noise * _alternating_signs(noise)).to(output.dtype).requires_grad_()
+            )
+            return leaf.clone()  # which may be changed in place, as a leaf may not
+
+        return hook
+
+    handles = []
+    for product in ops.values():
+        handles.append(product.module.register_forward_pre_hook(before(product)))
+        handles.append(product.module.register_forward_hook(after(product)))
+    try:
+        with torch.enable_grad():
+            output = trace.inputs.call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    op_params = {f"{name}.{key}" for name in ops for key in ("weight", "bias")}
+    other_params = {n: p for n, p in model.named_parameters() if n not in op_params and p.requires_grad}
+    tracked = {**leaves, **{f"{name} (parameter)": p for name, p in other_params.items()}}
+    sources = {name: _find_sources(x, tracked) for name, x in inputs.items()}
+    outputs = [
+        tensor for tensor in iter_tensors(output) if tensor.requires_grad and tensor.is_floating_point()
+    ]
+    sources[""] = set().union(*(_find_sources(tensor, tracked) for tensor in outputs))
+    consumers: dict[str, set[str]] = {name: set() for name in tracked}
+    for name, source_names in sources.items():
+        for source in source_names:
+            consumers[source].add(name)
+    param_modules = {f"{name} (parameter)": name.rpartition(".")[0] for name in other_params}
+    return LinearGraph(leaves, inputs, ops, sources, consumers, param_modules)
+
+
+def _alternating_signs(like: Tensor) -> Tensor:
+    """Signs that alternate from token to token, so that no channel is below zero for all of them."""
+    tokens = torch.arange(like.numel() // like.shape[-1], device=like.device).view(*like.shape[:-1], 1)
+    channels = torch.arange(like.shape[-1], device=like.device)
+    return 1.0 - 2.0 * ((tokens + channels) % 2)
+
+
+def _find_sources(x: Tensor, tracked: dict[str, Tensor]) -> set[str]:
+    if x.grad_fn is None:
+        return {name for name, tensor in tracked.items() if tensor is x}
+    start = torch.ones_like(x)
+    grads = torch.autograd.grad(x, list(tracked.values()), start, retain_graph=True, allow_unused=True)
+    return {name for name, grad in zip(tracked, grads, strict=True) if grad is not None}

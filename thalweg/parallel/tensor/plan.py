@@ -1,0 +1,364 @@
+"""From a model to its plan: which layers are cut, how, and what else must change with them.
+
+Sources, in this order: our own families; the model's own plan (``base_model_tp_plan`` of a
+Hugging Face config), whose roles say less about heads, so they are read off the widths; the
+graph of its linear layers (:mod:`.auto_plan.infer_plan`).  The vocabulary is added wherever the
+model's embedding and head allow it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, fused_spec
+from thalweg.parallel.tensor.families import Family, get_family
+from thalweg.parallel.tensor.heads import (
+    AttentionHeads,
+    HeadAssignment,
+    assign_heads,
+    gqa_interleaved_spec,
+    kv_spec,
+    qkv_fused_spec,
+    query_spec,
+)
+from thalweg.parallel.tensor.layers import SharedRows
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One module of a plan: what it does, its parameters' cuts by key, and rows it shares."""
+
+    kind: str  # column, row, embedding, head, partial, experts, columns_of_heads
+    shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
+    shared_rows: SharedRows | None = None
+
+
+@dataclass
+class TpPlan:
+    """Layers and attributes by module name; ``by_head``: modules with arguments that carry heads."""
+
+    source: str
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
+    local_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    per_head_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head_assignment: HeadAssignment | None = None
+
+
+class UnshardableModelError(ValueError):
+    """A model cannot be cut; the message names the module and the cure."""
+
+
+def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
+    """The plan for this rank of ``world``, or None where neither a family nor the model itself has one.
+
+    Raises:
+        ValueError: the model has fewer heads than ranks.
+    """
+    family, hf_rules = get_family(model), _hf_tp_rules(model)
+    if family is None and not hf_rules:
+        return None
+    assignment = _assign_model_heads(
+        model, world_size, family is not None and "groups" in family.rules.values()
+    )
+    if family is not None and assignment is not None:
+        plan = TpPlan(f"the {_model_type(model)} family", head_assignment=assignment)
+        for name, module in model.named_modules():
+            role = next((role for end, role in family.rules.items() if _matches_suffix(name, end)), None)
+            if role is not None:
+                plan.layers[name] = _plan_layer(name, module, role, assignment, world_size, rank)
+        _add_local_attributes(plan, model, family, rank)
+    elif hf_rules:
+        plan = TpPlan(f"the plan of {type(model).__name__}", head_assignment=assignment)
+        _apply_hf_rules(plan, model, hf_rules, assignment, world_size, rank)
+    else:
+        return None
+    add_vocab_parallel(plan, model, world_size)
+    return plan
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+
+
+def _matches_suffix(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def _assign_model_heads(model: nn.Module, world_size: int, align_to_kv_groups: bool) -> HeadAssignment | None:
+    heads = heads_from_config(getattr(model, "config", None))
+    return None if heads is None else assign_heads(heads, world_size, align_to_kv_groups)
+
+
+def heads_from_config(config: Any) -> AttentionHeads | None:
+    """The heads that a config describes, or None."""
+    get_text_config = getattr(config, "get_text_config", None)
+    config = get_text_config() if callable(get_text_config) else config
+
+    def first_int(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_heads = first_int("num_attention_heads", "n_head", "num_heads")
+    hidden_size = first_int("hidden_size", "n_embd", "d_model")
+    if num_heads is None or hidden_size is None:
+        return None
+    num_kv_heads = first_int("num_key_value_heads", "num_kv_heads") or num_heads
+    if getattr(config, "model_type", None) == "falcon" and not config.new_decoder_architecture:
+        num_kv_heads = 1 if config.multi_query else num_heads
+    return AttentionHeads(num_heads, num_kv_heads, first_int("head_dim", "d_kv") or hidden_size // num_heads)
+
+
+# Roles
+
+
+def _plan_layer(
+    name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int
+) -> LayerPlan:
+    if role in ("partial", "whole"):
+        return LayerPlan(role)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        raise UnshardableModelError(f"{name} ({type(module).__name__}) has no matrix to cut as {role!r}")
+    out_dim = 1 if _is_conv1d(module) else 0
+    head_dim = assignment.heads.head_dim
+    shared_rows: SharedRows | None = None
+    if role == "bias_table":
+        return LayerPlan("columns_of_heads", {"weight": query_spec(assignment, 1, 1)})
+    if role in ("out", "row"):
+        in_dim = 1 - out_dim
+        size = weight.shape[in_dim]
+        spec = (
+            query_spec(assignment, in_dim, head_dim)
+            if role == "out"
+            else aligned_spec(in_dim, size, world_size)
+        )
+        return LayerPlan("row", {"weight": _check_size(name, spec, size)})
+    if role in ("embedding", "head"):
+        return LayerPlan(role, _with_bias_spec(module, contiguous_spec(0, weight.shape[0], world_size)))
+    size = weight.shape[out_dim]
+    if role == "query":
+        spec = query_spec(assignment, out_dim, head_dim)
+    elif role == "heads3":
+        spec = query_spec(assignment, out_dim, 3 * head_dim)
+    elif role == "groups":
+        spec, get_shared_rows = gqa_interleaved_spec(assignment, out_dim)
+        shared_rows = get_shared_rows(rank)
+    elif role == "key_value":
+        spec, get_shared_rows = kv_spec(assignment, out_dim)
+        shared_rows = get_shared_rows(rank)
+    elif role in ("sections", "sections_kv"):
+        spec, get_shared_rows = qkv_fused_spec(assignment, out_dim, with_queries=role == "sections")
+        shared_rows = get_shared_rows(rank)
+    elif role == "column2":
+        spec = gate_up_spec(out_dim, size, world_size)
+    else:
+        assert role == "column", role
+        spec = aligned_spec(out_dim, size, world_size)
+    return LayerPlan("column", _with_bias_spec(module, _check_size(name, spec, size)), shared_rows)
+
+
+def gate_up_spec(dim: int, size: int, world_size: int) -> ShardSpec:
+    """Two fused sections of equal length, each cut evenly."""
+    spans = [own[0] for own in aligned_spec(dim, size // 2, world_size).spans]
+    return fused_spec(dim, (size // 2, size // 2), [(span, span) for span in spans])
+
+
+def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
+    if spec.size != size:
+        raise UnshardableModelError(
+            f"{name} has {size} features where its heads make {spec.size}: it is not the known layer"
+        )
+    return spec
+
+
+def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+    specs = {"weight": spec}
+    if module._parameters.get("bias") is not None:
+        specs["bias"] = ShardSpec(0, spec.size, spec.spans)
+    return specs
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _add_local_attributes(plan: TpPlan, model: nn.Module, family: Family, rank: int) -> None:
+    assignment = plan.head_assignment
+    assert assignment is not None
+    values = {
+        "query": assignment.num_local_heads(rank),
+        "key_value": len(assignment.kv_heads[rank]),
+        "repeat": assignment.kv_repeats[rank],
+        "width": assignment.num_local_heads(rank) * assignment.heads.head_dim,
+    }
+    for name, module in model.named_modules():
+        if any(_matches_suffix(name, end) for end in family.attention_modules):
+            local_values = {
+                k: values[which] for k, which in family.local_attributes.items() if _has_attribute(module, k)
+            }
+            if local_values:
+                plan.local_attributes[name] = local_values
+            if family.per_head_args:
+                plan.per_head_args[name] = family.per_head_args
+
+
+def _has_attribute(module: nn.Module, key: str) -> bool:
+    prefix, _, name = key.rpartition(".")
+    return hasattr(getattr(module, prefix, None) if prefix else module, name)
+
+
+# The model's own plan
+
+_HF_ROLES = {
+    "colwise": "column",
+    "colwise_rep": "column",
+    "rowwise": "row",
+    "rowwise_rep": "row",
+    "packed_colwise": "column2",
+    "replicated_with_grad_allreduce": "partial",
+}
+
+
+def _hf_tp_rules(model: nn.Module) -> dict[str, str]:
+    config = getattr(model, "config", None)
+    rules = dict(getattr(config, "base_model_tp_plan", None) or {})
+    return {key: value for key, value in rules.items() if isinstance(value, str)}
+
+
+def _apply_hf_rules(
+    plan: TpPlan,
+    model: nn.Module,
+    rules: Mapping[str, str],
+    assignment: HeadAssignment | None,
+    world_size: int,
+    rank: int,
+) -> None:
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and hasattr(model, base) else ""
+    patterns = {
+        re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role
+        for key, role in rules.items()
+    }
+
+    def get_role(name: str) -> str | None:
+        return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
+
+    for name, module in model.named_modules():
+        role = get_role(name)
+        if role is None:
+            continue
+        if role == "moe_tp_experts":
+            plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
+            continue
+        mapped_role = _HF_ROLES.get(role)
+        if mapped_role is None:
+            raise UnshardableModelError(
+                f"{name}: the model's own plan calls it {role!r}, which is not built yet"
+            )
+        if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
+            mapped_role = _per_head_role(module, mapped_role, assignment.heads)
+        assert assignment is not None or mapped_role in ("column", "row", "column2", "partial")
+        plan.layers[name] = _plan_layer(
+            name,
+            module,
+            mapped_role,
+            assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size),
+            world_size,
+            rank,
+        )
+    if assignment is not None:
+        attention = {name.rpartition(".")[0] for name, layer in plan.layers.items() if "attn" in name}
+        attention_family = Family({}, tuple(sorted(attention)), _LOCAL_ATTRIBUTES)
+        _add_local_attributes(plan, model, attention_family, rank)
+
+
+_LOCAL_ATTRIBUTES = {
+    "num_heads": "query",
+    "num_attention_heads": "query",
+    "num_key_value_heads": "key_value",
+    "num_key_value_groups": "repeat",
+}
+
+
+def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
+    """The role in whole heads that a linear layer of attention has by its width."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    out_features, in_features = weight.shape
+    if role == "row":
+        return "out" if in_features == heads.num_heads * heads.head_dim else role
+    role_by_width = {
+        heads.num_heads * heads.head_dim: "query",
+        heads.num_kv_heads * heads.head_dim: "key_value",
+        3 * heads.num_heads * heads.head_dim: "heads3",
+    }
+    if heads.num_heads == heads.num_kv_heads:
+        role_by_width[heads.num_heads * heads.head_dim] = "query"
+    return role_by_width.get(out_features, role)
+
+
+def _expert_specs(
+    name: str, module: nn.Module, get_role: Any, world_size: int
+) -> Iterator[tuple[str, ShardSpec]]:
+    for key, parameter in module._parameters.items():
+        role = get_role(f"{name}.{key}")
+        if parameter is None or role is None:
+            continue
+        if role == "packed_colwise":
+            dim = parameter.ndim - 2 if parameter.ndim == 3 else parameter.ndim - 1
+            yield key, gate_up_spec(dim, parameter.shape[dim], world_size)
+        elif role in ("rowwise", "colwise"):
+            dim = parameter.ndim - (1 if role == "rowwise" else 2)
+            yield key, aligned_spec(dim, parameter.shape[dim], world_size)
+        else:
+            raise UnshardableModelError(
+                f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet"
+            )
+
+
+# The vocabulary
+
+
+def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
+    """Cut the input embedding and the head by vocabulary where every holder of their weights can be."""
+    embedding = _call_getter(model, "get_input_embeddings")
+    output = _call_getter(model, "get_output_embeddings")
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in (embedding, output):
+        if module is None or id(module) not in names or names[id(module)] in plan.layers:
+            continue
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        users = {
+            name: holder
+            for name, holder in model.named_modules()
+            if any(parameter is weight for parameter in holder._parameters.values())
+        }
+        kinds = {name: _vocab_layer_kind(holder, output) for name, holder in users.items()}
+        if None in kinds.values() or weight.shape[0] < world_size:
+            continue
+        for name, kind in kinds.items():
+            assert kind is not None
+            plan.layers[name] = LayerPlan(
+                kind, _with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size))
+            )
+
+
+def _call_getter(model: nn.Module, method: str) -> nn.Module | None:
+    try:
+        result = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return result if isinstance(result, nn.Module) else None
+
+
+def _vocab_layer_kind(module: nn.Module, output: nn.Module | None) -> str | None:
+    if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
+        return "embedding"
+    return "head" if type(module) is nn.Linear and module is output else None

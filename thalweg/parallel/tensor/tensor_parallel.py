@@ -1,0 +1,214 @@
+"""Tensor parallelism: each layer's matrices cut over the ranks of a team.
+
+The picture, for one transformer block on a team of two:
+
+    x ──enter──> q, k, v | gate, up     each rank: its heads, its features    (column)
+                 attention | activation
+                 out | down ──leave──>  a partial sum each, then their sum   (row)
+
+so forward and backward communicate twice each (Megatron-LM).  Embedding, head and loss
+are cut by vocabulary.  Everything between ``leave`` and ``enter`` is computed by all ranks
+alike, to the bit.
+
+Phases of :func:`apply_tensor_parallel`: take rank 0's values everywhere; find the plan; run the whole model once on
+a small random input; replace each parameter by this rank's piece, and each
+module's forward by the split one; run again and compare.  What ``shard`` then sees is a plain,
+smaller model; the :class:`TensorParallelLayout` returned say which logical tensor each piece belongs to.
+
+Invariants: parameters keep their names; every element has one owner (see :mod:`thalweg.parallel.shard_spec`) or
+is whole on all ranks and gets the same gradient there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.shard_spec import ShardSpec
+from thalweg.parallel.tensor import layers
+from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
+from thalweg.parallel.tensor.layers import TpContext, replace_forward
+from thalweg.parallel.tensor.parity_check import ParityCheck
+from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
+from thalweg.utils.log import get_logger
+from thalweg.zero.tp_layout import TensorParallelLayout
+
+_log = get_logger(__name__)
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    tp_group: ParallelGroup,
+    tp_fsdp_mesh: DeviceMesh,
+    world_group: dist.ProcessGroup,
+    *,
+    kernels: str = "torch",
+    check: bool = True,
+) -> TensorParallelLayout:
+    """Cut ``model`` in place over ``team``; collective over ``everyone``, whose rank 0's values count.
+
+    ``tp_fsdp_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
+
+    Raises:
+        ValueError: no plan fits, or the cut model computes something else: the message names
+            the module.
+    """
+    broadcast_model(model, world_group)
+    plan = _build_plan(model, tp_group)
+    parity_check = ParityCheck.from_model(model, plan) if check else None
+    expected = parity_check.run(model) if parity_check else None
+    placements = _replace_parameters(model, plan, tp_group)
+    _replace_forwards(model, plan, tp_group, kernels)
+    tp_group.has_dropout = has_dropout(model)
+    model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
+    if parity_check and expected is not None:
+        parity_check.compare(model, expected, plan, tp_group)
+    _log.info(
+        "tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers)
+    )
+    return TensorParallelLayout(tp_fsdp_mesh, placements)
+
+
+def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup) -> None:
+    """Cut ``model`` in place as ``team.rank``'s, without a word to the others and without comparing anything.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    plan = _build_plan(model, tp_group)
+    _replace_parameters(model, plan, tp_group)
+    _replace_forwards(model, plan, tp_group, "torch")
+    model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
+
+
+def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
+    reason = "no tensor-parallel plan is known for it"
+    try:
+        plan = build_tp_plan(model, tp_group.size, tp_group.rank)
+    except UnshardableModelError as error:
+        plan, reason = None, str(error)
+    if plan is None or not plan.layers:
+        plan = infer_plan(model, tp_group.size, tp_group.rank)
+    if plan is None:
+        raise UnshardableModelError(
+            f"{type(model).__name__} cannot be cut over tensor ranks: {reason}, and running it shows none; "
+            "set tensor_parallel.autotp_size to 1"
+        )
+    return plan
+
+
+def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
+    """Give every rank rank 0's parameters and buffers, tensor by tensor."""
+    root = dist.get_global_rank(world_group, 0)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta:
+                raise UnshardableModelError(
+                    "a model on the meta device or under zero.Init cannot be cut over tensor ranks yet: "
+                    "build it outside of the context"
+                )
+            if tensor.is_contiguous():
+                dist.broadcast(tensor.data, src=root, group=world_group)
+            else:
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, src=root, group=world_group)
+                tensor.copy_(value)
+
+
+def _replace_parameters(
+    model: nn.Module, plan: TpPlan, tp_group: ParallelGroup
+) -> dict[str, tuple[torch.Size, Any]]:
+    """Put pieces in place of whole parameters, wherever they are held; shape and placement by name."""
+    names: dict[int, list[str]] = {}  # a stage of a pipeline may know a shared weight by its second name only
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    specs: dict[int, tuple[nn.Parameter, ShardSpec]] = {}
+    for name, layer in plan.layers.items():
+        module = model.get_submodule(name)
+        for key, spec in layer.shard_specs.items():
+            parameter = module._parameters[key]
+            assert parameter is not None
+            registered = specs.setdefault(id(parameter), (parameter, spec))
+            if registered[1] != spec:
+                raise UnshardableModelError(f"{name}.{key} is shared with a layer that cuts it otherwise")
+    new_params: dict[int, nn.Parameter] = {}
+    placements: dict[str, tuple[torch.Size, Any]] = {}
+    for key, (parameter, spec) in specs.items():
+        with torch.no_grad():
+            local = spec.local_slice(parameter, tp_group.rank)
+        new_params[key] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        placements |= dict.fromkeys(names[key], (parameter.shape, spec.placement()))
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in new_params:
+                module._parameters[key] = new_params[id(parameter)]
+    return placements
+
+
+def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, kernels: str) -> None:
+    for name, layer in plan.layers.items():
+        module = model.get_submodule(name)
+        forward = _make_forward(module, layer, TpContext(tp_group, name), kernels)
+        if forward is not None:
+            replace_forward(module, forward)
+    for name, values in plan.local_attributes.items():
+        module = model.get_submodule(name)
+        for key, value in values.items():
+            prefix, _, last = key.rpartition(".")
+            if prefix:  # shared with the whole model, so that this module gets one of its own
+                setattr(module, prefix, copy.copy(getattr(module, prefix)))
+            setattr(getattr(module, prefix) if prefix else module, last, value)
+    for name, arg_names in plan.per_head_args.items():
+        module = model.get_submodule(name)
+        assert plan.head_assignment is not None
+        span, num_heads = (
+            plan.head_assignment.query_spans[tp_group.rank],
+            plan.head_assignment.heads.num_heads,
+        )
+        replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
+
+
+def _make_forward(
+    module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str
+) -> layers.ForwardFn | None:
+    match layer.kind:
+        case "column":
+            return layers.column_parallel(tp_context, kernels, layer.shared_rows)
+        case "row":
+            return layers.row_parallel(tp_context, kernels)
+        case "embedding":
+            return layers.vocab_parallel_embedding(tp_context, layer.shard_specs["weight"])
+        case "head":
+            return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
+        case "partial":
+            return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
+        case "experts":
+            return layers.expert_tensor_parallel(module, tp_context)
+    return None
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether split layers may draw random numbers: some dropout probability is above zero."""
+    return any(probability > 0 for probability in _dropout_probabilities(model))
+
+
+def _dropout_probabilities(model: nn.Module) -> Iterator[float]:
+    for module in model.modules():
+        for key, value in vars(module).items():
+            is_dropout_p = key == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float):
+                yield value
+
+
+def sync_rng(tp_group: ParallelGroup) -> None:
+    """Start the common stream of random numbers alike on all ranks of the team."""
+    state: Tensor = torch.get_rng_state()
+    dist.broadcast(state, src=dist.get_global_rank(tp_group.process_group, 0), group=tp_group.process_group)
+    torch.set_rng_state(state)

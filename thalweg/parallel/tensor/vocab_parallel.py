@@ -1,0 +1,236 @@
+"""Logits cut by vocabulary, and their cross-entropy without ever gathering them.
+
+A model's head gives each tensor rank the logits of its part of the vocabulary.  The loss
+needs of the others three numbers a token: the maximum, the sum of exponentials, the target's
+logit (Shoeybi et al. 2019, section 3).  :class:`VocabParallelLogits` carries the local part
+under the logical shape through what models do to logits on the way to a loss (casts, views
+of the leading dims, slices of the sequence, scaling, soft caps), and is recognised by
+``F.cross_entropy``.  Anything else makes it whole first, so that a metric or a sampler
+sees ordinary logits; that is a collective, to be done by all ranks of the team.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
+
+_LEDGER_NAME = "vocabulary"
+_METADATA = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
+}
+_LOCAL_OPS = {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    Tensor.register_hook,
+}
+_SHAPE_PRESERVING_OPS = {
+    Tensor.float,
+    Tensor.double,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.to,
+    Tensor.contiguous,
+    Tensor.clone,
+    Tensor.detach,
+    Tensor.neg,
+    Tensor.tanh,
+    torch.tanh,
+    torch.clone,
+}
+_SCALAR_OPS = {
+    Tensor.mul,
+    Tensor.mul_,
+    Tensor.div,
+    Tensor.div_,
+    Tensor.__mul__,
+    Tensor.__rmul__,
+    Tensor.__truediv__,
+    torch.mul,
+    torch.div,
+}
+
+
+class VocabParallelLogits(Tensor):
+    """Logits of logical shape (..., V), of which this rank holds ``local`` (..., own part of V)."""
+
+    local: Tensor
+    tp_group: ParallelGroup
+    shard_sizes: list[int]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, tp_group: ParallelGroup, shard_sizes: list[int]) -> VocabParallelLogits:
+        shape = (*local.shape[:-1], sum(shard_sizes))
+        result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        result.local, result.team, result.sizes = local, tp_group, shard_sizes
+        return result
+
+    def full_tensor(self) -> Tensor:
+        """The ordinary logits; collective over the team."""
+        return gather_from_region(
+            self.local, self.local.dim() - 1, self.shard_sizes, self.tp_group, _LEDGER_NAME
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"VocabularyShards(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+
+    def _with_local(self, local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(local, self.tp_group, self.shard_sizes)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if func is Tensor.__repr__ and isinstance(first, VocabParallelLogits):
+            return first.__repr__()
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        if isinstance(first, VocabParallelLogits):
+            sharded_result = _vocab_parallel_result(func, first, args[1:], kwargs)
+            if sharded_result is not None:
+                return sharded_result[0]
+        return func(*_materialize(args), **_materialize(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*_materialize(args), **_materialize(kwargs or {}))
+
+
+def _vocab_parallel_result(
+    func: Callable[..., Any], logits: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """The result in a 1-tuple where the vocabulary stays as it is; None where it must be whole."""
+    local, size = logits.local, logits.shape[-1]
+    if func in _LOCAL_OPS:
+        return (func(local, *rest, **kwargs),)
+    if func in _SHAPE_PRESERVING_OPS and not any(isinstance(value, Tensor) for value in rest):
+        return (logits._with_local(func(local, *rest, **kwargs)),)
+    if func in _SCALAR_OPS and len(rest) == 1 and not isinstance(rest[0], Tensor):
+        return (logits._with_local(func(local, *rest, **kwargs)),)
+    if func in (Tensor.view, Tensor.reshape, torch.reshape):
+        shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple | torch.Size) else rest)
+        if shape and all(isinstance(n, int) for n in shape) and shape[-1] == size:
+            return (logits._with_local(local.reshape(*shape[:-1], local.shape[-1])),)
+        return None
+    if func in (Tensor.flatten, torch.flatten):
+        dims = (*rest, *kwargs.values())
+        if len(dims) == 2 and dims[1] % local.dim() < local.dim() - 1:
+            return (logits._with_local(local.flatten(*rest, **kwargs)),)
+        return None
+    if func is Tensor.__getitem__ and _preserves_last_dim(rest[0], local.dim()):
+        return (logits._with_local(local[rest[0]]),)
+    if func is F.cross_entropy:
+        loss = _sharded_cross_entropy(logits, *rest, **kwargs)
+        return None if loss is None else (loss,)
+    return None
+
+
+def _preserves_last_dim(index: Any, dim: int) -> bool:
+    """Whether an index of slices and integers does not touch the last dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(isinstance(item, int | slice) or item is Ellipsis for item in items):
+        return False
+    if Ellipsis in items:
+        return items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None))
+    return len(items) < dim or items[-1] == slice(None)
+
+
+def _materialize(tree: Any) -> Any:
+    if isinstance(tree, VocabParallelLogits):
+        return tree.full_tensor()
+    if isinstance(tree, dict):
+        return {key: _materialize(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_materialize(value) for value in tree)
+    return tree
+
+
+def _sharded_cross_entropy(
+    logits: VocabParallelLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    if not plain or target.is_floating_point() or logits.dim() != 2 or target.dim() != 1:
+        return None
+    losses = vocab_parallel_cross_entropy(
+        logits.local, target, logits.shard_sizes, logits.tp_group, ignore_index
+    )
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """-log softmax at the target, of logits cut along their last dim; N tokens."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, local: Tensor, target: Tensor, start: int, tp_group: ParallelGroup, ignore_index: int
+    ) -> Tensor:
+        valid = target != ignore_index
+        upcast = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+        peak = upcast.amax(-1) if upcast.shape[-1] else upcast.new_full(upcast.shape[:1], -torch.inf)
+        tp_group.all_reduce(peak, _LEDGER_NAME, dist.ReduceOp.MAX)
+        exponents = torch.exp(upcast - peak[:, None])
+        in_shard = valid & (target >= start) & (target < start + upcast.shape[-1])
+        column = torch.where(in_shard, target - start, 0)
+        target_logits = (
+            upcast.gather(1, column[:, None])[:, 0] if upcast.shape[-1] else torch.zeros_like(peak)
+        )
+        sums = torch.stack([exponents.sum(-1), torch.where(in_shard, target_logits - peak, 0.0)])
+        tp_group.all_reduce(sums, _LEDGER_NAME)
+        ctx.save_for_backward(exponents.div_(sums[0][:, None]), column, in_shard, valid)
+        ctx.dtype = local.dtype
+        return torch.where(valid, sums[0].log() - sums[1], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, column, in_shard, valid = ctx.saved_tensors
+        scale = torch.where(valid, grads[0], 0.0)
+        grad = probabilities * scale[:, None]
+        if grad.shape[-1]:
+            grad.scatter_add_(1, column[:, None], torch.where(in_shard, -scale, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    local: Tensor, target: Tensor, shard_sizes: list[int], tp_group: ParallelGroup, ignore_index: int = -100
+) -> Tensor:
+    """Cross-entropy of each token (N,), in nats, fp32 or wider; 0 where the target is ``ignore_index``.
+
+    ``local`` (N, own part of V), ``target`` (N,) of logical indices, equal on all ranks.
+    """
+    return _VocabParallelCrossEntropy.apply(
+        local, target, sum(shard_sizes[: tp_group.rank]), tp_group, ignore_index
+    )  # type: ignore[return-value]

@@ -1,0 +1,306 @@
+"""Ranks and the mesh they form; the names of its axes live here.
+
+Axes, outermost first: ``pp`` pipeline, ``dp_outer`` and ``dp`` data (replicated, sharded),
+``cp`` context (a ring), ``sp`` sequence (heads against tokens), ``tp`` tensor, ``ep`` expert.  ``tp``
+varies fastest, so that a tensor group is a run of neighbouring ranks, which are on one host.  MiCS
+cuts the data axis into ``dp_outer`` x ``dp``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from thalweg.device import pick_device
+from thalweg.utils.env import RankInfo, read_rank_info
+from thalweg.utils.log import get_logger
+from thalweg.utils.rendezvous import rendezvous
+
+_log = get_logger(__name__)
+
+MESH_AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
+DATA_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Ranks along each axis but the data axis, which takes the rest of the world."""
+
+    sp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+
+@dataclass(frozen=True)
+class ParallelMeshes:
+    """The job's ranks by axis.
+
+    ``data``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
+    them.  ``batch``: 1-D, those that have other rows.  ``sequence``, ``tensor``: 1-D, the ranks
+    that split a sequence, or each layer, with this one; None for a degree of 1.  ``ring`` and
+    ``heads``: 1-D, the two ways in which those of ``sequence`` share attention.  ``states``: 2-D
+    over ("tp", "dp"), where parameters lie, if there is a tensor axis.  ``pipeline``: 1-D, the ranks
+    that have the other layers; all other axes then lie within one of its stages.  ``back``: a second
+    group of the same ranks, for messages to earlier stages, where the device's need one.
+    """
+
+    fsdp: DeviceMesh
+    dp: DeviceMesh
+    sequence: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
+    tp_fsdp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    ulysses: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
+    pp_reverse_group: dist.ProcessGroup | None = None
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks of the job."""
+        if self.tp is None and self.sequence is None and self.pp is None:
+            return self.fsdp.get_group()
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return dist.get_world_size(self.world_group)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = False,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> RankInfo:
+    """Join the job's process group, unless the caller has done so already; returns who we are.
+
+    Rank and world size come from the launcher's variables (torchrun, SLURM, Open MPI) or
+    the arguments; with neither this is a job of one rank, which needs no network.
+    ``timeout`` is in seconds.  The other arguments are those of DeepSpeed's function.
+
+    Raises:
+        ValueError: the launcher's variables contradict each other; the message names them.
+    """
+    if dist.is_initialized():
+        info = read_rank_info({})
+        return RankInfo(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=int(os.environ.get("LOCAL_RANK", info.local_rank)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", info.local_world_size)),
+            master_addr=None,
+            master_port=None,
+            source="process group",
+        )
+    if rank >= 0 and world_size > 0:
+        named = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        }
+        info = read_rank_info({**os.environ, **named})
+    else:
+        info = read_rank_info()
+    device = pick_device(info.local_rank)
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if isinstance(timeout, int | float):
+        timeout = timedelta(seconds=timeout)
+    if info.world_size == 1 and init_method is None:
+        dist.init_process_group(backend, store=_in_memory_store(), rank=0, world_size=1, timeout=timeout)
+        return info
+    store = None
+    if init_method is None and not dist.is_torchelastic_launched():
+        store = rendezvous(
+            info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning
+        )
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+    )
+    return info
+
+
+def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
+    """Where rank 0 listens, by the launcher's variables."""
+    if info.master_addr is None and info.local_world_size != info.world_size:
+        raise ValueError(
+            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the "
+            f"{info.world_size} ranks "
+            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x "
+            "MASTER_ADDR`)"
+        )
+    return info.master_addr or "127.0.0.1", info.master_port or default_port
+
+
+def _timeout_seconds(timeout: timedelta | None) -> float:
+    return 600.0 if timeout is None else timeout.total_seconds()
+
+
+def _in_memory_store() -> Any:
+    """A store for a job of one rank, which meets nobody."""
+    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def build_meshes(
+    device: torch.device, mesh: DeviceMesh | None = None, dims: ParallelDims | None = None
+) -> ParallelMeshes:
+    """The job's axes: from the degrees, or those of the given mesh after a check; collective.
+
+    Raises:
+        ValueError: the degrees do not divide the world, or contradict the given mesh.
+    """
+    dims = dims or ParallelDims()
+    if mesh is not None and mesh.ndim == 1 and dims == ParallelDims():
+        return ParallelMeshes(mesh, mesh)
+    if mesh is not None:
+        _check_user_mesh(mesh, dims)
+    if dims == ParallelDims():
+        fsdp = mesh[DATA_AXIS] if mesh is not None else _one_dim_mesh(device)
+        return ParallelMeshes(fsdp, fsdp)
+    degree_by_key = {
+        "pipeline.stages": dims.pp,
+        "context_parallel_size": dims.cp,
+        "sequence_parallel_size": dims.sp,
+        "tensor_parallel.autotp_size": dims.tp,
+    }
+    world_size, inner = dist.get_world_size(), prod(degree_by_key.values())
+    if world_size % inner:
+        text = " times ".join(f"{name} = {size}" for name, size in degree_by_key.items())
+        raise ValueError(f"{world_size} ranks cannot be divided into groups of {inner}: {text}")
+    shape = (dims.pp, world_size // inner, dims.cp, dims.sp, dims.tp)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", DATA_AXIS, "cp", "sp", "tp"))
+    dp = grid[DATA_AXIS]
+    cp = grid["cp"] if dims.cp > 1 else None
+    ulysses = grid["sp"] if dims.sp > 1 else None
+    fsdp, sequence = dp, cp or ulysses
+    if sequence is not None:
+        fsdp = grid[DATA_AXIS, "cp", "sp"]._flatten("dp_cp_sp")
+    if cp is not None and ulysses is not None:
+        sequence = grid["cp", "sp"]._flatten("cp_sp")
+    tp = grid["tp"] if dims.tp > 1 else None
+    tp_fsdp = None
+    if tp is not None:
+        stage = torch.arange(world_size).view(dims.pp, -1)[grid.get_local_rank("pp")]
+        ranks = stage.view(-1, dims.tp).T.contiguous()
+        groups = [tp.get_group(), fsdp.get_group()]
+        tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
+    pp = grid["pp"] if dims.pp > 1 else None
+    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type == "cuda" else None
+    return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
+
+
+def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
+    """Another group of each pipeline's ranks; collective over the job.  Returns this rank's."""
+    local_group = None
+    for ranks in grid.mesh.flatten(1).T.tolist():
+        new_group = dist.new_group(ranks)
+        local_group = new_group if dist.get_rank() in ranks else local_group
+    assert local_group is None or isinstance(local_group, dist.ProcessGroup)
+    return local_group
+
+
+def _one_dim_mesh(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
+
+
+def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
+    names = mesh.mesh_dim_names or ()
+    expected = {
+        DATA_AXIS: None,
+        "cp": dims.cp,
+        "sp": dims.sp,
+        "tp": dims.tp,
+        "pp": dims.pp,
+    }
+    for name in names:
+        size = mesh[name].size()
+        if name not in expected and size > 1:
+            raise ValueError(f"the mesh has the axes {names}: {name!r} above one is not built yet")
+        if expected.get(name) is not None and size != expected[name]:
+            raise ValueError(
+                f"the mesh has {size} ranks on its axis {name!r}, but the config asks for {expected[name]}"
+            )
+    if DATA_AXIS not in names:
+        raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
+
+
+def new_subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A process group of these ranks (of the job); only those of ``around`` take part in making it, all at
+    once, each for its own part of them; it may be left out for a rank alone.
+
+    torch names such a group by its ranks and by how many groups this process has, and ranks that have
+    unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
+    """
+    assert parent is not None or len(ranks) == 1
+    if parent is not None:
+        device = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
+        count = torch.tensor([_num_groups()], device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
+        for _ in range(int(count) - _num_groups()):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    new_group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(new_group, dist.ProcessGroup)
+    return new_group
+
+
+def _num_groups() -> int:
+    """Groups that this process is in; torch tells nobody else."""
+    return len(distributed_c10d._world.pg_names)
+
+
+def new_submesh(
+    ranks: Tensor, dim_names: tuple[str, ...], device_type: str, parent: dist.ProcessGroup | None = None
+) -> DeviceMesh:
+    """A mesh over ``ranks``, this one among them, that only those of ``around`` take part in making.
+
+    A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
+    """
+    coords = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for axis in range(ranks.ndim):
+        axis_ranks = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(coords))]
+        groups.append(new_subgroup(axis_ranks.tolist(), parent))
+    if ranks.ndim == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
+
+
+def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
+    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``size`` consecutive ranks.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of ranks.
+    """
+    num_ranks = mesh.size()
+    if num_ranks % shard_size:
+        divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+        raise ValueError(
+            f"zero_optimization.mics_shard_size = {shard_size} does not divide the {num_ranks} data-parallel ranks: "
+            f"use one of {divisors}, or -1 to shard over all of them"
+        )
+    grid = mesh.mesh.flatten().view(-1, shard_size)
+    return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())

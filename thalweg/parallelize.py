@@ -1,0 +1,477 @@
+"""The ordered recipe: from a plain model and a resolved config to the parts of an engine.
+
+    split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
+    -> shard -> optimizer -> schedule
+
+The order matters.  Splitting comes first: what follows sees a plain, smaller model.
+Recomputation and kernels change how a module computes, so compiling comes after them;
+sharding replaces parameters, so it comes last on the model, and the optimizer is built over
+what it leaves.  Each optional feature is an object made here; the engine does not know
+their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg import ops
+from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
+from thalweg.config import Config, ModelSize
+from thalweg.config.schema.base import AUTO, replace_by_path
+from thalweg.device import MallocThreadCache
+from thalweg.nn.moe.layer import MoE
+from thalweg.nn.tiling import apply_tiling
+from thalweg.observe import build_recorder, flops_per_token, resident_mib
+from thalweg.observe.step_meter import StepMeter
+from thalweg.ops.attention.upcast import apply_upcast_sdpa
+from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer
+from thalweg.optim.accumulation import AccumulationWindow
+from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.loss_normalization import LossNormalizer, build_loss_normalizer, register_loss_scale_hooks
+from thalweg.optim.offload.policy import build_engine_optimizer
+from thalweg.optim.param_groups import groups_with_names, rebind_params
+from thalweg.optim.step import EngineOptimizer
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.expert.detect import ExpertFilter, find_experts
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertLayer, shard_experts
+from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
+from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
+from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks
+from thalweg.parallel.pipeline.tied_weights import ParamNaming
+from thalweg.parallel.sequence.sequence_parallel import (
+    SequenceGroups,
+    SequenceParallelAttention,
+    apply_sequence_parallel,
+)
+from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
+from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
+from thalweg.parallel_dims import ParallelDims, ParallelMeshes
+from thalweg.plan.inputs.input_spec import default_sequence_length, infer_input_spec
+from thalweg.plan.preflight import Preflight
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.formatting import parse_bytes
+from thalweg.utils.timing import PhaseTimer
+from thalweg.zero.fsdp2.unused_params import sync_unused_params
+from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.quantized_params import unwrap_quantized_params
+from thalweg.zero.shard import ShardedModel, shard_model
+from thalweg.zero.tp_layout import TensorParallelLayout
+from thalweg.zero.units import find_units, is_expert_list
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+
+class WindowRunner(Protocol):
+    """Runs whole windows, where one forward and one backward at a time will not do.
+
+    ``refusal``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
+    reads the data.
+    """
+
+    unsupported_message: str
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether this rank reads the data."""
+        ...
+
+    def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
+        """The window that all ranks can run; None from one that reads no data; collective."""
+        ...
+
+    def train(self, batches: Sequence[Any]) -> Tensor:
+        """Forward and backward of a window; its mean loss."""
+        ...
+
+    def evaluate(self, batches: Sequence[Any]) -> Tensor:
+        """The mean loss of a window."""
+        ...
+
+
+@dataclass
+class Components:
+    """What an engine drives."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    optimizer: EngineOptimizer | None
+    lr_scheduler: Any
+    window: AccumulationWindow
+    scaler: LossScaler
+    meter: StepMeter
+    phase_timer: PhaseTimer
+    forward_context: ForwardContext
+    loss_normalizer: LossNormalizer
+    meshes: ParallelMeshes
+    device: torch.device
+    runner: WindowRunner | None = None
+    param_naming: ParamNaming = field(default_factory=ParamNaming)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 1-D data-parallel mesh."""
+        return self.meshes.fsdp
+
+
+def parallel_dims_from_config(config: Config) -> ParallelDims:
+    """How many ranks each axis has by the config."""
+    section, stages = config.tensor_parallel, config.pipeline.stages
+    return ParallelDims(
+        sp=config.sequence_parallel_size,
+        tp=max(1, section.autotp_size, section.tp.tp_size),
+        cp=config.context_parallel_size,
+        pp=stages if isinstance(stages, int) else 1,
+    )
+
+
+def merge_model_settings(config: Config, model: nn.Module) -> Config:
+    """The config with what the model itself says about how it is to be run.
+
+    Raises:
+        ValueError: the two contradict each other, or there is nothing to train.
+    """
+    num_micro_batches = config.pipeline.micro_batches
+    if isinstance(num_micro_batches, int) and config.gradient_accumulation_steps in (None, AUTO):
+        config = replace_by_path(config, {"gradient_accumulation_steps": num_micro_batches})  # type: ignore[assignment]
+    if not isinstance(model, PipelineModule):
+        if not any(True for _ in model.parameters()):
+            raise ValueError("the model has no parameters: there is nothing to train")
+        return config
+    config_stages, model_stages = config.pipeline.stages, model.num_stages
+    if model_stages is not None and isinstance(config_stages, int) and config_stages != model_stages:
+        raise ValueError(
+            f"the PipelineModule has num_stages = {model_stages}, but the config's pipeline.stages is {config_stages}: leave "
+            "one of the two out"
+        )
+    if config_stages == AUTO and model_stages is not None:
+        config = replace_by_path(config, {"pipeline.stages": model_stages})  # type: ignore[assignment]
+    return config
+
+
+def get_model_info(model: nn.Module) -> ModelSize:
+    """What is known of the whole model, also where no rank will ever hold it."""
+    info = get_model_size(model)
+    if isinstance(model, PipelineModule):
+        info = replace(info, num_parameters=model.num_parameters)
+    return info
+
+
+def parallelize(
+    model: nn.Module,
+    meshes: ParallelMeshes,
+    config: Config,
+    device: torch.device,
+    *,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+) -> Components:
+    """Build the parts in order; the model is changed in place.  Collective over all ranks.
+
+    Raises:
+        ValueError: the model has no parameters, or the optimizer holds foreign ones.
+    """
+    mesh = meshes.fsdp
+    model_info = get_model_info(model)
+    original_model = model
+    pipeline = _make_pipeline(model, meshes, config)
+    model = model if pipeline is None else pipeline.model
+    names = {
+        id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)
+    }
+    named_groups = groups_with_names(optimizer, model_parameters, names)
+    unwrap_quantized_params(model)
+    preflight = Preflight(model, mesh, config, device, optimizer)
+    options = build_shard_options(model, config)
+    comm_groups, tp_layout = _apply_tp(model, meshes, config, device)
+    attention = _apply_sp(model, meshes, pipeline, list(find_units(model, options.unit_policy).values()))
+    comm_groups += attention.groups.all_groups if attention is not None else []
+    if pipeline is not None:
+        pipeline.split_model()
+    dispatchers = _apply_ep(model, meshes, config, tp_layout)
+    comm_groups += [one.ep_group for one in dispatchers]
+    units = find_units(model, options.unit_policy)
+    close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    _choose_cpu_kernels(model, meshes, config, device)
+    loss_tiling = apply_tiling(model, config.tiling)
+    _apply_compile(model, list(units.values()), config)
+    sharded = shard_model(model, mesh, options, device, tp_layout)
+    lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
+    sync_unused_params(sharded.groups, lists, mesh.get_group(), device)
+    for name, text in sharded.option_messages.items():
+        config.add_note(f"zero_optimization.{name}", text)
+    for comm_group in comm_groups:
+        comm_group.ledger = sharded.ledger
+    for one in dispatchers:
+        one.expert_params = sharded.expert_params
+    sharded.add_close_callback(close_offload)
+    preflight.check_first_batch(model)
+    window = AccumulationWindow(config.gradient_accumulation_steps)
+    if device.type == "cpu":
+        window.add_pass_callback(MallocThreadCache().swap_chunks)
+    loss_normalizer = build_loss_normalizer(config, window, meshes, device)
+    if attention is not None:
+        attention.on_token_count = loss_normalizer.on_token_count
+    if config.fp16.enabled or config.token_weighted_loss:
+        register_loss_scale_hooks(model, window, sharded, loss_normalizer)
+    scaler = LossScaler.from_config(config.fp16)
+    to_local_name = None if pipeline is None else pipeline.local_param_name
+    managed = _make_optimizer(
+        model, sharded, mesh, config, optimizer, named_groups, window, scaler, to_local_name
+    )
+    if managed is not None and pipeline is not None:
+        managed.pipeline_peers = pipeline.tied_weights()
+    if loss_tiling is not None:
+        loss_tiling.trust_current_hooks()
+        if managed is not None:
+            managed.add_step_callback(loss_tiling.invalidate)
+    schedule = _make_lr_scheduler(config, managed, lr_scheduler)
+    if config.seed is not None:
+        torch.manual_seed(config.seed + mesh.get_local_rank())
+    if pipeline is not None:
+        pipeline.seed_per_stage()
+    if meshes.tp is not None:
+        sync_rng(comm_groups[0])
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    forward_context = _make_forward_context(config, device, loss_normalizer)
+    runner = None
+    if pipeline is not None:
+        hooks = ForwardHooks(loss_normalizer, forward_context, lambda: scaler.scale)
+        if attention is not None:
+            hooks = replace(hooks, keep=attention.save_context, resume=attention.restore_context)
+        runner = pipeline.make_runner(sharded, device, hooks, sharded.ledger)
+    return Components(
+        module=model,
+        sharded=sharded,
+        optimizer=managed,
+        lr_scheduler=schedule,
+        window=window,
+        scaler=scaler,
+        meter=_make_meter(config, meshes, model_info),
+        phase_timer=PhaseTimer(enabled=config.wall_clock_breakdown),
+        forward_context=forward_context,
+        loss_normalizer=loss_normalizer,
+        meshes=meshes,
+        device=device,
+        runner=runner,
+        param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
+    )
+
+
+def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> PipelineParallel | None:
+    """The pipeline that the model or the config asks for."""
+    if isinstance(model, PipelineModule):
+        return PipelineParallel(model, meshes, config, None)
+    if meshes.pp is None:
+        return None
+    rows = min(4, int(config.train_micro_batch_size_per_gpu))
+    length = min(128, default_sequence_length(getattr(model, "config", None)))
+    shapes = infer_input_spec(model, rows, length).make_empty()[1]
+    batch = {name: torch.ones_like(value) for name, value in shapes.items()}
+    limit = config.memory.device_limit
+    return PipelineParallel(model, meshes, config, batch, None if limit is None else parse_bytes(limit))
+
+
+def _apply_tp(
+    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device
+) -> tuple[list[ParallelGroup], TensorParallelLayout | None]:
+    """Cut the layers over the tensor ranks, if there are any."""
+    if meshes.tp is None or meshes.tp_fsdp is None:
+        return [], None
+    tp_group = ParallelGroup(meshes.tp.get_group())
+    model_info = get_model_size(model)
+    warn_cross_host_groups(
+        tp_group.process_group,
+        meshes.world_group,
+        model_info.num_layers or 1,
+        model_info.hidden_size or 1,
+        device,
+    )
+    return [tp_group], apply_tensor_parallel(
+        model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels
+    )
+
+
+def _apply_ep(
+    model: nn.Module, meshes: ParallelMeshes, config: Config, tp_layout: TensorParallelLayout | None
+) -> list[AllToAllDispatcher]:
+    """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
+    section = config.expert_parallel
+    layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
+    if section.autoep_size > 1:
+        expert_filter = ExpertFilter(
+            section.moe_layer_pattern,
+            section.expert_pattern,
+            section.num_experts_attr,
+            section.use_grouped_mm,
+        )
+        layers |= find_experts(model, expert_filter)
+        if not layers:
+            raise ValueError(
+                f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "
+                f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
+                "called 'experts'; set it to 1"
+            )
+    return shard_experts(layers, meshes, section.autoep_size, tp_layout)
+
+
+def _apply_sp(
+    model: nn.Module, meshes: ParallelMeshes, pipeline: PipelineParallel | None, blocks: list[nn.Module]
+) -> SequenceParallelAttention | None:
+    """Let the model work on parts of sequences, if there are ranks for it."""
+    if meshes.sequence is None:
+        return None
+    groups = SequenceGroups(
+        ParallelGroup(meshes.sequence.get_group(), "sequence"),
+        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence"),
+        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context"),
+    )
+    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups)
+    return layer_attention or apply_sequence_parallel(model, groups, blocks)
+
+
+def _choose_cpu_kernels(
+    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device
+) -> None:
+    """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
+    if device.type != "cpu" or config.compile.enabled:
+        return
+    if config.fp16.enabled and config.cpu_kernels == "auto":
+        apply_upcast_sdpa(model)
+    if ops.patch_linear_layers(model, config.cpu_kernels) == 0 and meshes.world_size == meshes.fsdp.size():
+        return
+    if meshes.world_size > 1:
+        root = dist.get_global_rank(meshes.world_group, 0)
+        table = [ops.export_autotune_cache()] if dist.get_rank() == root else [None]
+        dist.broadcast_object_list(table, src=root, group=meshes.world_group)
+        if table[0] is not None:
+            ops.import_autotune_cache(table[0])
+
+
+def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
+    section = config.compile
+    if not section.enabled:
+        return
+    if experts := next((name for name, module in model.named_modules() if isinstance(module, MoE)), None):
+        raise ValueError(
+            f"compile.enabled is true and {experts} has experts, whose grouped product torch does not trace "
+            "in every dtype: set it to false"
+        )
+    options: dict[str, Any] = {"backend": section.backend, "fullgraph": section.fullgraph, **section.kwargs}
+    for key in ("mode", "dynamic"):
+        if getattr(section, key) is not None:
+            options[key] = getattr(section, key)
+    for unit in units or [model]:
+        unit.compile(**options)
+
+
+def _make_forward_context(
+    config: Config, device: torch.device, loss_normalizer: LossNormalizer
+) -> ForwardContext:
+    section = config.torch_autocast
+    if not section.enabled:
+        return loss_normalizer.forward_context
+
+    @contextmanager
+    def autocast_and_count() -> Iterator[None]:
+        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), loss_normalizer.forward_context():
+            yield
+
+    return autocast_and_count
+
+
+def _make_optimizer(
+    model: nn.Module,
+    sharded: ShardedModel,
+    mesh: DeviceMesh,
+    config: Config,
+    user_optimizer: Any,
+    named_groups: list[dict[str, Any]],
+    window: AccumulationWindow,
+    scaler: LossScaler,
+    to_local_name: Callable[[str], str | None] | None,
+) -> EngineOptimizer | None:
+    params_by_name = dict(model.named_parameters(remove_duplicate=False))
+    local_names = [
+        [to_local_name(name) if to_local_name else name for name in group["params"]] for group in named_groups
+    ]
+    # None for a parameter that lies on another rank, or was taken apart.
+    params_by_group = [
+        [None if name is None else params_by_name.get(name) for name in names] for names in local_names
+    ]
+    groups = [
+        {**group, "params": [p for p in params if p is not None]}
+        for group, params in zip(named_groups, params_by_group, strict=True)
+    ]
+    if groups and DUMMY_PARAM_NAME in params_by_name and not any(group["params"] for group in groups):
+        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
+    if not groups:
+        groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    replicate_group = mesh.get_group() if mesh.size() > 1 else None
+    inner: Any
+    if isinstance(user_optimizer, torch.optim.Optimizer):
+        inner = to_local_optimizer(
+            rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group
+        )
+    elif callable(user_optimizer):
+        user_built: Any = user_optimizer(groups)
+        inner = to_local_optimizer(user_built, replicate_group=replicate_group)
+    elif config.optimizer is not None:
+        section = config.optimizer
+        params = dict(section.params)
+        if config.bf16.bf16_optimizer_states:
+            params.setdefault("state_dtype", "bf16")
+        inner = build_optimizer(
+            section.type,
+            groups,
+            params,
+            model=model,
+            replicate_group=replicate_group,
+            zenflow_policy=ZenFlowPolicy.from_config(config.zero_optimization.zenflow),
+        )
+    else:
+        return None
+    return build_engine_optimizer(inner, sharded, config, window, scaler, replicate_group)
+
+
+def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:
+    if optimizer is None:
+        return user_scheduler
+    if user_scheduler is not None:
+        built: Any = (
+            user_scheduler(optimizer)
+            if callable(user_scheduler) and not hasattr(user_scheduler, "step")
+            else user_scheduler
+        )
+        if getattr(built, "optimizer", None) is optimizer.inner:
+            built.optimizer = optimizer
+        return built
+    if config.scheduler is None:
+        return None
+    return build_lr_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+
+
+def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -> StepMeter:
+    rank = dist.get_rank()
+    recorder = build_recorder(config, rank=rank)
+    monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
+    every = config.steps_per_print
+    is_enabled = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
+    return StepMeter(
+        recorder,
+        group=meshes.fsdp.get_group(),
+        num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
+        enabled=is_enabled,
+        flops_per_token=partial(flops_per_token, model_info),
+        memory_mib=lambda: resident_mib(peak=True),
+    )

@@ -1,0 +1,201 @@
+"""Bytes that one rank sends in a step, by collective and by link, as the ledger counts them.
+
+``collectives`` is the textbook's ring form (``comm/ledger.py``): ``(n-1)/n`` of the full buffer
+for a gather or a reduce-scatter, twice that for an all-reduce, whatever carries it.  The
+links are where these bytes really go, in the form they have there: between hosts, a flat ring
+crosses the network with one rank's share of every node, the two-level forms cross it once a host, and what
+ZeRO++ sends in few bits counts in those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from thalweg.comm.collectives.quantized import (
+    GRADIENT_QUANTIZER,
+    INTRA_HOST_GRADIENT_QUANTIZER,
+    WEIGHT_QUANTIZER,
+)
+from thalweg.comm.comms_logger import RING_FACTOR
+from thalweg.comm.quantization import BlockQuantizer
+from thalweg.plan.spec.run_spec import INTER_NODE, INTRA_NODE, RunSpec
+from thalweg.plan.trace.fsdp_events import UnitInfo
+from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
+from thalweg.zero.storage.cross_host_sync import DELTA_QUANTIZER
+
+
+@dataclass
+class CommVolume:
+    """Bytes a rank sends in one optimizer step: by collective (ring form), and by link."""
+
+    bytes_by_collective: dict[str, int] = field(default_factory=dict)
+    bytes_by_link: dict[str, int] = field(default_factory=dict)
+    num_calls: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes sent in all, ring form."""
+        return sum(self.bytes_by_collective.values())
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """``count`` collectives over the ranks of ``setting.span``.
+
+    ``row``: bytes that one rank contributes, as they are sent inside a host, and ``far`` between hosts;
+    ``local``: ranks of a host alone take part.
+    """
+
+    kind: str
+    full_bytes: int
+    num_calls: int
+    intra_row_bytes: int
+    inter_row_bytes: int
+    intra_node_only: bool = False
+
+
+def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
+    """What one optimizer step (a whole window) communicates on each rank."""
+    volume = CommVolume() if run_spec.topology.world_size == 1 else _data_parallel_volume(trace, run_spec)
+    num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+    for entry in trace.comm_ledger.entries():  # of split layers
+        num_bytes = entry.sent_bytes * run_spec.accumulation_steps // num_traced
+        for table, key in (
+            (volume.bytes_by_collective, entry.kind),
+            (volume.bytes_by_link, run_spec.tp_link),
+        ):
+            table[key] = table.get(key, 0) + num_bytes
+        volume.num_calls += entry.num_calls * run_spec.accumulation_steps // num_traced
+    return volume
+
+
+def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
+    """The data axis' part."""
+    num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
+    bytes_by_collective: Counter[str] = Counter()
+    bytes_by_link: Counter[str] = Counter()
+    num_calls = 0
+    for call in _iter_collectives(trace, run_spec):
+        bytes_by_collective[call.kind] += call.num_calls * (
+            RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
+        )
+        num_calls += call.num_calls
+        for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
+            bytes_by_link[link] += call.num_calls * num_bytes
+    if run_spec.num_replica_groups > 1:  # each shard's gradient is added up over its copies
+        shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
+        is_one_node = run_spec.topology.num_nodes == 1
+        bytes_by_link[INTRA_NODE if is_one_node else INTER_NODE] += (
+            2 * shard * (run_spec.num_replica_groups - 1) // run_spec.num_replica_groups
+        )
+    return CommVolume(
+        dict(bytes_by_collective), {link: total for link, total in bytes_by_link.items() if total}, num_calls
+    )
+
+
+def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:
+    num_micro_batches, policy = run_spec.accumulation_steps, run_spec.zero_policy
+    num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
+    trained = [unit for unit in trace.units if unit.is_trainable]
+    num_reductions = num_micro_batches if policy.reduces_each_backward else 1
+    for unit in trained:
+        row_bytes = unit.reduce_bytes // num_shards
+        if run_spec.replicates_states:
+            yield _Collective("all_reduce", unit.reduce_bytes, 1, row_bytes, row_bytes)
+        else:
+            intra_row_bytes, inter_row_bytes = _gradient_row_bytes(unit, trace, run_spec)
+            yield _Collective(
+                "reduce_scatter", unit.reduce_bytes, num_reductions, intra_row_bytes, inter_row_bytes
+            )
+    if run_spec.replicates_states:
+        return
+    num_gathers = num_micro_batches if policy.reshards_after_use and run_spec.storage_kind == "wire" else 1
+    if run_spec.storage_kind == "shared":
+        resident = [unit for unit in trace.units if unit.name not in trace.paged_units]
+        unsharded_bytes = sum(unit.gather_bytes for unit in resident)
+        inter_row_bytes = sum(_weight_row_bytes(unit, trace, run_spec, DELTA_QUANTIZER) for unit in resident)
+        yield _Collective(
+            "all_gather",
+            unsharded_bytes,
+            num_micro_batches if policy.reshards_after_use else 1,
+            unsharded_bytes // num_shards,
+            inter_row_bytes,
+        )
+        return
+    for unit in trace.units:
+        row_bytes = _weight_row_bytes(unit, trace, run_spec, WEIGHT_QUANTIZER)
+        yield _Collective("all_gather", unit.gather_bytes, num_gathers, row_bytes, row_bytes)
+        # Stage 3 frees a unit after its forward and gathers it again; the root's stays.
+        if policy.reshards_after_use and unit.name != "" and unit.is_trainable:
+            raw_row_bytes = unit.gather_bytes // num_shards
+            regathers_in_node = run_spec.traffic_policy.hpz_group_size > 1
+            yield _Collective(
+                "all_gather",
+                unit.gather_bytes,
+                num_gathers,
+                raw_row_bytes if regathers_in_node else row_bytes,
+                row_bytes,
+                intra_node_only=regathers_in_node,
+            )
+
+
+def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec: BlockQuantizer) -> int:
+    """Bytes of one rank's shards as they are gathered."""
+    total = 0
+    for slot in (trace.param_specs[name] for name in unit.param_names):
+        numel = prod(slot.padded_shape)
+        is_quantized = run_spec.traffic_policy.quantizes(
+            len(slot.shape), slot.name not in trace.frozen_params
+        )
+        total += codec.num_bytes(numel) if is_quantized else numel * slot.compute_dtype.itemsize
+    return total
+
+
+def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> tuple[int, int]:
+    """Bytes of the gradients of one rank's rows, inside a host and between hosts."""
+    raw_bytes = unit.reduce_bytes // run_spec.num_shards
+    in_one_memory = run_spec.storage_kind == "shared" and not run_spec.is_hierarchical
+    if not run_spec.traffic_policy.quantized_gradients or in_one_memory:
+        return raw_bytes, raw_bytes
+    encoded_bytes: Counter[BlockQuantizer] = Counter()
+    itemsize = run_spec.precision.reduce_dtype.itemsize
+    for slot in (trace.param_specs[name] for name in unit.param_names if name not in trace.frozen_params):
+        numel = prod(slot.padded_shape)
+        for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
+            encoded_bytes[codec] += codec.num_bytes(numel) if len(slot.shape) >= 2 else numel * itemsize
+    # Memory that ranks share needs no codes; on one node of GPUs there is one level, in 4 bits.
+    intra_codec = (
+        INTRA_HOST_GRADIENT_QUANTIZER if run_spec.shard_topology.num_nodes > 1 else GRADIENT_QUANTIZER
+    )
+    return raw_bytes if run_spec.uses_shared_memory else encoded_bytes[intra_codec], encoded_bytes[
+        GRADIENT_QUANTIZER
+    ]
+
+
+def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:
+    """Bytes that one call sends to ranks of this host, and to others."""
+    num_nodes, ranks_per_node = run_spec.shard_topology.num_nodes, run_spec.shard_topology.ranks_per_node
+    world, factor = num_nodes * ranks_per_node, RING_FACTOR[collective.kind]
+    if num_nodes == 1 or collective.intra_node_only:
+        return factor * (ranks_per_node - 1) * (
+            collective.intra_row_bytes * world // ranks_per_node
+            if collective.intra_node_only
+            else collective.intra_row_bytes
+        ), 0
+    is_hierarchical = run_spec.is_hierarchical or (
+        collective.kind == "reduce_scatter" and run_spec.traffic_policy.quantized_gradients
+    )
+    if is_hierarchical or run_spec.traffic_policy.two_level_gather:
+        return factor * (ranks_per_node - 1) * num_nodes * collective.intra_row_bytes, factor * (
+            num_nodes - 1
+        ) * collective.inter_row_bytes
+    if run_spec.on_cpu:  # all to all, straight to each peer
+        return factor * (ranks_per_node - 1) * collective.intra_row_bytes, factor * (
+            world - ranks_per_node
+        ) * collective.inter_row_bytes
+    # A ring, or NCCL's rings: each node's outflow is one buffer, shared by the node's devices.
+    total = factor * (world - 1) * collective.inter_row_bytes
+    return total * (ranks_per_node - 1) // ranks_per_node, total // ranks_per_node

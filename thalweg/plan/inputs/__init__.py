@@ -1,0 +1,1 @@
+"""What the plan runs: the model on the meta device and its input."""

@@ -1,0 +1,1 @@
+"""Memory of one rank, from a traced step."""

@@ -1,0 +1,178 @@
+"""Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
+
+What is in memory when is decided by ``zero/paging.py: Pager`` itself; a :class:`_FakePagedUnit` takes the place of a
+unit and counts bytes instead of reading them.  How an update cuts parameters, gradients and state into
+buffers is ``optim/chunks.py``'s own doing, over tensors without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from thalweg.optim.offload.io_chunks import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_chunks
+from thalweg.optim.offload.nvme_step import NvmeStepPolicy
+from thalweg.plan.memory.rank_memory import RankMemory
+from thalweg.plan.spec.run_spec import RunSpec
+from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import HUGE_PAGE
+from thalweg.zero.storage.base import ParamSpec
+from thalweg.zero.storage.pager import PagedUnit, Pager, PagingPhase
+
+
+class _FakePagedUnit:
+    """Stands in for a :class:`PagedUnit`: bytes that come and go, pages that one unit leaves to another."""
+
+    def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
+        self.name, self.phase, self.in_use, self.released_at = name, cast(PagingPhase, "out"), False, -1
+        self.stale, self.last_use, self.read_bytes = False, 0, 0
+        self._rank_memory, self.packed_bytes, self._unsharded_bytes = (
+            rank_memory,
+            packed_bytes,
+            unsharded_bytes,
+        )
+        self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
+        self._resident_bytes = 0  # bytes of the image that are in memory
+
+    def start_read(self, page_source: _FakePagedUnit | None = None) -> None:
+        """Start reading, into the pages of ``page_source`` if there is one."""
+        if self.phase == "out":
+            if page_source is not None and page_source is not self:
+                self._resident_bytes, page_source._resident_bytes = page_source._resident_bytes, 0
+            self._set_resident(max(self._resident_bytes, self.packed_bytes))
+            self.read_bytes += self.packed_bytes
+            self.phase = "coming"
+
+    def wait_read(self) -> None:
+        """The bytes are there; in a shared home, where that is not the image, with those of the peers."""
+        self.start_read()
+        if self.phase == "coming":
+            if self._unsharded_bytes:
+                self._rank_memory.adjust_mmapped("gathered", self._unsharded_bytes)
+                self.release_pages()
+            self.phase = "in"
+
+    def evict(self) -> bool:
+        """Its bytes are not wanted any more; whether it leaves pages behind."""
+        leaves_pages = self.phase != "out" and not self._unsharded_bytes
+        if self.phase != "out" and self._unsharded_bytes:
+            self.release_pages()
+            if self.phase == "in":
+                self._rank_memory.adjust_mmapped("gathered", -self._unsharded_bytes)
+        self.phase = "out"
+        return leaves_pages
+
+    def release_pages(self) -> None:
+        """The image's pages go back."""
+        self._set_resident(0)
+
+    def _set_resident(self, nbytes: int) -> None:
+        self._rank_memory.adjust_mmapped("gathered", nbytes - self._resident_bytes)
+        self._resident_bytes = nbytes
+
+
+class PagedParams:
+    """The units of ``slots`` (by unit) that are paged, under the engine's pager."""
+
+    def __init__(
+        self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec
+    ) -> None:
+        shared = run_spec.storage_kind == "shared"
+        self.units = {}
+        for name, members in specs_by_unit.items():
+            packed_bytes = sum(
+                round_up(prod(slot.padded_shape) * slot.compute_dtype.itemsize) for slot in members
+            )
+            unsharded_bytes = sum(slot.unsharded_bytes for slot in members) if shared else 0
+            self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
+        barrier = _no_barrier if shared else None
+        paged_units = cast(list[PagedUnit], list(self.units.values()))
+        self.pager = Pager(paged_units, run_spec.param_offload.max_units_in_memory, barrier)
+
+    def apply_mark(self, verb: str, name: str) -> None:
+        """``open``, ``close`` or ``ahead`` of one unit."""
+        {"open": self.pager.acquire, "close": self.pager.release, "ahead": self.pager.prefetch}[verb](name)
+
+    def invalidate(self, name: str) -> None:
+        """The unit is updated within the backward pass."""
+        self.pager.invalidate([name])
+
+    def end_window(self) -> None:
+        """The update follows: nothing that is in memory is true any more."""
+        self.pager.end_pass()
+        self.pager.invalidate(None)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read so far."""
+        return sum(page.read_bytes for page in self.units.values())
+
+
+def _no_barrier(name: str) -> None:
+    """All ranks are here."""
+
+
+@dataclass
+class StreamedUpdate:
+    """One streamed update on one rank: bytes of buffers it touches, bytes read and written."""
+
+    buffer_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DiskOperands:
+    """Which operands of an update lie in the swap file."""
+
+    master: bool
+    grad: bool
+    state: bool
+    copy: bool = True
+
+
+def plan_streamed_update(
+    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]],
+    state_dtypes: Sequence[torch.dtype],
+    run_spec: RunSpec,
+) -> StreamedUpdate:
+    """What the updates of a step (each a list of parameters) move through the ring of buffers."""
+    depth, size = run_spec.optimizer_offload.buffer_ring_args
+    touched_bytes, result = [0] * depth, StreamedUpdate()
+    for members in updates:
+        items = [_make_param_step(slot, where, state_dtypes) for slot, where in members]
+        for chunk_index, chunk in enumerate(
+            split_into_chunks(items, size, max(NvmeStepPolicy().chunk_elements, ALIGN_ELEMENTS))
+        ):
+            spans = [*chunk.reads, *chunk.writes]
+            ends = max((span.buffer_offset + span.nbytes for span in spans), default=0)
+            touched_bytes[chunk_index % depth] = max(touched_bytes[chunk_index % depth], ends)
+            result.read_bytes += sum(span.nbytes for span in chunk.reads)
+            result.written_bytes += sum(span.nbytes for span in chunk.writes)
+    result.buffer_bytes = sum(touched_bytes)
+    return result
+
+
+def _make_param_step(
+    param_spec: ParamSpec, disk_operands: DiskOperands, state_dtypes: Sequence[torch.dtype]
+) -> ParamStep:
+    numel, next_offset = prod(param_spec.padded_shape), 0
+    operands: dict[str, StepTensor] = {}
+
+    def add_operand(name: str, dtype: torch.dtype, on_disk: bool, **how: Any) -> None:
+        nonlocal next_offset
+        offset = next_offset if on_disk else None
+        next_offset += round_up(numel * dtype.itemsize) if on_disk else 0
+        operands[name] = StepTensor(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
+
+    add_operand("master", param_spec.master_dtype, disk_operands.master, write=True)
+    add_operand("grad", param_spec.master_dtype, disk_operands.grad)
+    for index, dtype in enumerate(state_dtypes):
+        add_operand(f"state {index}", dtype, disk_operands.state, write=True)
+    if disk_operands.master and param_spec.compute_dtype != param_spec.master_dtype:
+        add_operand("copy", param_spec.compute_dtype, disk_operands.copy, read=False, write=True)
+    return ParamStep({}, torch.empty(0), numel, operands, (), {}, False)

@@ -1,0 +1,353 @@
+"""Bytes of one rank: what lives where, when, and how much of it the kernel counts.
+
+A rank's resident memory on a CPU is made of
+
+    process        the interpreter, torch and the libraries: there before the model
+    the heap       shards, optimizer state, activations, gradients of units in flight; it only grows
+    blocks apart   reduced gradients, one mapping a unit; the model as it was given; with tiers on a disk,
+                   every large tensor, units read from the disk, and the buffers of the update
+    the arena      homes and reduction slots, shared by the ranks of a host, counted in each that has
+                   touched them
+
+:func:`simulate` plays the events of a rehearsal through that, three windows long, since the
+first one has no optimizer state yet and the second one meets a heap with holes.  On a GPU the
+caching allocator has no such history: there the peak is the peak of what is alive.
+
+What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from thalweg.device import LARGE_BLOCK_BYTES
+from thalweg.plan.memory.gradient_buffers import GradientBuffers
+from thalweg.plan.memory.malloc_model import MallocModel
+from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
+from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
+from thalweg.plan.spec.run_spec import RunSpec
+from thalweg.plan.trace.alloc_recorder import TraceEvent
+from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace, shard_bytes
+from thalweg.storage_io.allocator import round_up
+from thalweg.zero.storage.base import ParamSpec
+from thalweg.zero.storage.nvme import WRITE_CHUNK_BYTES
+
+# glibc maps blocks from this size on apart, until `retain_freed_memory` stops that.
+_MMAP_THRESHOLD = 128 * 1024
+# `remat/offload.py: NvmeActivationOffloader` takes room on the disk in pieces of this size.
+_SWAP_SEGMENT_BYTES = 2**28
+# What a first step adds to a process that has imported everything, by the kind of mapping (smaps before and
+# after three steps, nine runs): pages of torch's own code that are read for the first time; Python's own
+# arenas and threads' stacks; small objects that stay in the heap.
+_CODE_PAGES, _PYTHON_BYTES, _SMALL_OBJECTS = 29 * 2**20, 22 * 2**20, 22 * 2**20
+FIRST_STEP_BYTES = _CODE_PAGES + _PYTHON_BYTES + _SMALL_OBJECTS
+# Of the objects of a graph, those that stay through the forward pass of checkpointed units: between all and
+# none, as the addresses of real tensors show; five runs are met within 6%.
+_CHECKPOINTED_PINNED_FRACTION = 1 / 2
+# Larger holes that setting up leaves are there for the steps.
+_DROPPED_HOLE_BYTES = 4 << 20
+
+
+@dataclass
+class ReplayResult:
+    """The result: the peak, and how a step gets there.
+
+    ``double_counted_bytes``: bytes that the ranks of a host share, as often as they are counted too many;
+    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read_bytes``,
+    ``disk_written_bytes``: bytes of one step; ``stretches``: the peak between one mark of the run and the next.
+    """
+
+    peak: MemoryBreakdown
+    timeline: list[MemorySample] = field(default_factory=list)
+    double_counted_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    segments: dict[str, MemoryBreakdown] = field(default_factory=dict)
+
+
+def replay_events(
+    trace: StepTrace,
+    run_spec: RunSpec,
+    *,
+    process_bytes: int = 0,
+    initial_param_bytes: Iterable[int] = (),
+    num_windows: int = 3,
+    disk_keeps_up: bool = False,
+) -> ReplayResult:
+    """Play ``steps`` windows of the rehearsal on one rank.
+
+    ``process_bytes``: resident before the model is there; ``initial_param_bytes``: sizes of the
+    parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
+    is faster than the backward pass, so that hardly any gradient waits for its update.
+    """
+    heap = MallocModel() if run_spec.on_cpu else None
+    mmap_threshold = LARGE_BLOCK_BYTES if run_spec.on_cpu and run_spec.low_memory else None
+    rank_memory = RankMemory(
+        process_bytes + (FIRST_STEP_BYTES if run_spec.on_cpu else 0), heap, mmap_threshold
+    )
+    replay = _Replay(rank_memory, trace, run_spec, disk_keeps_up)
+    replay.initialize(list(initial_param_bytes))
+    for step in range(num_windows):
+        replay.step(first=step == 0, record_timeline=step == num_windows - 1)
+    double_counted = replay.gradient_buffers.double_counted_bytes
+    if run_spec.storage_kind == "shared":
+        resident = sum(
+            slot.unsharded_bytes for name, slot in trace.param_specs.items() if name not in replay.disk_params
+        )
+        double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
+    rank_memory.end_segment()
+    result = ReplayResult(
+        rank_memory.breakdown_at_peak(), rank_memory.timeline, double_counted, segments=rank_memory.segments
+    )
+    result.host_bytes, result.disk_bytes = replay.host_bytes, replay.disk_bytes
+    result.disk_read_bytes, result.disk_written_bytes = (
+        replay.disk_read_bytes,
+        replay.streamed_update.written_bytes + replay.disk_grad_bytes,
+    )
+    if run_spec.activation_offload == "nvme":
+        offloaded = (
+            trace.offloaded_bytes
+            * run_spec.accumulation_steps
+            // min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+        )
+        result.disk_bytes += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
+        result.disk_read_bytes, result.disk_written_bytes = (
+            result.disk_read_bytes + offloaded,
+            result.disk_written_bytes + offloaded,
+        )
+    return result
+
+
+class _Replay:
+    """One rank: what it sets up, and what each step does to it."""
+
+    def __init__(
+        self, rank_memory: RankMemory, trace: StepTrace, run_spec: RunSpec, disk_keeps_up: bool
+    ) -> None:
+        self.rank_memory, self.trace, self.run_spec = rank_memory, trace, run_spec
+        self.gradient_buffers = GradientBuffers(rank_memory, trace.units, run_spec, disk_keeps_up)
+        self.disk_params = {
+            key for unit in trace.units if unit.name in trace.paged_units for key in unit.param_names
+        }
+        members = {
+            unit.name: [trace.param_specs[key] for key in unit.param_names]
+            for unit in trace.units
+            if unit.name in trace.paged_units
+        }
+        # A GPU's units come through the host: they are no part of the device's memory.
+        self.paged_params = PagedParams(
+            RankMemory(0, None) if run_spec.states_on_host else rank_memory, members, run_spec
+        )
+        self.streamed_update = self._plan_streamed_update()
+        self.disk_grad_bytes = 0
+        if run_spec.grads_on_disk and not run_spec.updates_in_backward:
+            self.disk_grad_bytes = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
+        self.disk_bytes, self.disk_read_bytes = self._compute_disk_bytes(), 0
+        self.host_bytes = self._compute_host_bytes()
+        self._id_offset = 1 << 40
+        self._num_pinned_before = 0
+        self._segment_counts: Counter[str] = Counter()
+
+    def initialize(self, initial_param_bytes: list[int]) -> None:
+        """What ``zero.shard`` does: the given model is there, shards are made, full tensors go one by one."""
+        rank_memory, trace, run_spec = self.rank_memory, self.trace, self.run_spec
+        rank_memory.begin_segment("1\tinitialize\t\t")
+        for size in initial_param_bytes:
+            if size >= _MMAP_THRESHOLD:
+                rank_memory.adjust_mmapped("parameters", size)
+        shared, is_distributed = run_spec.storage_kind == "shared", run_spec.topology.world_size > 1
+        param_specs = {name: slot for name, slot in trace.param_specs.items() if name not in self.disk_params}
+        storage_id = 1
+        for slot in param_specs.values() if not run_spec.states_on_host else ():
+            if (not shared or slot.master_dtype != slot.compute_dtype) and not run_spec.master_on_disk(slot):
+                rank_memory.allocate(-storage_id, shard_bytes(slot), "parameters")
+            if run_spec.storage_kind == "private" and slot.master_dtype != slot.compute_dtype:
+                rank_memory.allocate(-storage_id - 1, slot.unsharded_bytes, "gathered")
+            storage_id += 2
+        previous = 0
+        for index, (name, slot) in enumerate(trace.param_specs.items()):
+            size = (
+                initial_param_bytes[index]
+                if index < len(initial_param_bytes)
+                else slot.padded_numel * slot.master_dtype.itemsize
+            )
+            if is_distributed:  # the copy that is broadcast; the last one goes when the next is on its way
+                rank_memory.allocate(-storage_id, size, "buffers")
+                rank_memory.free(previous)
+                previous = -storage_id
+            if name in self.disk_params or run_spec.master_on_disk(slot):
+                # Written through two buffers, whose pages go at once.
+                writer = min(2 * WRITE_CHUNK_BYTES, shard_bytes(slot))
+                rank_memory.adjust_mmapped("buffers", writer)
+                rank_memory.adjust_mmapped("buffers", -writer)
+            elif shared and slot.master_dtype == slot.compute_dtype:
+                rank_memory.adjust_mmapped("parameters", slot.unsharded_bytes // slot.num_shards)
+            if index < len(initial_param_bytes) and size >= _MMAP_THRESHOLD:
+                rank_memory.adjust_mmapped("parameters", -size)
+            storage_id += 1
+        rank_memory.free(previous)
+        if rank_memory.heap is not None:
+            rank_memory.heap.drop_small_holes(below_bytes=_DROPPED_HOLE_BYTES)
+        if shared:
+            unsharded_bytes = sum(slot.unsharded_bytes for slot in param_specs.values())
+            local_bytes = sum(
+                s.unsharded_bytes // s.num_shards
+                for s in param_specs.values()
+                if s.master_dtype == s.compute_dtype
+            )
+            rank_memory.adjust_mmapped("gathered", unsharded_bytes - local_bytes)
+        rank_memory.allocate(-storage_id, trace.buffer_bytes + trace.scalar_param_bytes, "buffers")
+
+    def step(self, first: bool, record_timeline: bool) -> None:
+        """A window and its update."""
+        read_before = self.paged_params.read_bytes
+        self._replay(self.trace.window_events, record_timeline)
+        self.paged_params.end_window()
+        if first and not self.run_spec.states_on_host:
+            self.rank_memory.adjust_mmapped(
+                "buffers", self.streamed_update.buffer_bytes + self._heap_left_by_first_update()
+            )
+        self._replay(self._update_events(first), record_timeline)
+        self.gradient_buffers.end_window()
+        if self.rank_memory.heap is not None:
+            self.rank_memory.heap.free_pinned()
+        self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
+
+    def _heap_left_by_first_update(self) -> int:
+        """What the heap of the updating thread keeps of the state it has made, before that is written."""
+        if not (self.run_spec.updates_in_backward and self.run_spec.optimizer_offload.device == "nvme"):
+            return 0
+        dtypes = self.trace.state_dtypes
+        state_sizes = (
+            [prod(slot.padded_shape) * dtype.itemsize for _, slot in unit for dtype in dtypes]
+            for unit in self._trained_by_unit()
+        )
+        return max(
+            (sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0
+        )
+
+    def _update_events(self, first: bool) -> list[TraceEvent]:
+        events = self.trace.first_update_events if first else self.trace.later_update_events
+        runs_elsewhere = self.run_spec.states_on_host or self.run_spec.optimizer_offload.device == "nvme"
+        if runs_elsewhere and self.run_spec.elementwise_optimizer:  # made, kept and worked on elsewhere
+            return [event for event in events if event[0] == 0]
+        return events
+
+    def _replay(self, events: list[TraceEvent], record_timeline: bool) -> None:
+        rank_memory, highest_id, offset = self.rank_memory, 0, self._id_offset
+        for storage_id, num_bytes, label in events:
+            if storage_id > 0:
+                rank_memory.allocate(offset + storage_id, num_bytes, label)
+                highest_id = max(highest_id, storage_id)
+            elif storage_id < 0:
+                rank_memory.free(offset - storage_id)
+            else:
+                self._handle_mark(label)
+            if record_timeline:
+                rank_memory.record_sample()
+        self._id_offset = offset + highest_id
+
+    def _handle_mark(self, label: str) -> None:
+        verb, _, name = label.partition(" ")
+        if verb not in ("open", "close", "ahead", "gather"):
+            key = f"{self.rank_memory.phase}\t{verb}\t{name}"
+            self._segment_counts[key] += 1
+            self.rank_memory.begin_segment(f"{self._segment_counts[key]}\t{key}")
+        if verb == "enter":
+            return
+        if verb == "kept":
+            if self.rank_memory.heap is not None:
+                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
+        elif verb in ("reduce", "last"):
+            if not self.run_spec.states_on_host:
+                self.gradient_buffers.reduce(name, verb == "last")
+            if self.rank_memory.heap is not None:  # objects of a unit's backward pass go with it
+                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
+            if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
+                self.paged_params.invalidate(name)
+        elif verb == "gather":
+            self.gradient_buffers.gather(name)
+        elif verb in ("open", "close", "ahead"):
+            self.paged_params.apply_mark(verb, name)
+        else:
+            self.rank_memory.phase = label
+            heap = self.rank_memory.heap
+            if label == "forward":
+                self.paged_params.pager.end_pass()
+                if heap is not None:
+                    heap.free_pinned()  # the graph of the micro-batch before is gone
+            if heap is not None:
+                checkpointed = label == "forward" and self.run_spec.activation_checkpointing.policy == "full"
+                self._num_pinned_before, heap.pinned_fraction = (
+                    heap.num_pinned,
+                    _CHECKPOINTED_PINNED_FRACTION if checkpointed else 1.0,
+                )
+
+    # What rests on a disk
+
+    def _get_disk_operands(self, name: str, param_spec: ParamSpec) -> DiskOperands:
+        on_disk, paged = self.run_spec.optimizer_offload.device == "nvme", name in self.disk_params
+        master = paged or self.run_spec.master_on_disk(param_spec)
+        return DiskOperands(master, on_disk and not self.run_spec.updates_in_backward, on_disk, copy=paged)
+
+    def _trained_by_unit(self) -> list[list[tuple[str, ParamSpec]]]:
+        """The trained parameters, unit by unit."""
+        trace = self.trace
+        return [
+            [(key, trace.param_specs[key]) for key in unit.param_names if key not in trace.frozen_params]
+            for unit in trace.units
+            if unit.is_trainable
+        ]
+
+    def _plan_streamed_update(self) -> StreamedUpdate:
+        run_spec = self.run_spec
+        if not run_spec.elementwise_optimizer or not (
+            run_spec.optimizer_offload.device == "nvme" or self.disk_params
+        ):
+            return StreamedUpdate()
+        updates = [
+            [(slot, self._get_disk_operands(name, slot)) for name, slot in members]
+            for members in self._trained_by_unit()
+        ]
+        if not run_spec.updates_in_backward:
+            updates = [[pair for members in updates for pair in members]]
+        return plan_streamed_update(updates, self.trace.state_dtypes, run_spec)
+
+    def _compute_disk_bytes(self) -> int:
+        total = 0
+        for name, slot in self.trace.param_specs.items():
+            numel, paged = prod(slot.padded_shape), name in self.disk_params
+            if paged:
+                total += round_up(numel * slot.compute_dtype.itemsize)
+            if self.run_spec.master_on_disk(slot) or (paged and slot.master_dtype != slot.compute_dtype):
+                total += round_up(numel * slot.master_dtype.itemsize)
+        if self.run_spec.optimizer_offload.device == "nvme":
+            for _, slot in (pair for members in self._trained_by_unit() for pair in members):
+                sizes = [slot.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
+                total += sum(round_up(prod(slot.padded_shape) * size) for size in sizes)
+            if self.run_spec.updates_in_backward:  # second places for all that an update writes
+                total += self.streamed_update.written_bytes
+        return total
+
+    def _compute_host_bytes(self) -> int:
+        """What a GPU's rank keeps on the host: masters, gradients, state, units that come from a disk."""
+        offloaded = self.trace.peak_offloaded_bytes if self.run_spec.activation_offload == "cpu" else 0
+        if not self.run_spec.states_on_host:
+            return offloaded
+        total = offloaded + sum(
+            shard_bytes(s) for name, s in self.trace.param_specs.items() if name not in self.disk_params
+        )
+        total += sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
+        if self.run_spec.optimizer_offload.device != "nvme":
+            sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
+            total += sizes * sum(
+                prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members
+            )
+        packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
+        largest = packed_sizes[: self.run_spec.param_offload.max_units_in_memory]
+        return total + sum(largest) + self.streamed_update.buffer_bytes

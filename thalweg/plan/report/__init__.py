@@ -1,0 +1,1 @@
+"""The plan as text and as a page."""

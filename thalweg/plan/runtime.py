@@ -1,0 +1,150 @@
+"""The plan's view of a job that is about to run: its ranks, what they may use, and its open options."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg.config import Config
+from thalweg.observe import resident_mib
+from thalweg.plan.api import Planner
+from thalweg.plan.inputs.input_spec import infer_input_spec
+from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
+from thalweg.plan.search.auto import auto_keys, choose_auto_values, with_auto_values
+from thalweg.plan.spec.cluster import DEVICES, Cluster, available_host_memory, local_cluster
+from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
+from thalweg.utils.formatting import parse_bytes
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+
+
+def fill_auto_for_job(
+    config: Config,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    world_group: dist.ProcessGroup,
+    device: torch.device,
+    optimizer: Any = None,
+) -> Config:
+    """``config`` with what is left to the plan filled in, the same on every rank; collective.
+
+    ``mesh``: the data-parallel ranks; ``everyone``: all ranks of the job, whose rank 0 decides;
+    ``optimizer``: the one that the program has built, if any.
+    """
+    keys = auto_keys(config)
+    if not keys:
+        return config
+    chosen: list[Any] = [None]
+    root = dist.get_global_rank(world_group, 0)
+    if dist.get_rank() == root:
+        chosen = [_choose_for_job(with_optimizer(config, optimizer), model, mesh, device, keys)]
+    if dist.get_world_size(world_group) > 1:
+        dist.broadcast_object_list(chosen, src=root, group=world_group)
+    return with_auto_values(config, *chosen[0])
+
+
+def _choose_for_job(
+    config: Config, model: nn.Module, mesh: DeviceMesh, device: torch.device, keys: list[str]
+) -> tuple[dict[str, Any], str]:
+    meta_model, topology = try_meta_copy(model), get_topology(mesh, device, get_tp_size(config))
+    if meta_model is None:
+        return {}, ""
+    resident_bytes, num_local_ranks = (
+        int(resident_mib() * 2**20),
+        topology.ranks_per_node if device.type == "cpu" else 1,
+    )
+    cluster = build_job_cluster(
+        topology, device, find_memory_limit(config, device, num_local_ranks, resident_bytes), config
+    )
+    planner = Planner(meta_model, cluster, None, None, measure_process_bytes(model, device))
+    try:
+        infer_input_spec(meta_model.model, 1)
+    except ValueError:
+        planner = replace(planner, without_activations=True)
+    return choose_auto_values(config, planner, keys)
+
+
+def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> RankTopology:
+    """The ranks of ``mesh``, and the ``tensor`` ranks in the place of each, by host, as the launcher says."""
+    world_size = mesh.size() * tp_size
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = (
+        local_world_size
+        if 0 < local_world_size <= world_size and world_size % local_world_size == 0
+        else world_size
+    )
+    return RankTopology(
+        world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda"
+    )
+
+
+def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
+    """What this process holds but for ``model``; 0 for ranks that compute elsewhere."""
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return max(0, int(resident_mib() * 2**20) - model_bytes) if device.type == "cpu" else 0
+
+
+def find_memory_limit(
+    config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int
+) -> int | None:
+    """Bytes that the ranks of this host (or this device) may hold together, from the first byte on.
+
+    ``resident``: what this rank holds already.
+    """
+    memory = config.memory
+    if device.type != "cpu":
+        if memory.device_limit is not None:
+            return parse_bytes(memory.device_limit, "memory.device_limit")
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    if memory.host_limit is not None:
+        return parse_bytes(memory.host_limit, "memory.host_limit")
+    limits = []
+    available = available_host_memory()
+    if available is not None:
+        limits.append(available + num_local_ranks * resident_bytes)
+    for kind, used in ((resource.RLIMIT_AS, _virtual_bytes()), (resource.RLIMIT_DATA, resident_bytes)):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY:
+            limits.append(num_local_ranks * (soft - used + resident_bytes))
+    return min(limits) if limits else None
+
+
+def build_job_cluster(
+    topology: RankTopology, device: torch.device, limit: int | None, config: Config
+) -> Cluster:
+    """The job's machines: this one's speed, and ``limit`` in place of its memory."""
+    if device.type == "cpu":
+        machine = local_cluster(topology.ranks_per_node)
+        return replace(machine, num_nodes=topology.num_nodes, host_memory=limit, disk_bytes=None)
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    base = next((cluster for key, cluster in DEVICES.items() if key in name), DEVICES["h100"])
+    host = config.memory.host_limit
+    return replace(
+        base,
+        num_nodes=topology.num_nodes,
+        devices_per_node=topology.ranks_per_node,
+        device_memory=limit,
+        host_memory=available_host_memory() if host is None else parse_bytes(host, "memory.host_limit"),
+    )
+
+
+def try_meta_copy(model: nn.Module) -> MetaModel | None:
+    """The model on meta, or None for one that cannot be copied: what asks is a help, not a duty."""
+    try:
+        return load_meta_model(model)
+    except Exception as error:
+        _log.debug("the plan cannot copy the model: %s", error)
+        return None
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()

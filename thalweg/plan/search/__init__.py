@@ -1,0 +1,1 @@
+"""Searching configurations with the plan."""

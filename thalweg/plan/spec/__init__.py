@@ -1,0 +1,1 @@
+"""What is planned: the run, the cluster."""

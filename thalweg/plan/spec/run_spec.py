@@ -1,0 +1,311 @@
+"""What the plan must know of a run besides the model; made from a resolved config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from thalweg.activation_checkpointing import ActivationCheckpointPolicy
+from thalweg.config import Config
+from thalweg.config.schema.base import get_by_path, replace_by_path
+from thalweg.config.schema.training import Optimizer, Tiling
+from thalweg.optim import build_optimizer
+from thalweg.optim.offload.piecewise_step import is_elementwise
+from thalweg.optim.offload.policy import OptimizerOffloadPolicy, offload_policy_from_config
+from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
+from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.storage.base import ParamSpec, StorageKind
+from thalweg.zero.storage.nvme import ParamOffloadPolicy, prefers_low_memory
+from thalweg.zero.units import UnitPolicy
+
+INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
+
+
+@dataclass(frozen=True)
+class RankTopology:
+    """``num_nodes`` hosts with ``per_node`` ranks each, on ``device`` ``"cpu"`` or ``"cuda"``."""
+
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    device: str = "cpu"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.num_nodes * self.ranks_per_node
+
+    def group_leaders(self, group_size: int) -> RankTopology:
+        """One rank of each group of ``size`` neighbours."""
+        if self.ranks_per_node % group_size == 0:
+            return replace(self, per_node=self.ranks_per_node // group_size)
+        if group_size % self.ranks_per_node == 0:
+            return replace(self, num_nodes=self.world_size // group_size, per_node=1)
+        return replace(self, num_nodes=1, per_node=max(1, self.world_size // group_size))
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that decides the bytes of a rank, but the model and its batch.
+
+    ``ranks``: those that states are sharded over; ``tensor``: how many share each one's layers; ``sequence``:
+    how many of them share a sequence.
+    """
+
+    topology: RankTopology
+    zero_policy: ZeroPolicy
+    precision: Precision
+    unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
+    activation_checkpointing: ActivationCheckpointPolicy = field(default_factory=ActivationCheckpointPolicy)
+    fp32_modules: tuple[str, ...] = ()
+    accumulation_steps: int = 1
+    micro_batch_size: int = 1
+    optimizer: str | None = "AdamW"
+    optimizer_params: dict[str, Any] = field(default_factory=dict)
+    autocast_dtype: Any = None
+    linear_kernels: str = "auto"
+    traffic_policy: CommPolicy = field(default_factory=CommPolicy)
+    param_offload: ParamOffloadPolicy = field(default_factory=ParamOffloadPolicy)
+    optimizer_offload: OptimizerOffloadPolicy = field(default_factory=OptimizerOffloadPolicy)
+    activation_offload: str = "none"
+    low_memory: bool = False
+    elementwise_optimizer: bool = True
+    tp_size: int = 1
+    sp_size: int = 1
+    tiling: Tiling = field(default_factory=Tiling)
+    tp_link: str = INTRA_NODE
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks compute on processors."""
+        return self.topology.device == "cpu"
+
+    @property
+    def replicates_states(self) -> bool:
+        """Whether every rank holds all states."""
+        return not self.zero_policy.shards_optimizer_states or self.num_shards == 1
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS)."""
+        world, group = self.topology.world_size, self.traffic_policy.mics_group_size
+        if not self.zero_policy.shards_optimizer_states:
+            return 1
+        return world if group in (0, world) else group
+
+    @property
+    def num_replica_groups(self) -> int:
+        """Groups that hold the same shards (MiCS)."""
+        return 1 if self.replicates_states else self.topology.world_size // self.num_shards
+
+    @property
+    def shard_topology(self) -> RankTopology:
+        """The ranks among which states are sharded (replicated: averaged), by host."""
+        topology = self.topology
+        size = topology.world_size if self.replicates_states else self.num_shards
+        local = min(size, topology.ranks_per_node)
+        return RankTopology(max(1, size // local), local, topology.device)
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether a GPU's shards lie in host memory and are copied to it as they are gathered."""
+        return not self.on_cpu and (
+            self.param_offload.device != "none" or self.optimizer_offload.device != "none"
+        )
+
+    @property
+    def storage_kind(self) -> StorageKind:
+        """Where unsharded parameters live (see ``zero/homes.py``)."""
+        if self.states_on_host:
+            return "wire"
+        if self.replicates_states:
+            return "private"
+        if not self.on_cpu:
+            return "wire"
+        keeps_unsharded = not self.zero_policy.reshards_after_use or self.traffic_policy.hpz_group_size > 1
+        return (
+            "shared"
+            if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded)
+            else "wire"
+        )
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether an arena on each host works together with the wire between hosts."""
+        return self.on_cpu and self.shard_topology.num_nodes > 1 and self.shard_topology.ranks_per_node > 1
+
+    @property
+    def uses_shared_memory(self) -> bool:
+        """Whether gradients are added up in memory that the ranks of a host share."""
+        return (
+            self.on_cpu
+            and self.shard_topology.ranks_per_node > 1
+            and (self.shard_topology.num_nodes == 1 or self.is_hierarchical)
+        )
+
+    @property
+    def num_reduction_slots(self) -> int:
+        """Slots of the arena that each rank fills in turn."""
+        return NUM_REPLICATED_REDUCE_SLOTS if self.replicates_states else NUM_REDUCE_SLOTS
+
+    @property
+    def grads_on_disk(self) -> bool:
+        """Whether gradients rest in the swap file until the update."""
+        return self.on_cpu and self.optimizer_offload.device == "nvme"
+
+    def master_on_disk(self, param_spec: ParamSpec) -> bool:
+        """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/masters.py``)."""
+        has_separate_master = (
+            param_spec.requires_grad
+            and param_spec.master_dtype != param_spec.compute_dtype
+            and self.optimizer_offload.device == "nvme"
+        )
+        return (
+            has_separate_master
+            and not self.param_offload.uses_nvme
+            and not self.is_hierarchical
+            and self.storage_kind != "wire"
+        )
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated within the backward pass, its gradients gone at once."""
+        early = (
+            self.optimizer_offload.in_place
+            if self.optimizer_offload.device == "cpu"
+            else self.optimizer_offload.step_in_backward
+        )
+        possible = self.optimizer_offload.device == "cpu" or (
+            self.optimizer_offload.device == "nvme" and self.param_offload.uses_nvme
+        )
+        return self.on_cpu and possible and early and self.elementwise_optimizer
+
+    def with_stage(self, stage: int) -> RunSpec:
+        """The same run at another stage."""
+        return replace(self, policy=ZeroPolicy(stage))
+
+
+def run_spec_from_config(config: Config, topology: RankTopology, options: Any) -> RunSpec:
+    """The setting of a resolved config; ``options`` are the ``ShardOptions`` it gives for the model.
+
+    ``ranks``: all of the job.
+    """
+    tp_size, per_node = get_tp_size(config), topology.ranks_per_node
+    topology = topology.group_leaders(tp_size)
+    section, optimizer = config.activation_checkpointing, config.optimizer
+    autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
+    return RunSpec(
+        topology=topology,
+        zero_policy=options.policy,
+        precision=options.precision,
+        unit_policy=options.units,
+        activation_checkpointing=ActivationCheckpointPolicy(policy=section.policy, every=section.every),
+        fp32_modules=options.fp32_modules,
+        accumulation_steps=int(config.gradient_accumulation_steps),
+        micro_batch_size=int(config.train_micro_batch_size_per_gpu),
+        optimizer=None if optimizer is None else optimizer.type,
+        optimizer_params=_optimizer_params(config),
+        autocast_dtype=autocast,
+        linear_kernels=config.cpu_kernels,
+        traffic_policy=options.traffic,
+        param_offload=options.offload,
+        optimizer_offload=offload_policy_from_config(config, on_cpu=topology.device == "cpu"),
+        activation_offload=_activation_offload_device(config),
+        low_memory=prefers_low_memory(config),
+        elementwise_optimizer=_is_elementwise(config),
+        tp_size=tp_size,
+        sp_size=int(config.sequence_parallel_size or 1),
+        tp_link=INTRA_NODE if tp_size * int(config.sequence_parallel_size or 1) <= per_node else INTER_NODE,
+        tiling=config.tiling,
+    )
+
+
+def get_tp_size(config: Config) -> int:
+    """How many ranks share each layer."""
+    section = config.tensor_parallel
+    return max(1, section.autotp_size, section.tp.tp_size)
+
+
+def _activation_offload_device(config: Config) -> str:
+    """Where inputs of checkpointed units wait."""
+    section = config.activation_checkpointing
+    if section.policy == "none":
+        return "none"
+    return "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
+
+
+def _optimizer_params(config: Config) -> dict[str, Any]:
+    """Its keywords, as ``parallelize.py`` gives them."""
+    params = dict(config.optimizer.params) if config.optimizer is not None else {}
+    if config.bf16.bf16_optimizer_states:
+        params.setdefault("state_dtype", "bf16")
+    return params
+
+
+def with_optimizer(config: Config, optimizer: Any) -> Config:
+    """``config`` with the optimizer that a program has built itself, where it is one of torch's.
+
+    What is known of any other class is too little to plan with: the config is left as it is.
+    """
+    kind = optimizer if isinstance(optimizer, type) else getattr(optimizer, "func", type(optimizer))
+    if optimizer is None or getattr(torch.optim, getattr(kind, "__name__", ""), None) is not kind:
+        return config
+    groups = getattr(optimizer, "param_groups", None) or [getattr(optimizer, "keywords", {})]
+    state_options = ("momentum", "amsgrad", "centered")  # what makes more state
+    params = {key: groups[0][key] for key in state_options if groups[0].get(key)}
+    updated = replace_by_path(config, {"optimizer": Optimizer(type=kind.__name__, params=params)})
+    assert isinstance(updated, Config)
+    return updated
+
+
+def _is_elementwise(config: Config) -> bool:
+    if config.optimizer is None:
+        return True
+    probe = nn.Parameter(torch.zeros(2, 2))
+    try:
+        return is_elementwise(build_optimizer(config.optimizer.type, [probe], _optimizer_params(config)))
+    except ValueError:  # an optimizer that wants to see the model
+        return False
+
+
+# What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
+_UNMODELLED: dict[str, Any] = {
+    "context_parallel_size": lambda size: size > 1,
+    "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
+    "expert_parallel.enabled": bool,
+    "expert_parallel.autoep_size": lambda size: size > 1,
+    "compile.enabled": bool,
+    "zero_optimization.offload_optimizer.ratio": lambda ratio: ratio < 1,
+    "zero_optimization.zenflow": lambda section: section is not None,
+}
+
+
+def unmodelled_options(config: Config) -> list[str]:
+    """Options of ``config`` that are on and that the plan does not count: its bytes are then a bound, not
+    a prediction, and no run is refused by them."""
+    options = []
+    for path, is_on in _UNMODELLED.items():
+        value = get_by_path(config, path)
+        if value is not None and value != "auto" and is_on(value):
+            options.append(path)
+    section = config.activation_checkpointing
+    if section.partition_activations and section.policy != "none" and get_tp_size(config) > 1:
+        options.append("activation_checkpointing.partition_activations")
+    return options
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are on the meta device; the model is not touched."""
+    import copy
+
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in memo:
+            continue
+        meta: Any = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = meta
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,103 @@
+"""Seconds of a step: arithmetic, memory, links and disk; the longest is the bottleneck.
+
+On a CPU rank everything runs on the same cores, so the parts add up.  On a GPU transfers
+overlap with arithmetic, and a step takes the longer of the two and a tenth of the shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thalweg.plan.comm_volume import CommVolume
+from thalweg.plan.memory.replay import ReplayResult
+from thalweg.plan.spec.cluster import Cluster
+from thalweg.plan.spec.run_spec import RunSpec
+from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
+
+_ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
+
+
+@dataclass
+class StepTime:
+    """Seconds of one optimizer step by cause, their composition, and the largest cause."""
+
+    breakdown: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    bottleneck: str = ""
+
+    @property
+    def disk_keeps_up(self) -> bool:
+        """Whether what goes to and from a disk is there before it is waited for."""
+        rank_seconds = sum(self.breakdown.get(key, 0.0) for key in ("compute", "memory bandwidth", "calls"))
+        return 0.0 < self.breakdown.get("disk", 0.0) < rank_seconds
+
+
+def estimate_step_time(
+    trace: StepTrace, run_spec: RunSpec, comm_volume: CommVolume, replayed: ReplayResult, cluster: Cluster
+) -> StepTime:
+    """How long one optimizer step takes on each rank."""
+    scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+    flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
+    shard_numel = sum(
+        slot.padded_numel // slot.num_shards
+        for name, slot in trace.param_specs.items()
+        if name not in trace.frozen_params
+    )
+    update_bytes = shard_numel * _ADAM_BYTES.get(run_spec.optimizer or "", 28)
+    breakdown = {
+        "compute": trace.flops * scale / flops,
+        "memory bandwidth": (trace.accessed_bytes * scale + update_bytes) / cluster.memory_bandwidth,
+        "calls": trace.num_ops * scale * cluster.call_seconds,
+    }
+    if comm_volume.bytes_by_link.get("inside a node"):
+        breakdown["links inside a node"] = (
+            comm_volume.bytes_by_link["inside a node"] / cluster.intra_bandwidth
+        )
+    if comm_volume.bytes_by_link.get("between nodes"):
+        breakdown["network between nodes"] = (
+            comm_volume.bytes_by_link["between nodes"] / cluster.inter_bandwidth
+        )
+    if run_spec.states_on_host:
+        breakdown["host link"] = _host_link_bytes(trace, run_spec) / cluster.host_bandwidth
+        breakdown["host update"] = _host_update_seconds(update_bytes, cluster)
+        breakdown["memory bandwidth"] -= update_bytes / cluster.memory_bandwidth
+    if replayed.disk_read_bytes or replayed.disk_written_bytes:  # the ranks of a node share its disk
+        ranks = run_spec.topology.ranks_per_node
+        breakdown["disk"] = ranks * (
+            replayed.disk_read_bytes / cluster.disk_read_bandwidth
+            + replayed.disk_written_bytes / cluster.disk_write_bandwidth
+        )
+    seconds, bottleneck = combine_times(breakdown, cluster)
+    return StepTime(breakdown, seconds, bottleneck)
+
+
+def _host_update_seconds(update_bytes: int, cluster: Cluster) -> float:
+    """Seconds of an update by the host's processors, whose memory all ranks of a node share."""
+    return update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
+
+
+def _host_link_bytes(trace: StepTrace, run_spec: RunSpec) -> int:
+    """Bytes that a GPU and its host exchange in a step: shards for each gather, gradients back."""
+    num_gathers = run_spec.accumulation_steps * (2 if run_spec.zero_policy.reshards_after_use else 1)
+    shards = sum(unit.gather_bytes // run_spec.num_shards for unit in trace.units)
+    num_reductions = run_spec.accumulation_steps if run_spec.zero_policy.reduces_each_backward else 1
+    grads = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
+    return shards * num_gathers + grads * num_reductions
+
+
+def combine_times(breakdown: dict[str, float], cluster: Cluster) -> tuple[float, str]:
+    """Seconds of the whole step, and which part is the longest."""
+    bottleneck = max(breakdown, key=lambda key: breakdown[key])
+    if cluster.device == "cpu":
+        seconds = sum(breakdown.values())
+    else:
+        rank_seconds = breakdown["compute"] + breakdown["memory bandwidth"]
+        transfer_seconds = sum(
+            value for key, value in breakdown.items() if key.startswith(("links", "network", "host", "disk"))
+        )
+        longer, shorter = (
+            max(rank_seconds, transfer_seconds, breakdown["calls"]),
+            min(rank_seconds, transfer_seconds),
+        )
+        seconds = longer + 0.1 * shorter
+    return seconds, bottleneck

@@ -1,0 +1,157 @@
+"""The tape: what a model allocates and frees in a training step, without allocating it.
+
+The picture: the model's operators run on fake tensors (shapes without data) under a
+dispatch mode that sees each of them.  A storage that an operator makes is written down
+with its bytes, and once more when its last reference is gone, wherever that was: a
+Python variable, autograd's saved tensors, a gradient.  Views and in-place results share a
+storage and so cost nothing.  What is left is one list of events in the order of the run,
+
+    (+id, bytes, label)   a storage is made       label: who made it, see :class:`Tape`
+    (-id, 0, "")          it is gone
+
+from which peaks, the timeline and the allocator's behaviour follow.  Besides, the tape
+adds up the arithmetic (torch's own formulas) and the bytes that operators read and write.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from thalweg.ops._torch_private import is_item_call
+from thalweg.ops.grouped_mm import fake_grouped_mm
+from thalweg.ops.linear.autotune_cache import get_autotune_cache
+
+TraceEvent = tuple[int, int, str]
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Records the storages made while it is on; ``label`` names what is made now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[TraceEvent] = []
+        self.label = "activations"
+        self.vocab_size: int | None = None  # results of this width have a label of their own: logits
+        self.linear_kernels = "torch"  # "auto": linear layers choose theirs, see ops/linear.py
+        self.flops = 0
+        self.accessed_bytes = 0
+        self.num_ops = 0
+        self.cpu_deadline: float | None = (
+            None  # of this thread's processor time; operators after it are an error
+        )
+        self._storage_ids: dict[int, int] = {}
+        self._next_id = 1
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of ``tensors`` out: they are counted elsewhere."""
+        for tensor in tensors:
+            self._storage_ids[tensor.untyped_storage()._cdata] = 0
+
+    def record_alloc(self, num_bytes: int, label: str) -> int:
+        """Write a storage down that no operator has made; returns its id for :meth:`drop`."""
+        storage_id = self._next_id
+        self._next_id += 1
+        self.events.append((storage_id, num_bytes, label))
+        return storage_id
+
+    def record_free(self, storage_id: int) -> None:
+        """The storage that :meth:`note` wrote down is gone."""
+        self.events.append((-storage_id, 0, ""))
+
+    def record_mark(self, name: str) -> None:
+        """Write down that ``name`` (a phase, a module) begins."""
+        self.events.append((0, 0, name))
+
+    def pop_events(self) -> list[TraceEvent]:
+        """The events so far; the list begins anew."""
+        events, self.events = self.events, []
+        return events
+
+    @contextmanager
+    def with_label(self, label: str) -> Iterator[None]:
+        """Make storages under another label."""
+        previous, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = previous
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, number = kwargs or {}, 0
+        if self.label == "update" and is_item_call(func):
+            # An optimizer reads a norm or its count of steps: any number does, as it moves no bytes.
+            return 0.5 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        result = fake_grouped_mm(func.name(), args)
+        if result is None:
+            copied = self._kernel_copy_bytes(func, args)
+            number = self.record_alloc(copied, self.label) if copied else 0
+            result = func(*args, **kwargs)
+        made = 0
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                made += self._record_storage(leaf)
+        if number:
+            self.record_free(number)
+        self._count_op(func, args, kwargs, result, made)
+        return result
+
+    def _kernel_copy_bytes(self, func: Any, args: Any) -> int:
+        """Bytes that the kernel of a weight's gradient takes beside its result (see ``ops/products.py``).
+
+        oneDNN's product copies the gradient, transposed, its convolution the result, torch's neither.  The
+        gradient of the logits is the largest block of many a step, and so is its copy.
+        """
+        if self.linear_kernels != "auto" or func is not torch.ops.aten.mm.default:
+            return 0
+        left, right = args
+        features, rows = left.shape
+        if left.stride() != (1, features) or left.dtype != right.dtype:
+            return 0
+        columns = right.shape[1]
+        name = get_autotune_cache().lookup("tn", left.dtype, rows, features, columns)
+        copy_bytes = {"onednn": left.nbytes, "convolution": features * columns * left.itemsize}
+        return copy_bytes.get(name or "", 0)
+
+    def _record_storage(self, tensor: Tensor) -> int:
+        if tensor.device.type == "meta":  # somebody asks for a shape
+            return 0
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storage_ids:
+            return 0
+        num_bytes = storage.nbytes()
+        is_logits = self.vocab_size is not None and tensor.ndim > 1 and tensor.shape[-1] == self.vocab_size
+        self._storage_ids[key] = storage_id = self.record_alloc(
+            num_bytes, "logits" if is_logits else self.label
+        )
+        weakref.finalize(storage, self._on_storage_freed, key, storage_id).atexit = False
+        return num_bytes
+
+    def _on_storage_freed(self, key: int, storage_id: int) -> None:
+        self._storage_ids.pop(key, None)
+        self.record_free(storage_id)
+
+    def _count_op(self, func: Any, args: Any, kwargs: Any, result: Any, created_bytes: int) -> None:
+        self.num_ops += 1
+        if (
+            self.cpu_deadline is not None
+            and self.num_ops % 256 == 0
+            and time.thread_time() > self.cpu_deadline
+        ):
+            raise TimeoutError(f"after {self.num_ops:,} operators the step was not over")
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        if created_bytes or func._schema.name.endswith("_"):
+            read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.accessed_bytes += read + created_bytes

@@ -1,0 +1,89 @@
+"""Tensor and sequence ranks in a rehearsal: the model is cut as a job cuts it, for a team of one.
+
+The cut layers allocate what they would, and their collectives are counted and move nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thalweg.comm import CommsLog
+from thalweg.parallel.comm_group import ParallelGroup, pad_to_length
+from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
+from thalweg.parallel.tensor.tensor_parallel import apply_tp_offline
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class FakeParallelGroup(ParallelGroup):
+    """Rank 0 of ``size``; no collective waits for anyone, and ``ledger`` counts them."""
+
+    def __init__(self, size: int, ledger: CommsLog, axis: str = "tensor") -> None:
+        self.size, self.rank, self.axis = size, 0, axis
+        self.ledger, self.has_dropout = ledger, False
+        self._cached_input = self._saved_rng = None
+
+    def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Count it."""
+        self._record("all_reduce", name, tensor.nbytes)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """A tensor of the whole's shape."""
+        sent = pad_to_length(tensor, dim, max(sizes)).contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._record("all_gather", name, sent.nbytes * self.size)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
+        """A tensor of the part's shape."""
+        parts = torch.stack(
+            [pad_to_length(part, dim, max(sizes)).contiguous() for part in tensor.split(sizes, dim)]
+        )
+        received = torch.empty_like(parts)
+        self._record("reduce_scatter", name, received.nbytes)
+        return received.sum(0).narrow(dim, 0, sizes[self.rank])
+
+    def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
+        """A tensor of what would come."""
+        self._record("all_to_all", name, sent.nbytes)
+        return sent.new_empty(sum(recv_counts))
+
+    def _record(self, kind: str, name: str, full_bytes: int) -> None:
+        self.ledger.record(kind, name, self.axis, full_bytes=full_bytes, world_size=self.size)
+
+
+def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:
+    """Cut ``model`` (on meta) in place over ``size`` tensor ranks.
+
+    Raises:
+        ValueError: nothing is known of how to.
+    """
+    if tp_size > 1:
+        apply_tp_offline(model, FakeParallelGroup(tp_size, ledger))
+
+
+def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledger: CommsLog) -> None:
+    """Let ``model`` work on parts of sequences over ``size`` ranks that exchange heads.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if sp_size > 1:
+        group = FakeParallelGroup(sp_size, ledger, "sequence")
+        apply_sequence_parallel(model, SequenceGroups(group, ulysses_group=group), blocks).skip_batch_check()
+
+
+def supports_tp(model: nn.Module, tp_size: int) -> bool:
+    """Whether :func:`apply_fake_tp` works; changes ``model``."""
+    try:
+        apply_fake_tp(model, tp_size, CommsLog())
+    except Exception as error:  # a layout that needs values, or none at all: the job will say so itself
+        _log.debug("%s is not cut over %d tensor ranks: %s", type(model).__name__, tp_size, error)
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""Inputs of checkpointed units that leave the device, as events: what `remat/offload.py` does to a tensor.
+
+A tensor that is saved is copied into a buffer and free at once; at most ``depth`` buffers are on their way.
+Coming back it is a new tensor, and ``depth`` of those before it are read ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from thalweg.plan.trace.alloc_recorder import AllocationRecorder
+
+_PREFETCH_DEPTH = 2
+
+
+class _OffloadedFake:
+    """A tensor that was put away; a fake of its shape comes back."""
+
+    def __init__(
+        self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None
+    ) -> None:
+        self._recorder, self._previous = recorder, previous
+        self._shape, self._dtype, self.num_bytes = tensor.shape, tensor.dtype, tensor.nbytes
+        self.read_id = 0
+        weakref.finalize(self, recorder.on_freed, tensor.nbytes).atexit = False
+
+    def read_ahead(self) -> None:
+        """Take the memory that the bytes come back into."""
+        if not self.read_id:
+            self.read_id = self._recorder.alloc_recorder.record_alloc(self.num_bytes, "activations")
+
+    def fetch(self) -> Tensor:
+        """The tensor again."""
+        recorder = self._recorder
+        recorder.finish_writes()
+        if self.read_id:
+            recorder.alloc_recorder.record_free(self.read_id)
+            self.read_id = 0
+        link = self._previous
+        for _ in range(_PREFETCH_DEPTH):
+            earlier = None if link is None else link()
+            if earlier is None:
+                break
+            earlier.read_ahead()
+            link = earlier._previous
+        return torch.empty(self._shape, dtype=self._dtype)
+
+
+class OffloadRecorder:
+    """A :class:`thalweg.activation_checkpointing.ActivationOffloader` that writes events on a tape."""
+
+    def __init__(self, alloc_recorder: AllocationRecorder) -> None:
+        self.alloc_recorder = alloc_recorder
+        self._last: weakref.ref[_OffloadedFake] | None = None
+        self._in_flight: deque[int] = deque()
+        self._current_bytes = self.peak_offloaded_bytes = self.offloaded_bytes = 0
+
+    def save(self, tensor: Tensor) -> _OffloadedFake:
+        """Put a tensor away."""
+        offloaded = _OffloadedFake(self, tensor, self._last)
+        self._last = weakref.ref(offloaded)
+        self._current_bytes += tensor.nbytes
+        self.offloaded_bytes += tensor.nbytes
+        self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._current_bytes)
+        self._in_flight.append(self.alloc_recorder.record_alloc(tensor.nbytes, "buffers"))
+        while len(self._in_flight) > _PREFETCH_DEPTH:
+            self.alloc_recorder.record_free(self._in_flight.popleft())
+        return offloaded
+
+    def finish_writes(self) -> None:
+        """The backward pass begins: nothing is on its way out."""
+        while self._in_flight:
+            self.alloc_recorder.record_free(self._in_flight.popleft())
+
+    def on_freed(self, num_bytes: int) -> None:
+        """The graph that needed a tensor is gone."""
+        self._current_bytes -= num_bytes

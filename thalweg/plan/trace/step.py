@@ -1,0 +1,375 @@
+"""A training step in which nothing is computed: the events of one window on one rank.
+
+The model is run on fake tensors, forward and backward, once for each kind of micro-batch
+of a window, with what the engine would add: FSDP2's units, their gathers, the reduction
+of a unit's gradients as soon as its backward is done, recomputation by the very policy
+that the engine applies, and the very optimizer.  What the engine keeps from step to step
+(shards, homes, slots) is no event here; ``memory.py`` adds it.
+
+Labels of events: ``activations`` (what operators make), ``gradients`` (unsharded ones),
+``gathered`` (parameters), ``buffers`` (communication), ``optimizer`` (state that stays),
+``update`` (temporaries of the optimizer), ``logits`` (results as wide as the vocabulary).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
+
+from thalweg.activation_checkpointing import apply_activation_checkpointing
+from thalweg.comm import CommsLog
+from thalweg.nn.losses.lazy_logits import LossTiling
+from thalweg.nn.losses.tiled_cross_entropy import tile_rows
+from thalweg.nn.tiling import apply_tiling
+from thalweg.optim import build_optimizer
+from thalweg.plan.inputs.input_spec import InputSpec, TensorSpec
+from thalweg.plan.spec.run_spec import RunSpec
+from thalweg.plan.trace.alloc_recorder import AllocationRecorder, TraceEvent
+from thalweg.plan.trace.fake_groups import apply_fake_sp, apply_fake_tp
+from thalweg.plan.trace.fsdp_events import FsdpEventSource, FsdpUnitEvents, UnitInfo
+from thalweg.plan.trace.gpu_attention import GpuAttentionMode
+from thalweg.plan.trace.offload_recorder import OffloadRecorder
+from thalweg.utils.dtypes import parse_dtype
+from thalweg.zero.storage.base import ParamSpec
+from thalweg.zero.storage.nvme import select_paged_units
+from thalweg.zero.units import find_units, with_large_leaves
+
+MAX_TRACED_MICRO_BATCHES = (
+    3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
+)
+
+
+@dataclass
+class StepTrace:
+    """What one window does: events of its micro-batches, of the first update and of later ones."""
+
+    window_events: list[TraceEvent]
+    first_update_events: list[TraceEvent]
+    later_update_events: list[TraceEvent]
+    param_specs: dict[str, ParamSpec]
+    units: list[UnitInfo]
+    reduction_order: list[str]
+    scalar_param_bytes: int
+    buffer_bytes: int
+    frozen_params: frozenset[str]
+    paged_units: frozenset[str]
+    state_dtypes: list[torch.dtype]
+    flops: int
+    accessed_bytes: int
+    num_ops: int
+    comm_ledger: CommsLog
+    peak_offloaded_bytes: int = 0
+    offloaded_bytes: int = 0
+
+
+def trace_step(
+    model: nn.Module, input_spec: InputSpec | None, run_spec: RunSpec, cpu_budget_s: float | None = None
+) -> StepTrace:
+    """Run one window of ``model`` (on meta; it is changed) without computing anything.
+
+    Without a ``batch`` only what does not depend on one: no activations.  ``seconds``: of processor time that
+    the model may take for it.
+
+    Raises:
+        ValueError: the model cannot run on shapes alone, as its control flow reads values, or takes longer.
+    """
+    ledger = CommsLog()
+    apply_fake_tp(model, run_spec.tp_size, ledger)
+    param_specs, frozen = (
+        build_param_specs(model, run_spec),
+        frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+    )
+    recorder = AllocationRecorder()
+    recorder.cpu_deadline = None if cpu_budget_s is None else time.thread_time() + cpu_budget_s
+    recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
+    blocks = find_units(model, run_spec.unit_policy)
+    apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
+    stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.param_offload.uses_nvme
+    units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
+    offload_recorder = (
+        OffloadRecorder(recorder)
+        if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec)
+        else None
+    )
+    apply_activation_checkpointing(
+        model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder
+    )
+    tiling = _apply_tiling(model, run_spec)
+    source = FsdpEventSource(recorder, run_spec)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        scalar_bytes, buffers = _replace_with_fakes(model, param_specs, run_spec)
+        sizes = _install_unit_hooks(model, units, param_specs, source)
+        if tiling is not None:
+            tiling.trust_current_hooks()
+        del fake
+        with _autocast_context(run_spec), _attention_context(run_spec):
+            if input_spec is None:
+                _record_reductions_only(source)
+            else:
+                with _explain_model_errors(model, input_spec):
+                    _run_window(model, input_spec, source)
+        window_events = recorder.pop_events()
+        first, later, state = _trace_updates(model, param_specs, run_spec, recorder)
+    return StepTrace(
+        window_events, first, later, param_specs, sizes, source.reduction_order, scalar_bytes, buffers, frozen, source.paged_units, state,
+        recorder.flops, recorder.accessed_bytes, recorder.num_ops,
+        ledger, offload_recorder.peak_offloaded_bytes if offload_recorder else 0, offload_recorder.offloaded_bytes if offload_recorder else 0,
+    )  # fmt: skip
+
+
+def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
+    """Shape and dtypes of every parameter's shard, by name (as ``zero.shard`` lays them out)."""
+    precision, param_specs = run_spec.precision, {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            continue
+        master = precision.get_master_dtype(parameter.dtype, parameter.requires_grad)
+        compute = precision.get_compute_dtype(master)
+        if any(name == key or name.startswith(f"{key}.") for key in run_spec.fp32_modules):
+            compute = master
+        param_specs[name] = ParamSpec(
+            name, parameter.shape, master, compute, run_spec.num_shards, parameter.requires_grad
+        )
+    return param_specs
+
+
+def shard_bytes(param_spec: ParamSpec) -> int:
+    """Bytes of one rank's padded shard, in the master dtype."""
+    return prod(param_spec.padded_shape) * param_spec.master_dtype.itemsize
+
+
+def resident_params(
+    param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec
+) -> dict[str, ParamSpec]:
+    """Those of ``slots`` that are not read from a disk when they are used."""
+    if not run_spec.param_offload.uses_nvme:
+        return param_specs
+    units = find_units(model, run_spec.unit_policy)
+    members: dict[str, list[ParamSpec]] = {}
+    for name, slot in param_specs.items():
+        members.setdefault(_find_unit(name, run_spec.fp32_modules, units), []).append(slot)
+    paged = select_paged_units(members, run_spec.param_offload, run_spec.fp32_modules)
+    paged_names = {slot.name for unit in paged for slot in members[unit]}
+    return {name: slot for name, slot in param_specs.items() if name not in paged_names}
+
+
+def _replace_with_fakes(
+    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec
+) -> tuple[int, int]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    fakes: dict[int, nn.Parameter] = {}
+    scalar_bytes = buffers = 0
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in fakes:
+                param_spec = param_specs.get(names[id(parameter)])
+                dtype = param_spec.compute_dtype if param_spec else parameter.dtype
+                scalar_bytes += 0 if param_spec else parameter.nbytes
+                value = torch.empty(parameter.shape, dtype=dtype)
+                fakes[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[key] = fakes[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                cast = run_spec.precision.buffer_dtype if buffer.is_floating_point() else None
+                module._buffers[key] = fake = torch.empty(buffer.shape, dtype=cast or buffer.dtype)
+                buffers += fake.nbytes
+    return scalar_bytes, buffers
+
+
+def _install_unit_hooks(
+    model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
+) -> list[UnitInfo]:
+    """Hang the units' hooks on the model; the root's unit comes first."""
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {
+        name: [] for name in ("", *source.run_spec.fp32_modules, *units)
+    }
+    for name, parameter in model.named_parameters():
+        unit_of_param = _find_unit(name, source.run_spec.fp32_modules, units)
+        if name in param_specs:
+            by_unit[unit_of_param].append((name, parameter))
+    by_unit = {name: members for name, members in by_unit.items() if members}
+    if source.run_spec.param_offload.uses_nvme:
+        specs_by_unit = {name: [param_specs[key] for key, _ in members] for name, members in by_unit.items()}
+        paged = select_paged_units(specs_by_unit, source.run_spec.param_offload, source.run_spec.fp32_modules)
+        source.paged_units = frozenset(paged)
+    for unit_name, members in by_unit.items():
+        info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)
+        info.param_names, info.is_trainable = (
+            [name for name, _ in members],
+            any(p.requires_grad for _, p in members),
+        )
+        unit = FsdpUnitEvents(source, info, [p for _, p in members])
+        source.units.append(unit)
+        module = model.get_submodule(unit_name)
+        module.register_forward_pre_hook(unit.pre_forward, with_kwargs=True)
+        module.register_forward_hook(unit.post_forward)
+    return [unit.info for unit in source.units]
+
+
+def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]) -> str:
+    for candidates in (fp32_modules, units):
+        for unit in candidates:
+            if name.startswith(f"{unit}."):
+                return unit
+    return ""
+
+
+def _build_unit_info(name: str, param_specs: list[ParamSpec], run_spec: RunSpec) -> UnitInfo:
+    reduce, master = run_spec.precision.reduce_dtype, run_spec.precision.master_dtype
+    shards = run_spec.num_shards
+    return UnitInfo(
+        name,
+        gather_bytes=sum(slot.unsharded_bytes for slot in param_specs),
+        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in param_specs if slot.requires_grad),
+        sharded_grad_bytes=sum(
+            slot.padded_numel // shards * master.itemsize for slot in param_specs if slot.requires_grad
+        ),
+    )
+
+
+def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
+    section = run_spec.tiling
+    if not run_spec.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        if isinstance(size, int) and size > 0:
+            section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
+    return apply_tiling(model, section)
+
+
+def _offloads_to_host(run_spec: RunSpec) -> bool:
+    """Whether inputs of checkpointed units go from a GPU to the host."""
+    return run_spec.activation_offload == "cpu" and not run_spec.on_cpu
+
+
+def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
+    if run_spec.autocast_dtype is None:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=parse_dtype(run_spec.autocast_dtype))
+
+
+def _attention_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
+    """A GPU's, where blocks keep what it saves: what runs again in the backward pass is outside of modes."""
+    return (
+        GpuAttentionMode()
+        if not run_spec.on_cpu and run_spec.activation_checkpointing.policy == "none"
+        else nullcontext()
+    )
+
+
+def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:
+    recorder, run_spec = source.recorder, source.run_spec
+    model.train()
+    args, kwargs = input_spec.make_empty()
+    recorder.ignore([*model.parameters(), *model.buffers()])
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    recorder.vocab_size = vocab_size if isinstance(vocab_size, int) and vocab_size > 1 else None
+    num_micro_batches = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+    with recorder:
+        for index in range(num_micro_batches):
+            source.begin_micro_batch(index == num_micro_batches - 1)
+            recorder.record_mark("forward")
+            loss = get_loss(model(*args, **kwargs))
+            recorder.record_mark("backward")
+            if run_spec.accumulation_steps > 1:
+                loss = loss / run_spec.accumulation_steps
+            loss.backward()
+            del loss
+            recorder.record_mark("end of backward")
+            source.finish_backward()
+
+
+@contextmanager
+def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[None]:
+    """Whatever a model makes of inputs without values is an error that names them."""
+    try:
+        yield
+    except Exception as error:
+        specs_by_name = {
+            **{str(index): one for index, one in enumerate(input_spec.args)},
+            **input_spec.kwargs,
+        }
+        inputs = ", ".join(
+            f"{key} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+            for key, one in specs_by_name.items()
+            if isinstance(one, TensorSpec)
+        )
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(
+            f"{type(model).__name__} does not run on shapes alone with {inputs} ({why}): give batch=, one "
+            "micro-batch of tensors as it takes them; what looks at values to decide cannot be planned"
+        ) from error
+
+
+def _record_reductions_only(source: FsdpEventSource) -> None:
+    for name in (
+        "forward",
+        "backward",
+        *(f"last {u.info.name}" for u in source.units if u.info.is_trainable),
+    ):
+        source.recorder.record_mark(name)
+
+
+def get_loss(output: Any) -> Tensor:
+    """The loss of what a model returns, or a number that stands for it."""
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else output.float().mean()
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list):
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        loss = next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)).float().mean()
+    return loss
+
+
+def _trace_updates(
+    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
+) -> tuple[list[TraceEvent], list[TraceEvent], list[torch.dtype]]:
+    """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
+    if run_spec.optimizer is None:
+        return [], [], []
+    trained = [
+        param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs
+    ]
+    shards = []
+    for slot in trained:
+        shape = slot.padded_shape
+        shard = nn.Parameter(torch.empty(shape, dtype=slot.master_dtype))
+        shard.grad = torch.empty(shape, dtype=slot.master_dtype)
+        shards.append(shard)
+    recorder.ignore(shards)
+    recorder.ignore([shard.grad for shard in shards if shard.grad is not None])
+    with recorder, recorder.with_label("update"), torch.no_grad():  # some make their state at once
+        optimizer = build_optimizer(run_spec.optimizer, shards, run_spec.optimizer_params)
+    creation_events = recorder.pop_events()
+    recorded = []
+    for _ in range(2):
+        with recorder, recorder.with_label("update"), torch.no_grad():
+            recorder.record_mark("update")
+            optimizer.step()
+        recorded.append(recorder.pop_events())
+    recorder.pop_events()
+    recorded[0][:0] = creation_events
+    persistent_ids = {number for number, _, _ in recorded[0] if number > 0} - {
+        -n for n, _, _ in recorded[0] if n < 0
+    }
+    first = [(n, size, "optimizer" if n in persistent_ids else label) for n, size, label in recorded[0]]
+    return first, recorded[1], _state_dtypes(optimizer)
+
+
+def _state_dtypes(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
+    """Dtypes of the state that has an element for each of the parameter's."""
+    for parameter, state in optimizer.state.items():
+        values = (value for value in state.values() if isinstance(value, Tensor))
+        return [v.dtype for v in values if v.ndim and v.shape == parameter.shape]
+    return []

@@ -1,0 +1,206 @@
+"""The engine's side of the socket: one thread owns the engine, two stand beside it.
+
+The engine thread takes what has arrived, runs one step, sends what came out, and sleeps when there is
+nothing to do.  The reader thread moves messages from the socket into a queue and notices when the front is
+gone.  The heartbeat thread reports, several times a second, how long ago the engine last came back from a
+step: it is the one that still speaks when a step hangs, so the front can tell "slow" from "stuck".
+
+A request that needs preparing (a large grammar takes seconds) goes through a thread for that first, while the
+engine works for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from thalweg.infer.types import EngineCore, EngineStats, Request
+from thalweg.serve.replicas import ipc
+
+HEARTBEAT_SECONDS = 0.2  # seconds between heartbeats
+EXIT_SERVER_ENDED = 75
+"""Exit code of a replica whose server ended for good: nobody will want another one."""
+
+
+class EngineLoop:
+    """Runs an engine behind a socket until the other side is gone, says stop, or the engine breaks.
+
+    ``load`` makes the engine, in the thread that calls :meth:`run`.  ``lost`` is called from the reader
+    thread when the front is gone.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        load_engine: Callable[[], EngineCore],
+        on_disconnect: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sock, self._load_engine, self._on_disconnect = sock, load_engine, on_disconnect
+        self._inbox: queue.SimpleQueue[ipc.Message] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._done = threading.Event()
+        self._stats = EngineStats()
+        self._engine: EngineCore | None = None
+        self._last_progress: float | None = None  # when the engine last came back, None while it loads
+        self._busy = False
+        self._preparing_ids: set[str] = set()
+        self._prepare_executor = ThreadPoolExecutor(2, "thalweg-serve-prepare")
+
+    def run(self) -> int:
+        """Work until the end; returns the exit code, 1 when the engine could not be made or broke."""
+        for target in (self._read_loop, self._heartbeat_loop):
+            threading.Thread(target=target, daemon=True, name=f"thalweg-serve{target.__name__}").start()
+        engine = None
+        try:
+            engine = self._engine = self._load_engine()
+            self._record_progress(engine)
+            self._send({"type": "ready", "facts": ipc.dump_model_info(engine.metadata)})
+            self._run_engine(engine)
+        except _StopRequested as stopped:
+            return stopped.code
+        except Exception as error:
+            # One that says what is wrong with the model needs no traceback; a defect of ours does.
+            known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
+            is_user_error = known and self._engine is None and bool(str(error))
+            text = str(error) if is_user_error else f"{type(error).__name__}: {error}".removesuffix(": ")
+            traceback_text = (
+                "" if is_user_error and not os.environ.get("THALWEG_TRACEBACK") else traceback.format_exc()
+            )
+            self._send({"type": "fatal", "error": text, "traceback": traceback_text})
+            return 1
+        finally:
+            self._done.set()
+            self._prepare_executor.shutdown(wait=False, cancel_futures=True)
+            if engine is not None:
+                engine.close()
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader and tells the front
+            self._sock.close()
+        return 0
+
+    def _run_engine(self, engine: EngineCore) -> None:
+        while True:
+            self._drain_inbox(engine)
+            outputs = engine.step()
+            self._record_progress(engine)
+            if outputs:
+                self._send({"type": "out", "outputs": [ipc.dump_output(output) for output in outputs]})
+            if not engine.has_work():
+                self._send(self._heartbeat_message())  # gauges are right at once when the last request ended
+
+    def _drain_inbox(self, engine: EngineCore) -> None:
+        """Hand over what has arrived; sleep while the engine has nothing to do."""
+        while not engine.has_work() or not self._inbox.empty():
+            self._busy = engine.has_work()
+            message = self._inbox.get()
+            if message["type"] == "stop":
+                raise _StopRequested(EXIT_SERVER_ENDED if message.get("final") else 0)
+            if message["type"] == "lost":
+                raise RuntimeError(message["error"])
+            if not self._busy:
+                self._last_progress = time.monotonic()
+            self._busy = True
+            self._handle_message(engine, message)
+            self._record_progress(engine)
+            if message["type"] == "abort" and not engine.has_work():
+                self._send(self._heartbeat_message())
+        self._busy = True
+
+    def _handle_message(self, engine: EngineCore, message: ipc.Message) -> None:
+        kind, request_id = message["type"], message.get("id", "")
+        if kind == "abort":
+            self._preparing_ids.discard(request_id)
+            engine.abort(request_id)
+            return
+        try:
+            if kind == "add":
+                request_id = message["request"]["request_id"]
+                self._add_request(engine, ipc.load_request(message["request"]))
+            elif kind == "prepared":
+                if request_id in self._preparing_ids:
+                    self._preparing_ids.remove(request_id)
+                    if error := message.get("error"):
+                        raise error
+                    engine.add(message["request"])
+            elif kind == "embed":
+                rows: Any = engine.embed(message["prompts"])
+                self._send({"type": "embedded", "id": request_id, "rows": rows.tolist()})
+        except (ValueError, TypeError, OverflowError) as error:
+            self._send({"type": "refused", "id": request_id, "error": str(error)})
+
+    def _add_request(self, engine: EngineCore, request: Request) -> None:
+        get_preparation: Any = getattr(engine, "preparation", None)
+        preparation: Callable[[], object] | None = (
+            None if get_preparation is None else get_preparation(request)
+        )
+        if preparation is None:
+            engine.add(request)
+            return
+        self._preparing_ids.add(request.request_id)
+        self._prepare_executor.submit(self._prepare, preparation, request)
+
+    def _prepare(self, preparation: Callable[[], object], request: Request) -> None:
+        message: ipc.Message = {"type": "prepared", "id": request.request_id, "request": request}
+        try:
+            if request.request_id in self._preparing_ids:  # else the client has left
+                preparation()
+        except BaseException as error:  # a panic of compiled code is no Exception
+            is_exception = isinstance(error, Exception)
+            message["error"] = (
+                error if is_exception else ValueError(f"the request broke its preparation: {error}")
+            )
+        self._inbox.put(message)
+
+    def _record_progress(self, engine: EngineCore) -> None:
+        self._stats = engine.stats()
+        self._busy = engine.has_work()
+        self._last_progress = time.monotonic()
+
+    def _heartbeat_message(self) -> ipc.Message:
+        stalled_seconds = (
+            time.monotonic() - self._last_progress if self._busy and self._last_progress is not None else 0.0
+        )
+        return {
+            "type": "beat",
+            "loading": self._last_progress is None,
+            "stuck": stalled_seconds,
+            "stats": ipc.dump_stats(self._stats),
+        }
+
+    def _send(self, message: ipc.Message) -> None:
+        data = ipc.encode_frame(message)
+        with self._send_lock, contextlib.suppress(OSError):  # the reader learns that the front is gone
+            self._sock.sendall(data)
+
+    def _read_loop(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for message in ipc.read_messages(self._sock):
+                self._inbox.put(message)
+        self._inbox.put({"type": "stop"})
+        if not self._done.is_set():
+            self._on_disconnect()
+
+    def _heartbeat_loop(self) -> None:
+        while not self._done.wait(HEARTBEAT_SECONDS):
+            self._send(self._heartbeat_message())
+            if failure := getattr(
+                self._engine, "lost", ""
+            ):  # while it has nothing to do, nobody else would see
+                self._inbox.put({"type": "lost", "error": failure})
+                return
+
+
+class _StopRequested(Exception):
+    """The front said stop, or is gone."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code

@@ -1,0 +1,1 @@
+"""HTTP below the API: a hardened protocol, TLS, limits."""

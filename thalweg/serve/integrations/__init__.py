@@ -1,0 +1,1 @@
+"""Thalweg inside other serving systems."""

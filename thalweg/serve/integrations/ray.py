@@ -1,0 +1,143 @@
+"""The server as a Ray Serve application, for those who have a Ray cluster (``pip install 'ray[serve]'``).
+
+    from ray import serve
+    from thalweg.serve.integrations.ray import application
+
+    serve.run(application("./my-model", num_replicas=2, ray_actor_options={"num_cpus": 4}, quantize="int8"))
+
+Ray's proxies listen, balance over its replicas and restart them; a replica is an actor with the application
+(``app.py``) and, as anywhere, an engine in a process of its own.  So everything behind the address is the
+same: OpenAI's API, limits, cancellation, errors, ``/metrics`` of the replica that was asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from thalweg.infer.types import EngineConfig
+from thalweg.serve.app import build_app
+from thalweg.serve.generation import AppState
+from thalweg.serve.http.middleware import BodyLimits, RequestGuard
+from thalweg.serve.metrics import Metrics
+from thalweg.serve.openai.tokenizer import load_chat_tokenizer
+from thalweg.serve.replicas.launcher import LOADER, EngineSpec, ProcessLauncher
+from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
+
+
+def application(
+    model: str,
+    *,
+    name: str | None = None,
+    num_replicas: int = 1,
+    ray_actor_options: dict[str, Any] | None = None,
+    api_keys: Sequence[str] = (),
+    max_queue: int = 128,
+    loader: str = LOADER,
+    **options: Any,
+) -> Any:
+    """Return a Ray Serve application that serves a Hugging Face model (its directory or name).
+
+    ``name``: what clients call it.  ``num_replicas`` and ``ray_actor_options`` are Ray's; ``options`` are
+    fields of :class:`thalweg.infer.EngineConfig`.  ``max_queue``: sequences that may wait in a replica
+    beside those that run; beyond, it answers 429.  Without keys only names of this host pass as ``Host``.
+
+    Raises ImportError, naming the cure, without Ray.
+    """
+    try:
+        serve: Any = importlib.import_module("ray.serve")
+    except ImportError:
+        raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
+    engine = EngineConfig(**options)
+    engine_spec = EngineSpec(model, engine, loader)
+    limits = PoolLimits(engine.max_batch + max_queue)
+    model_name, keys, apps = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
+
+    def build() -> ASGIApp:
+        apps.append(RayApp(engine_spec, model_name, keys, limits))
+        return apps[-1]
+
+    @serve.deployment(
+        name="thalweg",
+        num_replicas=num_replicas,
+        ray_actor_options=ray_actor_options or {},
+        max_ongoing_requests=2 * limits.max_outstanding,  # the replica itself says 429
+    )
+    @serve.ingress(build)
+    class Thalweg:
+        """The deployment; Ray replaces a replica whose health fails."""
+
+        def check_health(self) -> None:
+            """Raise where ``/health`` would not be 200."""
+            for app in apps:
+                app.check()
+
+    return Thalweg.bind()
+
+
+class RayApp:
+    """An ASGI application that starts its engine when the server around it starts."""
+
+    def __init__(
+        self, engine_spec: EngineSpec, model_name: str, api_keys: tuple[str, ...], pool_limits: PoolLimits
+    ) -> None:
+        self._engine_spec, self._model_name, self._api_keys, self._pool_limits = (
+            engine_spec,
+            model_name,
+            api_keys,
+            pool_limits,
+        )
+        self._pool: ReplicaPool | None = None
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or follow the server's beginning and end."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            assert self._app is not None, "the server did not say that it starts"
+            await self._app(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            self._app = await self._start_engine()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._pool is not None:
+            await self._pool.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start_engine(self) -> ASGIApp:
+        self._pool = ReplicaPool(ProcessLauncher(self._engine_spec), 1, self._pool_limits)
+        model_info = await self._pool.start()
+        trust_remote_code = self._engine_spec.options.trust_remote_code
+        app_state = AppState(
+            pool=self._pool,
+            metrics=Metrics(self._pool),
+            tokenizer=load_chat_tokenizer(
+                self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code
+            ),
+            model_info=model_info,
+            model_name=self._model_name,
+            created=int(time.time()),
+            request_seconds=600.0,
+        )
+        return RequestGuard(
+            build_app(app_state), self._api_keys, BodyLimits(), app_state.metrics.count_response
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError while the engine is dead or makes no progress."""
+        if self._pool is not None:
+            healthy, reason = self._pool.health()
+            if not healthy:  # Ray asks several times, so an engine that is being started anew has its time
+                raise RuntimeError(reason)

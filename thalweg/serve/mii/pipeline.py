@@ -1,0 +1,134 @@
+"""``thalweg.pipeline``: an engine in this process, in MII's form, with no server."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from thalweg.infer.types import EngineConfig, EngineCore, Request, RequestOutput
+from thalweg.serve.errors import ApiError
+from thalweg.serve.mii.deployment import Response
+from thalweg.serve.openai import convert
+from thalweg.serve.openai.schema import MiiRequest, parse_body
+from thalweg.serve.replicas.launcher import LOADER
+
+
+def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> Any:
+    """Load a model (a Hugging Face directory, or a live one) and return a :class:`Pipeline` that continues
+    prompts, or an :class:`EmbeddingPipeline` for an encoder.
+
+    A pipeline of diffusers (or the directory of one) stays one, with ``init_inference``'s options.
+
+    ``fields`` are fields of :class:`thalweg.infer.EngineConfig` (``quantize="int8"``, ``max_length=2048``).
+    """
+    if options is not None and fields:
+        raise ValueError(f"give options or {', '.join(fields)}, not both")
+    diffusion = importlib.import_module("thalweg.infer.diffusion")
+    if diffusion.is_pipeline(model):
+        if options is not None:
+            raise ValueError("EngineOptions are for language models: give a diffusion pipeline keywords")
+        return importlib.import_module("thalweg.infer.init_inference").init_inference(model, **fields)
+    module, _, name = LOADER.partition(":")
+    engine = getattr(importlib.import_module(module), name)(model, options or EngineConfig(**fields))
+    return EmbeddingPipeline(engine) if engine.facts.kind == "encoder" else Pipeline(engine)
+
+
+class EmbeddingPipeline:
+    """``pipe(["text"]) -> [[0.1, ...]]``: a vector for each text."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+
+    def __call__(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """Return the vectors; ValueError for a text that is empty or too long."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give load_engine one")
+        inputs = [texts] if isinstance(texts, str) else list(texts)
+        return self.engine.embed([self.engine.tokenizer.encode(text) for text in inputs]).tolist()
+
+    def destroy(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+
+class Pipeline:
+    """``pipe(["prompt"], max_new_tokens=64) -> [Response]``; all prompts run in one batch."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self._num_calls = 0
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        streaming_fn: Callable[[list[Response]], None] | None = None,
+        **options: Any,
+    ) -> list[Response]:
+        """Return a response for each prompt.
+
+        ``options`` are MII's: ``max_length``, ``max_new_tokens``, ``min_new_tokens``, ``do_sample``,
+        ``top_p`` (0.9), ``top_k``, ``temperature``, ``stop``, ``ignore_eos``, ``return_full_text``, ``seed``.
+        ``streaming_fn`` gets each piece of text as it comes.  Raises ValueError for what cannot be.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [self._make_request(i, text, options) for i, text in enumerate(texts)]
+        self._num_calls += 1
+        pieces: list[list[str]] = [[] for _ in texts]
+        final_outputs: dict[int, RequestOutput] = {}
+        for index, output in self._run(requests):
+            pieces[index].append(output.text)
+            if streaming_fn is not None and output.text:
+                streaming_fn([_make_response(output, output.text, len(requests[index].prompt))])
+            if output.finished:
+                final_outputs[index] = output
+        full = options.get("return_full_text", False)
+        return [
+            _make_response(
+                final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt)
+            )
+            for i, text in enumerate(texts)
+        ]
+
+    def destroy(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _make_request(self, index: int, text: str, options: dict[str, Any]) -> Request:
+        engine = self.engine
+        if engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give load_engine one")
+        try:
+            mii_request = parse_body(MiiRequest, json.dumps({"prompts": text, **options}).encode())
+            prompt = engine.tokenizer.encode(text)
+            params = convert.mii_sampling_params(mii_request, len(prompt), engine.metadata)
+        except ApiError as error:
+            raise ValueError(str(error)) from None
+        return Request(f"call{self._num_calls}-{index}", prompt, params)
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        engine, index_by_id = self.engine, {request.request_id: i for i, request in enumerate(requests)}
+        unfinished, added = set(index_by_id), []
+        try:
+            for request in requests:
+                engine.add(request)
+                added.append(request.request_id)
+            while unfinished:
+                for output in engine.step():
+                    if (
+                        output.request_id in index_by_id
+                    ):  # an engine of our own may still work off what was left
+                        if output.finish_reason == "error":
+                            raise RuntimeError(f"the engine failed on a prompt: {output.error}")
+                        if output.finished:
+                            unfinished.discard(output.request_id)
+                        yield index_by_id[output.request_id], output
+        finally:
+            for request_id in added:
+                if request_id in unfinished:
+                    engine.abort(request_id)
+
+
+def _make_response(output: RequestOutput, text: str, prompt_length: int) -> Response:
+    return Response(text, prompt_length, output.num_generated_tokens, output.finish_reason)

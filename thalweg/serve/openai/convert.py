@@ -1,0 +1,317 @@
+"""From what a client asked for to what the engine takes: prompts as tokens, fields as SamplingParams."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from thalweg.infer.types import ModelMetadata, Request, SamplingParams, StructuredOutput
+from thalweg.serve.errors import bad_request
+from thalweg.serve.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    MiiRequest,
+    Prompt,
+    SamplingFields,
+    ToolCall,
+)
+from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer, context_length_error
+from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
+
+
+def num_prompts(prompt: str | list[int] | list[Prompt]) -> int:
+    """How many prompts a ``prompt`` or ``input`` field holds."""
+    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+
+
+async def tokenize_prompts(
+    prompt: Any,
+    tokenizer: ChatTokenizer,
+    model_info: ModelMetadata,
+    param: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """Return the token ids of each prompt in a ``prompt`` field (text, tokens, or a list of either)."""
+    prompt_list = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    max_prompt_tokens = model_info.max_length - (model_info.kind == "causal")
+    return [
+        await _tokenize_prompt(each, tokenizer, model_info, max_prompt_tokens, param, add_special_tokens)
+        for each in prompt_list
+    ]
+
+
+async def _tokenize_prompt(
+    prompt: Prompt,
+    tokenizer: ChatTokenizer,
+    model_info: ModelMetadata,
+    max_prompt_tokens: int,
+    param: str,
+    add_special_tokens: bool,
+) -> list[int]:
+    tokens = (
+        await tokenizer.encode(prompt, add_special_tokens, max_prompt_tokens, param)
+        if isinstance(prompt, str)
+        else prompt
+    )
+    if not tokens:
+        raise bad_request("the prompt is empty: send at least one token", param)
+    if len(tokens) > max_prompt_tokens:
+        raise context_length_error(len(tokens), max_prompt_tokens, param)
+    if max(tokens) >= model_info.vocab_size:
+        raise bad_request(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
+    return tokens
+
+
+def to_sampling_params(
+    request: SamplingFields, model_info: ModelMetadata, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Return the engine's parameters; raises 400 when they contradict each other."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return make_sampling_params(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        n=request.n or 1,
+        temperature=_or_default(request.temperature, 1.0),
+        top_p=_or_default(request.top_p, 1.0),
+        top_k=max(_or_default(request.top_k, 0), 0),
+        min_p=_or_default(request.min_p, 0.0),
+        presence_penalty=_or_default(request.presence_penalty, 0.0),
+        frequency_penalty=_or_default(request.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(request.repetition_penalty, 1.0),
+        logit_bias=_parse_logit_bias(request.logit_bias or {}, model_info),
+        seed=request.seed,
+        stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs,
+        structure=get_structured_output(request),
+    )
+
+
+def make_sampling_params(**fields: Any) -> SamplingParams:
+    """Return SamplingParams; its own complaint is the client's."""
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        name = str(error).split(" ", 1)[0]
+        raise bad_request(str(error), name if name in fields else None) from None
+
+
+def check_context_length(
+    prompt: list[int], max_tokens: int | None, model_info: ModelMetadata, param: str
+) -> int | None:
+    """Check ``max_tokens`` against the model's length; returns it."""
+    total = len(prompt) + (max_tokens or 1)
+    if model_info.kind == "causal" and total > model_info.max_length:
+        raise bad_request(
+            f"{len(prompt)} prompt tokens and {max_tokens} to generate are {total}; this model takes "
+            f"{model_info.max_length}: ask for at most {model_info.max_length - len(prompt)}",
+            param,
+            "context_length_exceeded",
+        )
+    return max_tokens
+
+
+def fit_max_tokens(
+    prompt: list[int], params: SamplingParams, request: CompletionRequest, model_info: ModelMetadata
+) -> SamplingParams:
+    """Check a prompt's room; where nobody asked for a length, what there is must do."""
+    num_available = model_info.max_length - len(prompt)
+    if (
+        model_info.kind == "causal"
+        and "max_tokens" not in request.model_fields_set
+        and params.min_tokens <= num_available
+    ):
+        return replace(params, max_tokens=min(params.max_tokens or num_available, num_available))
+    check_context_length(prompt, params.max_tokens, model_info, "max_tokens")
+    return params
+
+
+def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
+    """Return what the text must look like, from ``response_format`` or the ``guided_*`` fields."""
+    outputs: list[StructuredOutput] = []
+    response_format = request.response_format
+    if response_format is not None and response_format.type == "json_object":
+        outputs.append(StructuredOutput(json_schema='{"type":"object"}'))
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise bad_request("json_schema is missing: give its name and schema", "response_format")
+        outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
+    if request.guided_json is not None:
+        text = (
+            request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
+        )
+        outputs.append(StructuredOutput(json_schema=text))
+    if request.guided_regex is not None:
+        outputs.append(StructuredOutput(regex=request.guided_regex))
+    if request.guided_choice is not None:
+        outputs.append(StructuredOutput(choices=tuple(request.guided_choice)))
+    if len(outputs) > 1:
+        raise bad_request("give one of response_format, guided_json, guided_regex and guided_choice")
+    return outputs[0] if outputs else None
+
+
+def completion_sampling_params(request: CompletionRequest, model_info: ModelMetadata) -> SamplingParams:
+    """Return the parameters of a ``/v1/completions`` request."""
+    if request.suffix:
+        raise bad_request(
+            "suffix is not supported: this model continues a prompt, it does not fill in", "suffix"
+        )
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad_request("best_of other than n is not supported: leave it out", "best_of")
+    if request.max_tokens == 0 and (request.stream or not request.echo):
+        raise bad_request("max_tokens 0 is for echo without stream: ask for 1 at least", "max_tokens")
+    max_tokens = 1 if request.max_tokens == 0 else request.max_tokens
+    params = to_sampling_params(request, model_info, max_tokens=max_tokens, logprobs=request.logprobs)
+    return replace(params, prompt_logprobs=request.logprobs) if request.echo else params
+
+
+def chat_sampling_params(
+    request: ChatRequest, model_info: ModelMetadata, tokenizer: ChatTokenizer
+) -> SamplingParams:
+    """Return the parameters of a ``/v1/chat/completions`` request."""
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    if tokenizer.chat_template is None and not request.stop:
+        request = request.model_copy(update={"stop": [FALLBACK_STOP]})
+    max_tokens = (
+        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    )
+    params = to_sampling_params(
+        request,
+        model_info,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    try:
+        call_schema = tool_choice_schema(request.tool_choice, [tool.function for tool in request.tools or ()])
+    except (ValueError, TypeError) as error:
+        raise bad_request(str(error), "tool_choice") from None
+    if call_schema is None:
+        return params
+    if params.structure is not None:
+        raise bad_request("a call is demanded and another form of answer too: give one", "tool_choice")
+    return replace(params, structure=StructuredOutput(json_schema=json.dumps(call_schema)), stop=())
+
+
+def apply_allowed_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request with those tools alone that its ``tool_choice`` allows."""
+    choice = request.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return request
+    try:
+        mode, tools = filter_allowed_tools(choice, request.tools or ())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise bad_request(f"tool_choice is not understood: {error}", "tool_choice") from None
+    return request.model_copy(update={"tool_choice": mode, "tools": tools})
+
+
+async def tokenize_chat(
+    request: ChatRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata
+) -> list[int]:
+    """Return the tokens of a conversation."""
+    tools = None
+    if request.tools and request.tool_choice != "none":
+        if not tokenizer.supports_tools:
+            raise bad_request("the chat template of this model knows no tools: leave them out", "tools")
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    if request.continue_final_message and request.messages[-1].role != "assistant":
+        raise bad_request("continue_final_message needs an assistant's message at the end", "messages")
+    messages = [_to_template_message(message) for message in request.messages]
+    prompt, add_special_tokens = tokenizer.apply_chat_template(
+        messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
+    )
+    return (
+        await tokenize_prompts(
+            prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens
+        )
+    )[0]
+
+
+def mii_sampling_params(
+    request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata
+) -> SamplingParams:
+    """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
+    num_initial_tokens = (
+        1 if model_info.kind == "seq2seq" else num_prompt_tokens
+    )  # of a model that listens, what it begins with
+    num_available = (
+        min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
+    )
+    max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
+    if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:
+        raise bad_request(
+            f"{num_prompt_tokens} prompt tokens leave no room: max_length is {request.max_length}, the model's "
+            f"{model_info.max_length}",
+            "max_length",
+        )
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return make_sampling_params(
+        max_tokens=max_tokens,
+        min_tokens=min(request.min_new_tokens, max_tokens),
+        temperature=_or_default(request.temperature, 1.0) if request.do_sample else 0.0,
+        top_p=request.top_p if request.do_sample else 1.0,
+        top_k=(request.top_k or 0) if request.do_sample else 0,
+        ignore_eos=request.ignore_eos,
+        stop=tuple(stop),
+        seed=request.seed,
+    )
+
+
+def make_engine_request(
+    prompt: list[int],
+    params: SamplingParams,
+    fields: SamplingFields | None = None,
+    adapter: str | None = None,
+) -> Request:
+    """Return an engine request; the pool names it."""
+    if fields is None:
+        return Request("", prompt, params, adapter=adapter)
+    return Request(
+        "", prompt, params, priority=fields.priority, cache_salt=fields.cache_salt, adapter=adapter
+    )
+
+
+def _to_template_message(message: ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
+    return fields
+
+
+def _to_template_call(call: ToolCall) -> dict[str, Any]:
+    name, arguments = call.function.name, call.function.arguments
+    try:  # templates expect an object, OpenAI's form is its text: of a function without any, often none
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        raise bad_request(f"the arguments of the call of {name[:80]} are not JSON", "messages") from None
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def _parse_logit_bias(logit_bias: dict[str, float], model_info: ModelMetadata) -> dict[int, float]:
+    bias = {}
+    for key, value in logit_bias.items():
+        if not key.isdecimal() or len(key) > 10 or int(key) >= model_info.vocab_size:
+            raise bad_request(f"{key[:20]!r} is no token of this model", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,195 @@
+"""Calls of tools in what a model writes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+
+That is the form that Hermes, Qwen and many others are trained on.  Llama, Mistral, Granite and others write
+nothing but the JSON (behind a mark, which often is a special token and so no text), with ``parameters`` for
+``arguments``, several in a list or one behind the other.  The parser takes text in pieces, lets through what
+is not a call, and holds back what may be the beginning of one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
+_PREFIXES = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
+_CALL_KEYS = ("name", "type", "function", "arguments", "parameters", "id")
+"""With which a call in JSON may begin."""
+_PARTIAL_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*([\s\S]*)')
+
+
+def tool_choice_schema(
+    choice: Literal["none", "auto", "required"] | dict[str, Any] | None, tools: Sequence[Any]
+) -> dict[str, Any] | None:
+    """Return the JSON schema of the call that ``tool_choice`` demands, or None where it demands none.
+
+    ``tools`` have ``name`` and ``parameters``.  Raises ValueError where no such tool was given.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        tools = [tool for tool in tools if tool.name == name]
+        if not tools:
+            raise ValueError('tool_choice must be {"type": "function", "function": {"name": one of tools}}')
+    if not tools:
+        raise ValueError("tool_choice demands a call and tools has none: give some")
+    shared_defs: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        arguments = _strict_schema(tool.parameters or {"type": "object", "properties": {}})
+        for key in ("$defs", "definitions"):  # references to them begin at the root
+            for name, schema in dict(arguments.pop(key, {})).items():
+                if shared_defs.setdefault(key, {}).setdefault(name, schema) != schema:
+                    raise ValueError(f"two tools define {name[:80]} differently: rename one of them")
+        calls.append({
+            "type": "object", "properties": {"name": {"const": tool.name}, "arguments": arguments},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        })  # fmt: skip
+    return {"anyOf": calls, **shared_defs}
+
+
+def filter_allowed_tools(choice: dict[str, Any], tools: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return mode and tools of a ``tool_choice`` of type ``allowed_tools``; ValueError where it is none."""
+    allowed_tools = choice.get("allowed_tools")
+    mode, tool_entries = (
+        (allowed_tools.get("mode"), allowed_tools.get("tools"))
+        if isinstance(allowed_tools, dict)
+        else (None, None)
+    )
+    names = [one["function"]["name"] for one in tool_entries or ()]
+    matching = [tool for tool in tools if tool.function.name in names]
+    if mode not in ("auto", "required") or not matching:
+        raise ValueError('allowed_tools must have mode "auto" or "required", and some of the tools')
+    return mode, matching
+
+
+def _strict_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A plain list of parameters is all of them, although JSON schema would let a model invent more."""
+    plain_keys = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+    if "properties" in parameters and parameters.keys() <= plain_keys:
+        return {**parameters, "additionalProperties": False}
+    return dict(parameters)
+
+
+class ToolParser:
+    """Parts one answer into text and calls; ``bare``: all of it is a call, as :func:`forced` demands.
+
+    ``names`` are the tools': an answer that is nothing but calls of them in JSON needs no tags.
+    """
+
+    def __init__(self, forced: bool = False, names: Iterable[str] = ()) -> None:
+        self.num_calls = 0
+        self.truncated = False
+        """Whether the answer ended amid its only call; its arguments are what there is of them."""
+        self._buffer, self._forced, self._names = "", forced, frozenset(names)
+        self._maybe_untagged = bool(self._names)  # all of it so far may be calls without tags
+
+    def feed(self, text: str, final: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text that is surely none of a call, and the calls that are complete."""
+        self._buffer += text
+        if self._forced:
+            if not final:
+                return "", []
+            calls = self._parse_calls(self._buffer) or self._parse_partial_call(self._buffer)
+            return ("", calls) if calls else (self._buffer, [])
+        if self._maybe_untagged and _may_be_calls(self._buffer):
+            if not final:
+                return "", []
+            if calls := self._parse_calls(_strip_prefix(self._buffer), self._names):
+                return "", calls
+        self._maybe_untagged = False
+        return self._parse_tagged(final)
+
+    def _parse_tagged(self, final: bool) -> tuple[str, list[dict[str, Any]]]:
+        out, calls = "", []
+        while True:
+            start = self._buffer.find(_OPEN_TAG)
+            if start < 0:
+                num_buffered = 0 if final else _partial_suffix_length(self._buffer, _OPEN_TAG)
+                split_at = len(self._buffer) - num_buffered
+                out, self._buffer = out + self._buffer[:split_at], self._buffer[split_at:]
+                return out, calls
+            end = self._buffer.find(_CLOSE_TAG, start)
+            if end < 0 and not final:
+                out, self._buffer = out + self._buffer[:start], self._buffer[start:]
+                return out, calls
+            stop = end if end >= 0 else len(self._buffer)
+            body, after = self._buffer[start + len(_OPEN_TAG) : stop], self._buffer[stop + len(_CLOSE_TAG) :]
+            parsed = self._parse_calls(body)
+            out += self._buffer[:start]
+            if not parsed:  # not a call after all: the client sees what the model wrote
+                out += self._buffer[start : stop + len(_CLOSE_TAG)]
+            calls += parsed
+            self._buffer = after
+
+    def _parse_calls(self, body: str, names: frozenset[str] | None = None) -> list[dict[str, Any]]:
+        """The calls that ``body`` is, one behind the other or in a list; none where it is anything else."""
+        try:
+            parsed = [(call["name"], _get_arguments(call)) for call in _json_objects(body)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return []
+        if not all(isinstance(name, str) and (names is None or name in names) for name, _ in parsed):
+            return []
+        return [
+            self._make_call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+            for name, given in parsed
+        ]
+
+    def _parse_partial_call(self, body: str) -> list[dict[str, Any]]:
+        """The call that ``body`` is the beginning of, where its name is whole."""
+        if (match := _PARTIAL_CALL.match(body)) is None:
+            return []
+        self.truncated = True
+        return [self._make_call(match[1], match[2])]
+
+    def _make_call(self, name: str, arguments: str) -> dict[str, Any]:
+        self.num_calls += 1
+        return {
+            "index": self.num_calls - 1,
+            "id": f"call_{secrets.token_hex(8)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+
+def _json_objects(text: str) -> list[Any]:
+    """The JSON objects of a text that holds nothing else but lists of them, blanks, commas and semicolons."""
+    objects, position, decoder = [], 0, json.JSONDecoder()
+    while position < len(text):
+        if text[position].isspace() or text[position] in ",;":
+            position += 1
+            continue
+        value, position = decoder.raw_decode(text, position)
+        objects += value if isinstance(value, list) else [value]
+    return [one.get("function", one) if isinstance(one.get("function"), dict) else one for one in objects]
+
+
+def _get_arguments(call: dict[str, Any]) -> Any:
+    return call.get("arguments", call.get("parameters", {}))
+
+
+def _strip_prefix(text: str) -> str:
+    text = text.strip()
+    return next((text.removeprefix(mark).lstrip() for mark in _PREFIXES if text.startswith(mark)), text)
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether an answer that begins so may be nothing but calls in JSON."""
+    text = text.lstrip()
+    if any(mark.startswith(text) for mark in _PREFIXES):
+        return True
+    first = re.match(r'(?:\[\s*)?(?:\{\s*)?(?:(?<=[{\s])"(\w*)("?))?', _strip_prefix(text))
+    assert first is not None
+    if first[1] is None:
+        return first.end() == len(_strip_prefix(text))
+    return first[1] in _CALL_KEYS if first[2] else any(key.startswith(first[1]) for key in _CALL_KEYS)
+
+
+def _partial_suffix_length(text: str, word: str) -> int:
+    """How many characters at the end of ``text`` may begin ``word``."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

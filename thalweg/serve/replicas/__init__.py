@@ -1,0 +1,1 @@
+"""Replicas of the engine and the pool that spreads requests over them."""

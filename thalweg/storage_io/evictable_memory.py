@@ -1,0 +1,185 @@
+"""Memory whose tensors outlive their pages.
+
+One range of addresses is reserved, and pages come with the first touch.  ``drop`` gives the pages of a range
+back while the tensors over it stay what they are: same object, same address.  So a parameter that autograd
+saved in the forward pass can be evicted, and be read into the same place before the backward pass needs it.
+
+Private memory (``shared=None``) is anonymous and asks for huge pages: a fault then brings 2 MiB instead of
+4 KiB.  Shared memory is a memfd that the ranks of one host have in common; a drop there is a drop for all.
+
+``move`` hands the pages of one range to another.  A page that comes fresh from the kernel is cleared first,
+which takes as long as reading it from a fast disk; a moved one is not, and costs a few entries of a table.
+
+Invariant: what a dropped range reads as is undefined to the program (zeros, in fact), until it was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+from torch import Tensor
+
+from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
+
+HUGE_PAGE = 2 << 20
+_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
+_POPULATE_WRITE = 23  # of madvise(2)
+
+
+class EvictableMemory:
+    """``num_bytes`` of addresses; ``shared`` is a memfd of at least that size (kept open by its owner).
+
+    Raises:
+        OSError: the addresses cannot be reserved.
+    """
+
+    def __init__(self, num_bytes: int, shared: int | None = None, *, align: int = PAGE) -> None:
+        self.num_bytes = max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE)
+        self._private = shared is None
+        if shared is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
+        else:
+            if os.fstat(shared).st_size < self.num_bytes:
+                raise ValueError(f"the shared memory has fewer than {self.num_bytes} bytes: see memfd()")
+            self._memory = mmap.mmap(shared, self.num_bytes)
+        self._evict_advice = getattr(mmap, "MADV_DONTNEED" if shared is None else "MADV_REMOVE", None)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _madvise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
+        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._allocator = RangeAllocator(self.num_bytes, align)
+
+    def allocate(self, nbytes: int) -> int:
+        """Take ``nbytes`` of addresses (in whole pages); returns their offset.
+
+        Raises:
+            ValueError: there is no gap of that size.
+        """
+        offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            raise ValueError(
+                f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left"
+            )
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the addresses, and the pages, of the region that begins at ``offset``."""
+        self.evict(offset, self._allocator.free(offset))
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
+        if prod(shape) == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
+            tuple(shape)
+        )
+
+    def evict(self, offset: int, nbytes: int) -> None:
+        """Give the pages that lie wholly within the range back to the system."""
+        start, stop = round_up(offset), (offset + nbytes) // PAGE * PAGE
+        if stop > start and self._evict_advice is not None:
+            _madvise(self._memory, self._evict_advice, start, stop - start)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Let pages come that hold the range, as if each were written to; what they hold stays.
+
+        Other threads of the interpreter go on meanwhile.  Nothing happens where the system cannot (Linux has
+        had it since 5.14) or has no pages left.
+        """
+        start = offset // PAGE * PAGE
+        stop = min(round_up(offset + nbytes), self.num_bytes)
+        if stop > start and sys.platform.startswith("linux"):
+            call = ctypes.CDLL(None).madvise
+            call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+            call(self._base + start, stop - start, _POPULATE_WRITE)
+
+    def move_pages(self, source: int, target: int, nbytes: int) -> bool:
+        """Give the pages of ``source`` to ``target`` (offsets; whole pages), whose own are lost.
+
+        ``source`` is dropped by that.  Huge pages stay whole where both begin on one.  False, and nothing has
+        happened, where the system cannot.
+        """
+        assert source % PAGE == target % PAGE == nbytes % PAGE == 0, (source, target, nbytes)
+        if not self._private:
+            return False
+        with suppress(OSError, AttributeError):
+            mremap(self._base + source, self._base + target, nbytes)
+            return True
+        return False
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """The offset of a tensor that lies in here, or None."""
+        offset = tensor.data_ptr() - self._base
+        return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
+
+
+class PagePrefaulter:
+    """Lets the pages of a memory that is used from its start on come before they are needed, in a thread.
+
+    A first touch costs what clearing 2 MiB costs, and on a virtual machine whose host has not given the
+    memory yet thirty times that: too long for a step that somebody waits for.
+    """
+
+    def __init__(
+        self,
+        memory: EvictableMemory,
+        chunk_bytes: int,
+        *,
+        initial_bytes: int = 256 << 20,
+        margin_bytes: int = 64 << 20,
+    ) -> None:
+        """``piece``: bytes that are used together; ``first``: bytes that come at once (at most a quarter of
+        the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""
+        self._memory, self._chunk_bytes = memory, chunk_bytes
+        self._margin_bytes = min(margin_bytes, memory.num_bytes // 8)
+        self._prefaulted_bytes = 0
+        self._prefault(min(initial_bytes, memory.num_bytes // 4))
+
+    def prefault_to(self, chunk_index: int) -> None:
+        """Note that this piece is in use."""
+        used_bytes = (chunk_index + 1) * self._chunk_bytes
+        if self._prefaulted_bytes < min(used_bytes + self._margin_bytes // 2, self._memory.num_bytes):
+            self._prefault(used_bytes + self._margin_bytes)
+
+    def _prefault(self, stop: int) -> None:
+        start, self._prefaulted_bytes = self._prefaulted_bytes, stop
+        if stop - start >= HUGE_PAGE:  # less comes quickly enough by itself
+            threading.Thread(target=self._memory.populate, args=(start, stop - start), daemon=True).start()
+
+
+def mremap(source: int, target: int, nbytes: int) -> None:
+    """mremap(2): pages go from one address to another, and ``source`` stays mapped, empty.
+
+    Raises:
+        OSError: the system has no such call (Linux has had it since 5.7).
+    """
+    call = ctypes.CDLL(None, use_errno=True).mremap
+    word = ctypes.c_size_t
+    call.argtypes, call.restype = [word, word, word, ctypes.c_int, word], word
+    if call(source, nbytes, nbytes, _MAYMOVE | _FIXED | _DONTUNMAP, target) != target:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
+
+
+def memfd(num_bytes: int) -> int:
+    """A descriptor of shared memory without a name, for a :class:`EvictableMemory` of ``num_bytes``."""
+    handle = os.memfd_create("thalweg-paged", os.MFD_CLOEXEC)
+    os.ftruncate(handle, max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE))
+    return handle
+
+
+def _madvise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
+    try:
+        memory.madvise(advice, start, nbytes)
+    except OSError as error:
+        # A kernel without huge pages; dropping must work, or memory would grow unseen.
+        if advice != getattr(mmap, "MADV_HUGEPAGE", None):
+            raise AssertionError(f"cannot give pages back: {error}") from error

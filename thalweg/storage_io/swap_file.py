@@ -1,0 +1,415 @@
+"""The swap file: tensors on a disk that are still tensors.
+
+The picture, one file without a name in the folder the user gave::
+
+    | region | region | ...                 |      each from a page boundary, in pages of its own
+        |        `--- read / write: O_DIRECT, threads, page-aligned buffers      the fast path
+        `------------ view: a tensor over a shared mapping of the same bytes     the slow path
+
+A *view* keeps its identity for good: anything may read and write it (a checkpoint, ``p.norm()``, a user's
+own optimiser), page by page through the page cache.  The fast path streams the same bytes and never touches
+the mapping; *trim* gives back the memory that slow readers have faulted in.
+
+Coherence.  A direct read first writes dirty cached pages of its range out, a direct write drops them (Linux,
+local file systems; tests/unit/test_storage_io_swap_file.py).  So the two paths may alternate freely, but must not run
+at the same time on the same bytes, as with any two writers.
+
+Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (extents.py): views
+keep their addresses and show the other bytes, and not a byte is moved.
+
+Space is taken in full when the file is made: a disk that is too small is an error before training, not in
+its midst.  The file never has a name (or loses it at once), so nothing stays behind, however a job ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
+from thalweg.storage_io.remap_table import RemapTable
+from thalweg.utils.log import get_logger
+
+_log = get_logger("store")
+# Beyond this a larger block gains nothing and a smaller one spreads over more threads.
+BLOCK_BYTES = 8 << 20
+NUM_THREADS = 4
+
+
+class SwapError(RuntimeError):
+    """A transfer failed; the message names folder, offset, bytes and cause."""
+
+
+class SwapFile:
+    """``num_bytes`` of disk below ``folder``, with views and asynchronous transfers.
+
+    ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
+    ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
+    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io_threads.Meter` s.
+
+    Raises:
+        ValueError: the folder is missing or not writable, or the disk has too little room.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        num_bytes: int,
+        *,
+        capacity: int = 0,
+        num_threads: int = NUM_THREADS,
+        block_bytes: int = BLOCK_BYTES,
+        disk: Disk | None = None,
+    ) -> None:
+        self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
+        self._disk = disk or Disk()
+        self._block_bytes = max(round_up(block_bytes), PAGE)
+        self.reads, self.writes = IoThroughput(), IoThroughput()
+        self._handle = self._create()
+        self._direct = self._open_direct()
+        self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
+        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._allocator = RangeAllocator(self.num_bytes)
+        self._remap_table = RemapTable()
+        self._lock = threading.RLock()
+        self._threads = IoThreadPool(num_threads)
+        self._closed = False
+        # An engine that is dropped without being closed must not keep the disk's space.
+        self._finalizer = weakref.finalize(
+            self, _close_resources, self._disk, self._threads, self._handle, self._direct
+        )
+
+    # Space
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        return self._direct is not None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no region has taken."""
+        return self._allocator.free_bytes
+
+    @property
+    def largest_gap(self) -> int:
+        """Bytes of the largest region that could be had without growing."""
+        return self._allocator.largest_gap
+
+    def allocate(self, nbytes: int) -> int:
+        """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.  The file
+        grows where it has no gap of that size and its capacity allows.
+
+        Raises:
+            ValueError: it may not grow, or the disk has too little room.
+        """
+        with self._lock:
+            offset = self._allocator.allocate(nbytes)
+            if offset is None and self.num_bytes + round_up(nbytes) <= self._capacity:
+                self.extend(nbytes)
+                offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            raise ValueError(
+                f"the swap file in {self.folder} was made for {_format_bytes(self.num_bytes)} and has "
+                f"{_format_bytes(self._allocator.largest_gap)} left in one piece; {_format_bytes(nbytes)} more are needed: "
+                "make it larger"
+            )
+        return offset
+
+    def extend(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` more of the disk.
+
+        Raises:
+            ValueError: the disk has too little room, or the capacity is used up.
+        """
+        extra = round_up(num_bytes)
+        if extra == 0:
+            return
+        with self._lock:
+            if self.num_bytes + extra > self._capacity:
+                raise ValueError(
+                    f"a swap file of at most {_format_bytes(self._capacity)} cannot take {_format_bytes(extra)} more"
+                )
+            free = self._disk.free_bytes(self.folder)
+            if free < extra:
+                raise ValueError(self._too_small_message(free, needed=extra))
+            self._fallocate(self._handle, self.num_bytes + extra)
+            self.num_bytes += extra
+            self._allocator.extend(extra)
+
+    def extend_if_free(self, num_bytes: int, free_bytes: int) -> bool:
+        """:meth:`extend`, if the disk has ``free_bytes``; whether it had."""
+        fits = self.num_bytes + round_up(num_bytes) <= self._capacity
+        if not fits or self._disk.free_bytes(self.folder) < free_bytes:
+            return False
+        try:
+            self.extend(num_bytes)
+        except ValueError:  # somebody else was quicker, or a quota says less
+            return False
+        return True
+
+    def free(self, offset: int) -> None:
+        """Give back the region that begins at ``offset``; its views must not be used any more."""
+        with self._lock:
+            self._allocator.free(offset)
+
+    # The slow path
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over the mapped bytes from ``offset``; it lives as long as anybody holds it."""
+        if prod(shape) == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        assert offset >= 0 and offset + prod(shape) * dtype.itemsize <= self.num_bytes, (offset, shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
+            tuple(shape)
+        )
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """The offset of a tensor that lies in the mapping (a view, or a part of one), or None."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self.num_bytes else None
+
+    def trim(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Give back the memory that readers and writers of views took; the bytes stay on the disk.
+
+        Dirty pages start on their way to the disk; the page cache keeps them until they are there.
+        """
+        start = offset // PAGE * PAGE
+        stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
+        if stop > start and not self._closed:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            for extent in self._remap_table.lookup(start, stop - start):
+                self._disk.drop_page_cache(self._handle, extent.file_offset, extent.nbytes)
+
+    def readahead(self, offset: int, nbytes: int) -> None:
+        """A hint that views of the range are about to be read: the disk starts at once."""
+        for extent in self._remap_table.lookup(offset, nbytes):
+            self._disk.readahead(self._handle, extent.file_offset, extent.nbytes)
+
+    def swap_ranges(self, first: int, second: int, nbytes: int) -> None:
+        """Let two ranges of whole pages change places in the file; no transfer of theirs may be under way.
+
+        Raises:
+            OSError: the system cannot map the file anew; nothing has changed then.
+        """
+        assert first % PAGE == second % PAGE == nbytes % PAGE == 0, (first, second, nbytes)
+        self._remap_table.swap_ranges(first, second, nbytes)
+        try:
+            for start in (first, second):
+                self._remap(start, nbytes)
+        except OSError:
+            self._remap_table.swap_ranges(first, second, nbytes)
+            for start in (first, second):
+                self._remap(start, nbytes)
+            raise
+
+    def can_swap_ranges(self) -> bool:
+        """Whether :meth:`exchange` works on this system."""
+        try:
+            self._remap(0, PAGE)
+        except OSError:
+            return False
+        return True
+
+    def _remap(self, start: int, nbytes: int) -> None:
+        for extent in self._remap_table.lookup(start, nbytes):
+            self._disk.mmap_fixed(self._handle, self._base + extent.start, extent.nbytes, extent.file_offset)
+
+    # The fast path
+
+    def read(self, offset: int, into: Tensor) -> IoFuture:
+        """Fill the contiguous CPU tensor ``into`` from ``offset``.
+
+        Bytes bypass the page cache where the memory's address and the offset are multiples of the page
+        size (:class:`.buffer_ring.Ring` gives such memory); a ragged end, or all of it, goes through it.
+        """
+        return self._transfer(self._read_block, offset, into)
+
+    def write(self, offset: int, source: Tensor) -> IoFuture:
+        """Store the contiguous CPU tensor ``source`` at ``offset``; it must not change until the ticket is
+        done."""
+        return self._transfer(self._write_block, offset, source)
+
+    def close(self) -> None:
+        """End all transfers and give the file back; views that somebody still holds stay readable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer()
+        del self._memory  # views hold it on their own
+
+    def __enter__(self) -> SwapFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _transfer(self, transfer_block: Any, offset: int, tensor: Tensor) -> IoFuture:
+        assert not self._closed, "the swap file is closed"
+        data = _as_memoryview(tensor)
+        assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
+        aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
+        aligned = aligned // PAGE * PAGE if self._direct is not None else 0
+        futures = []
+        for extent in self._remap_table.lookup(offset, data.nbytes):
+            begin = extent.start - offset
+            end = begin + extent.nbytes
+            aligned_end = min(max(aligned, begin), end)
+            boundaries = [
+                *range(begin, aligned_end, self._block_bytes),
+                *range(aligned_end, end, self._block_bytes),
+                end,
+            ]
+            for start, stop in pairwise(boundaries):
+                file_offset = extent.file_offset + start - begin
+                futures.append(
+                    self._threads.submit(transfer_block, data[start:stop], file_offset, stop <= aligned)
+                )
+        return IoFuture(futures)
+
+    def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
+        self._transfer_block(self.reads, "read", data, offset, direct)
+
+    def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
+        self._transfer_block(self.writes, "write", data, offset, direct)
+
+    def _transfer_block(
+        self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool
+    ) -> None:
+        syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
+        total, nbytes = 0, data.nbytes
+        meter.begin()
+        try:
+            while total < nbytes:
+                # What follows a short transfer may not be aligned any more.
+                aligned = direct and self._direct is not None and total % PAGE == 0
+                handle = self._direct if aligned and self._direct is not None else self._handle
+                try:
+                    transferred = syscall(handle, [data[total:]], offset + total)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and aligned:  # a coarser alignment than a page
+                        direct = False
+                        continue
+                    raise
+                if transferred <= 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                total += transferred
+        except OSError as error:
+            hint = " Make room on that disk." if error.errno == errno.ENOSPC else ""
+            raise SwapError(
+                f"cannot {verb} {nbytes} bytes at offset {offset} of the swap file in {self.folder}: "
+                f"{error.strerror or error}.{hint}"
+            ) from error
+        finally:
+            meter.end(total)
+
+    # Birth
+
+    def _create(self) -> int:
+        disk, folder = self._disk, self.folder
+        try:
+            free = disk.free_bytes(folder)
+        except OSError as error:
+            raise ValueError(
+                f"the swap folder {folder} cannot be used: {error.strerror}. Create it on the disk that is "
+                "to hold the swap file"
+            ) from error
+        if free < self.num_bytes:
+            raise ValueError(self._too_small_message(free))
+        try:
+            handle = disk.open_unnamed(folder)
+        except OSError as error:
+            raise ValueError(
+                f"no file can be made in the swap folder {folder}: {error.strerror}. Choose a folder that "
+                "this user may write to"
+            ) from error
+        try:
+            self._fallocate(handle, self.num_bytes)
+        except ValueError:
+            disk.close(handle)
+            raise
+        return handle
+
+    def _map(self, capacity: int) -> tuple[int, mmap.mmap]:
+        """Map the file, and addresses for it to grow to ``capacity``: as many as the system gives."""
+        for size in (capacity, min(capacity, 4 * self.num_bytes), self.num_bytes):
+            try:
+                if size > self.num_bytes:
+                    self._disk.truncate(self._handle, size)
+                return size, mmap.mmap(self._handle, size)
+            except OSError:  # a limit on addresses or on the length of files
+                if size == self.num_bytes:
+                    raise
+        raise AssertionError("the last size returns or raises")
+
+    def _fallocate(self, handle: int, num_bytes: int) -> None:
+        try:
+            self._disk.fallocate(handle, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise ValueError(
+                    self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)
+                ) from error
+            raise ValueError(
+                f"the swap folder {self.folder} refuses a file of {_format_bytes(num_bytes)}: {error.strerror}"
+            ) from error
+
+    def _too_small_message(self, free: int, cause: str | None = None, needed: int = 0) -> str:
+        reason = f" ({cause})" if cause else ""
+        return (
+            f"the swap file needs {_format_bytes(needed or self.num_bytes)} and the disk of {self.folder} has "
+            f"{_format_bytes(free)} free{reason}: make room, point nvme_path to a larger disk, or offload less (device "
+            '"cpu" for the parameters or the optimiser)'
+        )
+
+    def _open_direct(self) -> int | None:
+        handle = None
+        try:
+            handle = self._disk.open_direct(self._handle)
+            # Some file systems accept the flag and refuse the transfer.
+            page = mmap.mmap(-1, PAGE)
+            self._disk.pwritev(handle, [memoryview(page)], 0)
+        except OSError as error:
+            if handle is not None:
+                self._disk.close(handle)
+            _log.info(
+                "the file system of %s has no direct I/O (%s): transfers go through the page cache, which "
+                "is slower and shares memory with training",
+                self.folder,
+                error.strerror,
+            )
+            return None
+        return handle
+
+
+def _close_resources(disk: Disk, threads: IoThreadPool, *handles: int | None) -> None:
+    threads.close()
+    for handle in handles:
+        if handle is not None:
+            disk.close(handle)
+
+
+def _as_memoryview(tensor: Tensor) -> memoryview:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
+    if not tensor.numel():
+        return memoryview(b"")
+    data: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _format_bytes(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB"

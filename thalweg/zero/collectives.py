@@ -1,0 +1,489 @@
+"""Which collectives a run uses, decided once from where its ranks are.
+
+one rank, or replicated parameters   no gathers; gradients are averaged
+all ranks on one host, CPU           homes and reductions in one arena
+several hosts, several ranks each    arena inside a host, wire between hosts; homes on each host
+                                     where parameters stay (stages 1 and 2) or hpZ keeps them
+anything else on CPU                 the wire forms that gloo does well
+GPUs                                 FSDP2's own, on NCCL; ours where something is quantised
+
+What ZeRO++ quantises is what goes between hosts (and, over links, inside them): in shared
+memory nothing travels, so nothing is rounded.  With MiCS all of this holds for the ranks of
+one group, and reductions end in a sum over the copies of the shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thalweg.comm import (
+    AllReduceSum,
+    AllToAllReduce,
+    AllToAllReduceScatter,
+    BlockQuantizer,
+    CommsLog,
+    ErrorFeedback,
+    HierarchicalAllGather,
+    HierarchicalAllReduce,
+    HierarchicalReduceScatter,
+    HostGroups,
+    HostTopology,
+    PayloadFormat,
+    QuantizedAllGather,
+    QuantizedAllReduceSum,
+    QuantizedAllToAllReduce,
+    SharedMemoryAllReduce,
+    SharedMemoryArena,
+    SharedMemoryReduceScatter,
+    SharedMemoryRing,
+    TwoLevelAllGather,
+    TwoLevelReduceScatter,
+    WireAllGather,
+    WireAllReduce,
+    create_host_arena,
+    make_subgroup,
+)
+from thalweg.comm.collectives.quantized import (
+    GRADIENT_QUANTIZER,
+    INTRA_HOST_GRADIENT_QUANTIZER,
+    WEIGHT_QUANTIZER,
+    PayloadFormatFn,
+    single_segment_format,
+)
+from thalweg.zero.fsdp2.async_reduce import AsyncReduction
+from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
+from thalweg.zero.policy import CommPolicy, ZeroPolicy
+from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
+from thalweg.zero.storage.cross_host_sync import CrossHostSync
+
+CollectiveFactory = Callable[[str, FSDPGroupHandle], Any]
+_NUM_GATHER_SLOTS = 4
+# A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
+# parameters leave no memory to spare for that: there one slot a rank is 17 MiB less of 590 on a small model.
+NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
+
+
+@dataclass
+class Collectives:
+    """The makers of each unit's collectives; ``arena`` holds the homes where there are any.
+
+    ``apart``: parameters whose shards lie beside the homes; ``cross_host_sync``: what brings homes of
+    several hosts up to date; ``overlap``: what reduces during the backward pass; ``hpz_group_size``:
+    ranks among which FSDP2 keeps gathered parameters for the backward pass; ``notes``:
+    what an option comes to here, by its name.
+    """
+
+    storage_kind: StorageKind
+    ledger: CommsLog = field(default_factory=CommsLog)
+    arena: SharedMemoryArena | None = None
+    make_reducer: CollectiveFactory | None = None
+    make_all_gather: CollectiveFactory | None = None
+    uses_all_reduce: bool = False
+    cross_host_sync: CrossHostSync | None = None
+    separate_masters: frozenset[str] = frozenset()
+    hpz_group_size: int = 1
+    replicas: ReplicaGroup | None = None
+    option_messages: dict[str, str] = field(default_factory=dict)
+    async_reduction: AsyncReduction | None = None
+
+    def install(self, groups: Iterable[FSDPGroupHandle], output_dtype: torch.dtype) -> list[Any]:
+        """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's.
+
+        ``output_dtype``: of reduced gradients.
+        """
+        reducers: list[Any] = []
+        for group in groups:
+            name = group.name or "<root>"
+            if self.make_all_gather is not None:
+                group.module.set_custom_all_gather(self.make_all_gather(name, group))
+            if self.make_reducer is not None:
+                reducers.append(reducer := self.make_reducer(name, group))
+                if self.replicas is not None:
+                    reducer.num_copies, reducer.total = self.replicas.num_replicas, self.replicas.all_reduce
+                if self.async_reduction is not None:
+                    reducer.later = self.async_reduction.make_try_submit(group, output_dtype)
+                group.module.set_custom_reduce_scatter(reducer)
+                if self.uses_all_reduce:
+                    group.module.set_all_reduce_hook(reducer.reduce)
+        return reducers
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """The ranks that hold the same shard (MiCS), and the sum of gradients over them."""
+
+    num_replicas: int
+    all_reduce: AllReduceSum | QuantizedAllReduceSum
+
+    @classmethod
+    def build(cls, mics_mesh: DeviceMesh, device: torch.device, quantized: bool) -> ReplicaGroup:
+        """Over the outer axis of ``grid``; collective over it."""
+        group = mics_mesh.get_group(0)
+        topology = HostTopology.discover(group, device)
+        all_reduce_type = QuantizedAllReduceSum if quantized else AllReduceSum
+        return cls(mics_mesh.size(0), all_reduce_type(group, topology))
+
+
+@dataclass
+class CollectivesSpec:
+    """What the choice depends on: ranks, device, wishes, sizes."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    policy: ZeroPolicy
+    comm_policy: CommPolicy
+    param_specs: Mapping[str, ParamSpec]
+    replicate: bool
+    unit_bytes: int
+    root_bytes: int
+    output_dtype: torch.dtype
+    timeout: float
+    replicas: ReplicaGroup | None = None
+    ledger: CommsLog = field(default_factory=CommsLog)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of all homes."""
+        return 0 if self.replicate else get_arena_bytes(self.param_specs.values())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks among which states are sharded."""
+        return self.mesh.get_group()
+
+    def all_replicas_agree(self, possible: bool) -> bool:
+        """Whether something is possible in every group of copies; all of them must have the same units."""
+        if self.replicas is None:
+            return possible
+        flag = torch.tensor(int(possible), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.all_reduce.group)
+        return bool(flag)
+
+
+def build_collectives(spec: CollectivesSpec) -> Collectives:
+    """Choose; collective over the mesh.
+
+    ``unit_bytes`` of the situation: the largest unit's gradients where large leaf modules are
+    units, ``root_bytes`` where they belong to the root (the wire forms).
+
+    Raises:
+        ValueError: hpZ's groups do not fit the hosts.
+    """
+    collectives = _select_collectives(spec)
+    collectives.replicas = spec.replicas
+    if spec.comm_policy.error_feedback is not None and not spec.comm_policy.quantized_gradients:
+        collectives.option_messages["zeropp_loco_param.err_beta"] = (
+            "idle: zero_quantized_gradients, which it corrects, is off"
+        )
+    if spec.comm_policy.two_level_gather and spec.replicas is None:
+        collectives.option_messages["mics_hierarchical_params_gather"] = (
+            "idle: mics_shard_size makes no groups"
+        )
+    return collectives
+
+
+def _select_collectives(spec: CollectivesSpec) -> Collectives:
+    group, size = spec.group, spec.mesh.size()
+    if size == 1:
+        return _build_wire(spec, HostTopology((0,), 0))
+    if spec.device.type == "cpu":
+        depth = NUM_REPLICATED_REDUCE_SLOTS if spec.replicate else NUM_REDUCE_SLOTS
+        arena_bytes = spec.unsharded_bytes + SharedMemoryRing.num_bytes(size, spec.unit_bytes, depth)
+        arena = SharedMemoryArena.create(group, arena_bytes, timeout=spec.timeout)
+        if spec.all_replicas_agree(arena is not None):
+            assert arena is not None
+            spec.ledger.topology = HostTopology((0,) * size, spec.mesh.get_local_rank())
+            _check_hpz_groups(spec, spec.ledger.topology)
+            return _build_shared_memory(spec, arena, SharedMemoryRing(arena, spec.unit_bytes, depth))
+    topology = spec.ledger.topology = HostTopology.discover(group, spec.device)
+    _check_hpz_groups(spec, topology)
+    hosts = HostGroups.discover(group, topology)
+    if spec.all_replicas_agree(hosts is not None) and spec.device.type == "cpu":
+        assert hosts is not None
+        keeps_unsharded = not spec.replicate and (
+            not spec.policy.reshards_after_use or spec.comm_policy.hpz_group_size > 1
+        )
+        # Gathers may be wider than reductions (frozen parameters, fp32 under a 16-bit reduction).
+        slot_bytes = spec.unit_bytes if keeps_unsharded else 2 * spec.root_bytes
+        host_arena_bytes = SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes)
+        host_arena_bytes += (
+            spec.unsharded_bytes
+            if keeps_unsharded
+            else SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes, _NUM_GATHER_SLOTS)
+        )
+        arena = create_host_arena(hosts, host_arena_bytes, spec.timeout)
+        if spec.all_replicas_agree(arena is not None):
+            assert arena is not None
+            return _build_hierarchical(spec, arena, hosts, slot_bytes, keeps_unsharded)
+    return _build_wire(spec, topology, hosts)
+
+
+def _build_shared_memory(
+    spec: CollectivesSpec, arena: SharedMemoryArena, ring: SharedMemoryRing
+) -> Collectives:
+    ledger, dtype = spec.ledger, spec.output_dtype
+    if spec.replicate:
+        return Collectives(
+            "private",
+            ledger,
+            arena,
+            make_reducer=lambda name, group: SharedMemoryAllReduce(ring, name, ledger, dtype),
+            uses_all_reduce=True,
+        )
+    collectives = Collectives(
+        "shared",
+        ledger,
+        arena,
+        make_reducer=lambda name, group: SharedMemoryReduceScatter(ring, name, ledger, dtype),
+    )
+    comm_policy = spec.comm_policy
+    if comm_policy.hpz_group_size > 1:
+        collectives.option_messages["zero_hpz_partition_size"] = (
+            "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
+        )
+    quantized = {
+        "zero_quantized_weights": comm_policy.quantized_weights,
+        "zero_quantized_nontrainable_weights": comm_policy.quantized_frozen_weights,
+        "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
+    }
+    for name in (name for name, on in quantized.items() if on):
+        collectives.option_messages[name] = (
+            "nothing travels between ranks that share one host's memory, so nothing is rounded"
+        )
+    return collectives
+
+
+def _build_hierarchical(
+    spec: CollectivesSpec, arena: SharedMemoryArena, hosts: HostGroups, slot_bytes: int, keeps_unsharded: bool
+) -> Collectives:
+    ring, ledger, dtype, comm_policy = (
+        SharedMemoryRing(arena, slot_bytes),
+        spec.ledger,
+        spec.output_dtype,
+        spec.comm_policy,
+    )
+    rank = spec.mesh.get_local_rank()
+    if spec.replicate:
+        return Collectives(
+            "private",
+            ledger,
+            make_reducer=lambda name, group: HierarchicalAllReduce(hosts, ring, name, ledger, dtype),
+            uses_all_reduce=True,
+        )
+
+    def make_reduce_scatter(name: str, group: FSDPGroupHandle) -> HierarchicalReduceScatter:
+        reduce_scatter = HierarchicalReduceScatter(hosts, ring, rank, name, ledger, dtype)
+        if comm_policy.quantized_gradients:
+            reduce_scatter.all_to_all = _make_gradient_all_to_all(
+                comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter
+            )
+        return reduce_scatter
+
+    if keeps_unsharded:
+        lossy = frozenset(
+            name
+            for name, param_spec in spec.param_specs.items()
+            # Integers are somebody's codes already.
+            if param_spec.compute_dtype.is_floating_point
+            and comm_policy.quantizes(len(param_spec.shape), param_spec.requires_grad)
+        )
+        collectives = Collectives(
+            "shared", ledger, arena, make_reducer=make_reduce_scatter, separate_masters=lossy
+        )
+        collectives.cross_host_sync = CrossHostSync(hosts, rank, spec.group, ledger, lossy)
+        if comm_policy.hpz_group_size > 1:
+            collectives.option_messages["zero_hpz_partition_size"] = (
+                f"the {hosts.num_local_ranks} ranks of a host share one copy of the parameters, "
+                "which crosses to other hosts once an update"
+            )
+        return collectives
+    gather_ring = SharedMemoryRing(arena, slot_bytes, _NUM_GATHER_SLOTS, counter_bank=1)
+    return Collectives(
+        "wire",
+        ledger,
+        make_reducer=make_reduce_scatter,
+        make_all_gather=lambda name, group: HierarchicalAllGather(
+            hosts, gather_ring, rank, name, ledger, _weight_format_fn(comm_policy, group)
+        ),
+    )
+
+
+def _build_wire(
+    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None
+) -> Collectives:
+    ledger, dtype, comm_policy, cpu = (
+        spec.ledger,
+        spec.output_dtype,
+        spec.comm_policy,
+        spec.device.type == "cpu",
+    )
+    async_reduction = AsyncReduction() if cpu and spec.mesh.size() > 1 and spec.replicas is None else None
+    # Of its own, as the thread's collectives and the main thread's come in no common order.
+    reduce_group = (
+        spec.group if async_reduction is None else make_subgroup(range(spec.mesh.size()), spec.group)
+    )
+    if spec.replicate or spec.mesh.size() == 1:
+        return Collectives(
+            "private",
+            ledger,
+            make_reducer=lambda name, group: WireAllReduce(reduce_group, name, ledger, dtype, topology),
+            uses_all_reduce=True,
+            async_reduction=async_reduction,
+        )
+    size = spec.mesh.size()
+    hpz_group_size = (
+        comm_policy.hpz_group_size
+        if spec.policy.reshards_after_use and comm_policy.hpz_group_size < size
+        else 1
+    )
+    collectives = Collectives("wire", ledger, hpz_group_size=hpz_group_size)
+    quantized = comm_policy.quantized_weights or comm_policy.quantized_frozen_weights
+    if comm_policy.two_level_gather and hosts is not None:
+        topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
+        collectives.make_all_gather = lambda name, group: TwoLevelAllGather(
+            hosts.intra_host_group,
+            hosts.inter_host_group,
+            topologies,
+            hosts.ranks_by_local_rank,
+            name,
+            ledger,
+            _weight_format_fn(comm_policy, group),
+        )
+    elif quantized:
+        collectives.make_all_gather = lambda name, group: QuantizedAllGather(
+            name, ledger, topology, _weight_format_fn(comm_policy, group), size
+        )
+    elif cpu:
+        collectives.make_all_gather = lambda name, group: WireAllGather(name, ledger, topology)
+    if comm_policy.quantized_gradients or cpu or spec.replicas is not None:
+        collectives.make_reducer = lambda name, group: _make_wire_reducer(
+            spec, reduce_group, topology, hosts, name, group
+        )
+    # Between the two levels of a quantised reduction lie groups that gathers use as well.
+    collectives.async_reduction = (
+        async_reduction if not (comm_policy.quantized_gradients and hosts is not None) else None
+    )
+    return collectives
+
+
+def _make_wire_reducer(
+    spec: CollectivesSpec,
+    reduce_group: dist.ProcessGroup,
+    topology: HostTopology,
+    hosts: HostGroups | None,
+    name: str,
+    group: FSDPGroupHandle,
+) -> Any:
+    ledger, dtype, comm_policy = spec.ledger, spec.output_dtype, spec.comm_policy
+    if not comm_policy.quantized_gradients:
+        return AllToAllReduceScatter(name, ledger, dtype, AllToAllReduce(reduce_group, topology))
+    if hosts is None:
+        reduce_scatter = AllToAllReduceScatter(name, ledger, dtype)
+        reduce_scatter.all_to_all = _make_gradient_all_to_all(
+            comm_policy, reduce_group, topology, group, reduce_scatter
+        )
+        return reduce_scatter
+    inner = QuantizedAllToAllReduce(
+        hosts.intra_host_group,
+        hosts.intra_host_topology,
+        single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER),
+    )
+    reduce_scatter = TwoLevelReduceScatter(
+        inner,
+        AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology),
+        hosts.ranks_by_local_rank,
+        name,
+        ledger,
+        dtype,
+    )
+    reduce_scatter.all_to_all = _make_gradient_all_to_all(
+        comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter
+    )
+    return reduce_scatter
+
+
+def _make_gradient_all_to_all(
+    comm_policy: CommPolicy,
+    process_group: dist.ProcessGroup,
+    topology: HostTopology,
+    group: FSDPGroupHandle,
+    reducer: Any,
+) -> QuantizedAllToAllReduce:
+    error_feedback = (
+        None if comm_policy.error_feedback is None else ErrorFeedback(*comm_policy.error_feedback)
+    )
+    return QuantizedAllToAllReduce(
+        process_group, topology, _gradient_format_fn(group), error_feedback, lambda: reducer.divisor
+    )
+
+
+def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> PayloadFormatFn:
+    """The codes of a unit's shards: each parameter for itself; another buffer goes as it is."""
+
+    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+        segments = [
+            (
+                prod(param.padded_shape),
+                comm_policy.quantizes(param.sharded_param.ndim, param.sharded_param.requires_grad),
+            )
+            for param in group.params
+        ]
+        return _make_payload_format(segments, numel, dtype, WEIGHT_QUANTIZER)
+
+    return get_payload_format
+
+
+def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
+    """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
+    single_segment = single_segment_format(GRADIENT_QUANTIZER)
+
+    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+        segments = [
+            (prod(param.padded_shape), param.sharded_param.ndim >= 2)
+            for param in group.params
+            if param.sharded_param.requires_grad
+        ]
+        if sum(length for length, _ in segments) != numel:
+            return single_segment(numel, dtype)
+        return _make_payload_format(segments, numel, dtype, GRADIENT_QUANTIZER)
+
+    return get_payload_format
+
+
+def _make_payload_format(
+    segments: list[tuple[int, bool]], numel: int, dtype: torch.dtype, quantizer: BlockQuantizer
+) -> PayloadFormat | None:
+    is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fits = sum(length for length, _ in segments) == numel
+    if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
+        return None
+    return PayloadFormat(tuple(segments), quantizer, dtype)
+
+
+def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:
+    """Refuse hpZ's groups of consecutive ranks where one would lie on two hosts."""
+    size = spec.comm_policy.hpz_group_size
+    if size <= 1:
+        return
+    groups = [topology.host_ids[start : start + size] for start in range(0, len(topology.host_ids), size)]
+    fits = all(len(hosts) == size and len(set(hosts)) == 1 for hosts in groups)
+    if spec.all_replicas_agree(fits):
+        return
+    counts = [len(list(ranks)) for _, ranks in itertools.groupby(topology.host_ids)]
+    valid_sizes = [
+        number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)
+    ]
+    raise ValueError(
+        f"zero_optimization.zero_hpz_partition_size = {size}: groups of {size} consecutive ranks must lie on "
+        f"one host, and the hosts have {counts} ranks: use "
+        + (f"one of {valid_sizes}, or 1" if valid_sizes else "1, or give each host equally many ranks")
+        + " to switch hpZ off"
+    )

@@ -1,0 +1,322 @@
+"""Every private name of FSDP2 that Thalweg touches, in one place.
+
+FSDP2 keeps a parameter in one of two states, sharded or unsharded, a group of them at
+a time, and swaps the module's attribute between two Parameters.  What is done here
+and has no public form:
+
+* ``set_shard_storage``: give the sharded parameter a storage of our choice (shared memory, say);
+* ``set_unsharded_storage``: name the tensor that *is* the unsharded parameter, so that unsharding
+  needs no gather and no copy;
+* ``support_unfreezing``: let parameters of another dtype than the trained ones train later;
+* ``to_unsharded`` and ``flush``: make those transitions outside of a forward pass.
+
+``tests/dist/test_fsdp2_private_names.py`` says which of them a new torch has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from thalweg.zero.tp_layout import DTensorLayout
+
+
+class FSDPGroupHandle:
+    """One FSDP2 parameter group: the parameters of one unit."""
+
+    def __init__(self, name: str, module: FSDPModule, inner: Any) -> None:
+        self.name, self.module, self._inner = name, module, inner
+        self._has_reduction_hooks = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the modules hold the sharded parameters now."""
+        return self._inner.is_sharded
+
+    @property
+    def params(self) -> list[FSDPParamHandle]:
+        """The group's parameters, in the order in which they are communicated."""
+        return [FSDPParamHandle(inner) for inner in self._inner.fsdp_params]
+
+    def to_unsharded(self) -> None:
+        """Put the unsharded parameters (their homes) in place, without communication."""
+        self._inner._to_unsharded()
+
+    def to_sharded(self) -> None:
+        """Put the sharded parameters in place."""
+        self._inner._to_sharded()
+
+    def set_backward_flags(self, reduce: bool, reshard: bool) -> None:
+        """Whether the next backward reduces this unit's gradients and reshards its parameters."""
+        self._inner.reduce_grads = reduce
+        self._inner.all_reduce_grads = reduce
+        self._inner.reshard_after_backward = reshard
+
+    def upcast_grads(self) -> None:
+        """Add gradients that autograd did not bring here by itself to those kept in the reduction's dtype."""
+        for param in self._inner.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            if param.unsharded_accumulated_grad is not None and param._unsharded_param.grad is not None:
+                param.unsharded_accumulated_grad += param._unsharded_param.grad
+                param._unsharded_param.grad = None
+            param.to_accumulated_grad_if_needed()
+
+    def support_unfreezing(self, master_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Let frozen parameters of this unit begin to train in mid-run, whatever their dtype.
+
+        FSDP2 settles the dtypes of a reduction by what trains when it starts.  A unit where nothing does
+        reduces in ``reduce`` and hands over in ``master``, as the others do; one whose gradients differ in
+        dtype reduces all of them in the wider one.
+        """
+        inner, original_post_backward = self._inner, self._inner.post_backward
+        if inner._orig_dtype is None:
+            inner._orig_dtype, inner._reduce_dtype = master_dtype, reduce_dtype
+        if len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1:
+            return
+
+        def post_backward(*unused: Any) -> None:
+            if inner.reduce_grads and len(_grad_dtypes(inner.fsdp_params)) > 1:
+                self.upcast_grads()
+            original_post_backward(*unused)
+
+        inner.post_backward = post_backward
+
+    def use_pager(
+        self, prefetch: Callable[[], None], acquire: Callable[[], None], release: Callable[[], None]
+    ) -> None:
+        """Take the place of FSDP2's gather: unsharding opens the homes, and resharding closes them."""
+        inner, original_to_sharded = self._inner, self._inner._to_sharded
+
+        def unshard(async_op: bool = False) -> None:
+            if not inner.is_unsharded:
+                prefetch()
+
+        def wait_for_unshard() -> None:
+            if not inner.is_unsharded:
+                acquire()
+                inner._to_unsharded()
+
+        def to_sharded() -> None:
+            was_unsharded = not inner.is_sharded
+            original_to_sharded()
+            if was_unsharded:
+                release()
+
+        inner.unshard, inner.wait_for_unshard, inner._to_sharded = unshard, wait_for_unshard, to_sharded
+
+    def all_gather_from(
+        self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None]
+    ) -> None:
+        """Let FSDP2's gather read ``images`` (the group's padded shards in the compute dtype) in place of the
+        sharded parameters; they hold their values from ``acquire()`` to ``release()``."""
+        inner, original_unshard = self._inner, self._inner.unshard
+
+        def unshard(async_op: bool = False) -> None:
+            if inner.is_unsharded or inner._all_gather_result is not None:
+                return
+            acquire()
+            saved_shards = [param._sharded_param_data for param in inner.fsdp_params]
+            try:
+                for param, packed_shard in zip(inner.fsdp_params, packed_shards, strict=True):
+                    param._sharded_param_data = packed_shard.view(-1)
+                original_unshard(async_op)
+                if inner._all_gather_process_group.size() == 1:
+                    inner.wait_for_unshard()  # copies now, where a gather has copied already
+            finally:
+                for param, data in zip(inner.fsdp_params, saved_shards, strict=True):
+                    param._sharded_param_data = data
+                release()
+
+        inner.unshard = unshard
+
+    def add_reduction_hooks(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call these before and after a backward pass that has gone through this unit is reduced."""
+        inner, original_post_backward = self._inner, self._inner.post_backward
+        self._has_reduction_hooks = True
+
+        def post_backward(*unused: Any) -> None:
+            before()
+            original_post_backward(*unused)
+            after()
+
+        inner.post_backward = post_backward
+
+    def sync_unused_params(self, reduce_presence: Callable[[list[bool]], list[bool]]) -> None:
+        """Before each reduction ask ``agree`` which parameters have a gradient anywhere, given which have one
+        here; those that have one elsewhere alone get zeros."""
+        inner, original_post_backward = self._inner, self._inner.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            trained = [param for param in inner.fsdp_params if param.sharded_param.requires_grad]
+            if inner.reduce_grads:
+                present = [_has_unsharded_grad(param) for param in trained]
+                for param, has_local_grad, has_grad_anywhere in zip(
+                    trained, present, reduce_presence(present), strict=True
+                ):
+                    if has_grad_anywhere and not has_local_grad:
+                        param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+            original_post_backward(*unused)
+
+        inner.post_backward = post_backward
+
+    def reads_reduced_grads(self, output_dtype: torch.dtype) -> bool:
+        """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
+        inner = self._inner
+        if (
+            self._has_reduction_hooks or inner._reduce_dtype == torch.float16
+        ):  # which is divided after the sum
+            return True
+        return any(
+            param.sharded_param.grad is not None
+            or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+            or (param.orig_dtype != output_dtype and param.sharded_param.requires_grad)
+            for param in inner.fsdp_params
+        )
+
+    def prefetch(self, next_group: FSDPGroupHandle) -> None:
+        """Begin to gather ``following`` before this unit's forward, without waiting for it."""
+        self.module.set_modules_to_forward_prefetch([next_group.module])
+        for group in (self, next_group):
+            group._inner.unshard_async_op = True
+
+    def reduce_unsharded_grads(self) -> bool:
+        """Reduce gradients that earlier backwards kept unsharded; whether there were any."""
+        if not any(_has_unsharded_grad(param) for param in self._inner.fsdp_params):
+            return False
+        self.set_backward_flags(True, True)
+        self._inner.post_backward()
+        self._inner.finalize_backward()
+        self._inner.comm_ctx.reduce_scatter_states.clear()
+        self._inner._training_state = type(self._inner._training_state).IDLE
+        return True
+
+    def clear_unsharded_grads(self) -> None:
+        """Forget gradients that were kept unsharded."""
+        for param in self._inner.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+class FSDPParamHandle:
+    """One FSDP2 parameter."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The sharded parameter: a DTensor."""
+        return self._inner.sharded_param
+
+    @property
+    def locations(self) -> list[tuple[nn.Module, str]]:
+        """Every module attribute that is this parameter, tied ones included."""
+        info = self._inner._module_info
+        first = [(info.module, info.param_name)]
+        return first + list(zip(info.shared_modules, info.shared_param_names, strict=True))
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Shape of a shard with its padding: the same on every rank."""
+        return self._inner.padded_sharded_param_size
+
+    def set_shard_storage(self, padded_local: Tensor, layout: DTensorLayout | None) -> None:
+        """Make ``padded_local`` (padded shard shape) the storage of the sharded parameter.
+
+        With ``layout`` the parameter shows another one than FSDP2's own: replicated at stage 0,
+        where FSDP2 knows a mesh of one rank; replicas of shards where groups of ranks shard by
+        themselves (MiCS); a part of this tensor rank's piece.
+        """
+        inner = self._inner
+        rows = inner.sharded_size[0]
+        local = padded_local.narrow(0, 0, rows)
+        requires_grad = inner.sharded_param.requires_grad
+        spec = inner._sharding_spec
+        if layout is not None:
+            meta_full = torch.empty(layout.shape, dtype=local.dtype, device="meta")
+            spec = DTensor.from_local(
+                local,
+                layout.mesh,
+                layout.placements,
+                run_check=False,
+                shape=meta_full.shape,
+                stride=meta_full.stride(),
+            )._spec
+        elif spec.tensor_meta.dtype != local.dtype:
+            meta = spec.tensor_meta._replace(dtype=local.dtype)
+            spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+        inner._sharding_spec = spec
+        # FSDP2 hands gradients over in the dtype of what trained at first; torch takes those of ``local``'s.
+        param_type = type(inner)
+        inner.to_sharded_dtensor = lambda tensor: param_type.to_sharded_dtensor(inner, tensor.to(local.dtype))
+        inner._sharded_param_data = padded_local.view(-1)
+        inner.sharded_param = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=requires_grad)
+        inner._setattr_on_modules(inner.sharded_param)
+
+    def set_unsharded_storage(self, unsharded: Tensor) -> None:
+        """Make ``home`` (the parameter's full shape, compute dtype) the unsharded parameter."""
+        inner = self._inner
+        inner._unsharded_param = nn.Parameter(unsharded, requires_grad=inner.sharded_param.requires_grad)
+
+
+def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
+    """All parameter groups below ``root``, in module order, the root's own first."""
+    groups = []
+    for name, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            inner = getattr(state, "_fsdp_param_groups", None)
+            if inner is None:  # torch 2.11 has at most one group a module
+                inner = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            groups += [FSDPGroupHandle(name, module, group) for group in inner]
+    return groups
+
+
+def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
+    """Make ``root`` the root now, not at its first forward, so that groups are final.
+
+    ``dtypes``: of masters and of reductions, see :meth:`Group.support_unfreezing`.
+    """
+    root._get_fsdp_state()._lazy_init()
+    # What transformers looks for: its ``generate`` then goes on until every rank has finished.
+    root._is_fsdp_managed_module = True  # type: ignore[attr-defined]
+    if dtypes is not None:
+        assert isinstance(root, nn.Module)
+        for group in get_fsdp_groups(root):
+            group.support_unfreezing(*dtypes)
+
+
+def reset_iteration_state(root: FSDPModule) -> None:
+    """Bring FSDP2 back to rest after a forward or backward that raised."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``call`` when the backward pass at hand has computed everything, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def _grad_dtypes(params: Sequence[Any]) -> set[torch.dtype]:
+    unsharded_params = (getattr(param, "_unsharded_param", None) for param in params)
+    grads = [param.grad for param in unsharded_params if param is not None]
+    grads += [param.unsharded_accumulated_grad for param in params]
+    return {grad.dtype for grad in grads if grad is not None}
+
+
+def _has_unsharded_grad(param: Any) -> bool:
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None

@@ -1,0 +1,38 @@
+"""The meshes that sharding works with, and the layout that parameters show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from thalweg.parallel_dims import new_submesh, split_data_mesh
+from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
+
+
+def single_rank_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of this rank alone: FSDP2's shape for parameters that are not sharded."""
+    if mesh.size() == 1 and mesh.ndim == 1:
+        return mesh
+    return new_submesh(torch.tensor([dist.get_rank()]), ("alone",), mesh.device_type)
+
+
+def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | None:
+    """Copies x shards where groups of ``size`` ranks shard by themselves (MiCS), else None."""
+    return None if shard_group_size in (0, 1, mesh.size()) else split_data_mesh(mesh, shard_group_size)
+
+
+def make_layout_fn(
+    mesh: DeviceMesh, mics_mesh: DeviceMesh | None, tp_layout: TensorParallelLayout | None, replicate: bool
+) -> Callable[[str, torch.Size], DTensorLayout | None]:
+    """By name and shape: the layout that a parameter shows, where FSDP2 works with another one."""
+    if tp_layout is not None:
+        return lambda name, shape: tp_layout.get_layout(name, shape, replicate)
+    if replicate:
+        return lambda name, shape: DTensorLayout(mesh, (Replicate(),), shape)
+    if mics_mesh is not None:
+        return lambda name, shape: DTensorLayout(mics_mesh, (Replicate(), Shard(0)), shape)
+    return lambda name, shape: None

@@ -1,0 +1,1 @@
+"""Where shards and unsharded parameters live."""

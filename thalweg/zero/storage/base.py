@@ -1,0 +1,211 @@
+"""Where shards and unsharded parameters live.
+
+A *shard* is the master copy of this rank's rows of a parameter, padded to the same
+number of rows on every rank.  A *home* is a tensor of the full shape in the compute
+dtype that can stand for the unsharded parameter:
+
+* ``shared``: the ranks of a host share it; where there are other hosts,
+  :mod:`thalweg.zero.cross_host_sync` keeps their homes in step.  One host:  The home lies in the arena, one copy for all
+  of them, and where master and compute dtype agree the shard is simply this rank's rows
+  of it.  Gathering is then no copy at all: a fence says that everybody's rows are
+  final.  Otherwise each rank casts its rows into the home first (``publish``);
+* ``private``: one rank, or replicated parameters: the home is the shard itself, or a
+  cast of it;
+* ``wire``: several hosts or GPUs: no home, FSDP2 gathers into memory of its own.
+
+Invariant: rows of a shared home are written by their owner alone, and only between the
+end of one backward pass on every rank and the fence that opens the next forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thalweg.comm import SharedMemoryArena
+
+StorageKind = Literal["shared", "private", "wire"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What must be stored for one parameter: its logical shape, dtypes and number of shards."""
+
+    name: str
+    shape: torch.Size
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    num_shards: int
+    requires_grad: bool = True
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of a padded shard: the chunking of ``torch.chunk``."""
+        return -(-self.shape[0] // self.num_shards)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of a padded shard."""
+        return (self.rows_per_shard, *self.shape[1:])
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all padded shards together."""
+        return self.num_shards * prod(self.padded_shape)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the home."""
+        return self.padded_numel * self.compute_dtype.itemsize
+
+
+class ShardedParamHandle(Protocol):
+    """What the model shows of a store."""
+
+    @property
+    def sharded_param(self) -> Tensor:
+        """The sharded parameter over the store's shard."""
+        ...
+
+
+class ShardStorage:
+    """Shard and home of one parameter on this rank; ``rank`` counts its shards.
+
+    ``cast_dest``: where this rank's rows are cast to when they are published, if the home is not the shard;
+    ``padded``: a shared home with the padding of its last shard.
+    """
+
+    def __init__(
+        self,
+        spec: ParamSpec,
+        rank: int,
+        shard: Tensor,
+        unsharded: Tensor | None = None,
+        cast_dest: Tensor | None = None,
+        padded_unsharded: Tensor | None = None,
+    ) -> None:
+        self.spec, self.shard, self.unsharded = spec, shard, unsharded
+        self.param_handle: ShardedParamHandle | None = None
+        start = rank * spec.rows_per_shard
+        self._row_start = min(start, spec.shape[0])
+        self._row_end = min(start + spec.rows_per_shard, spec.shape[0])
+        self._cast_dest, self._padded_unsharded = cast_dest, padded_unsharded
+
+    @classmethod
+    def create(
+        cls,
+        spec: ParamSpec,
+        rank: int,
+        storage_kind: StorageKind,
+        arena: SharedMemoryArena | None,
+        device: torch.device,
+        separate_master: bool = False,
+    ) -> ShardStorage:
+        """A store in the memory that ``placement`` says.
+
+        ``apart``: the shard is kept beside its rows of the home, which others see rounded.
+        """
+        if storage_kind == "shared":
+            assert arena is not None
+            offset = arena.reserve(spec.unsharded_bytes)
+            unsharded, local_rows = view_unsharded(spec, rank, arena, offset)
+            padded_unsharded = arena.tensor(
+                offset, (spec.num_shards * spec.rows_per_shard, *spec.shape[1:]), spec.compute_dtype
+            )
+            if spec.master_dtype == spec.compute_dtype and not separate_master:
+                return cls(spec, rank, local_rows, unsharded, padded=padded_unsharded)
+            shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
+            return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
+        shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
+        if storage_kind == "wire":
+            return cls(spec, rank, shard)
+        if spec.master_dtype == spec.compute_dtype:
+            # The same memory under another version counter, as a gathered copy would have.
+            return cls(spec, rank, shard, shard.data)
+        unsharded = torch.zeros(spec.shape, dtype=spec.compute_dtype, device=device)
+        return cls(spec, rank, shard, unsharded, unsharded)
+
+    def load_full(self, full: Tensor) -> None:
+        """Set this rank's rows from the full value (any dtype)."""
+        with torch.no_grad():
+            self.shard[: self.num_rows].copy_(self.local_rows(full))
+
+    def version(self) -> int:
+        """Grows with every write to the master, through the shard or through the parameter over it, whose
+        counters are not the same; transfers to where it lies do not count."""
+        version = self.shard._version
+        if self.param_handle is not None:
+            param = self.param_handle.sharded_param
+            version += param._version
+            if isinstance(param, DTensor):
+                with torch.no_grad():
+                    version += param.to_local()._version
+        return version
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter trains now."""
+        return (
+            self.spec.requires_grad
+            if self.param_handle is None
+            else self.param_handle.sharded_param.requires_grad
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank, padding left out."""
+        return self._row_end - self._row_start
+
+    def local_rows(self, full: Tensor) -> Tensor:
+        """This rank's rows of the full value."""
+        return full[self._row_start : self._row_end]
+
+    def get_rank_rows(self, rank: int) -> Tensor:
+        """The padded rows of ``rank`` in a shared home."""
+        assert self._padded_unsharded is not None
+        return self._padded_unsharded.narrow(0, rank * self.spec.rows_per_shard, self.spec.rows_per_shard)
+
+    @property
+    def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
+        """(destination, source) of the copy that publishing needs, or None.  Frozen parameters too: what is
+        written through ``p.data`` is counted nowhere."""
+        return None if self._cast_dest is None else (self._cast_dest, self.shard)
+
+
+def view_unsharded(
+    spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int
+) -> tuple[Tensor, Tensor]:
+    """The home at ``offset`` of the arena, and this rank's rows of it."""
+    row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
+    local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
+    return arena.tensor(offset, spec.shape, spec.compute_dtype), local_rows
+
+
+def get_arena_bytes(specs: Iterable[ParamSpec]) -> int:
+    """Bytes of arena for the homes of ``slots``, each aligned."""
+    return sum(spec.unsharded_bytes + 64 for spec in specs)
+
+
+def max_unit_grad_bytes(
+    param_specs: Mapping[str, ParamSpec], units: Iterable[str], reduce_dtype: torch.dtype
+) -> int:
+    """Bytes of the largest unit's gradients as they are reduced; what no unit holds is the root's."""
+    names, sizes = list(units), dict[str, int]()
+    for name, spec in param_specs.items():
+        unit = next((unit for unit in names if name.startswith(f"{unit}.")), "")
+        sizes[unit] = sizes.get(unit, 0) + spec.padded_numel * reduce_dtype.itemsize
+    return max(sizes.values(), default=0)
+
+
+def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
+    """Cast this rank's rows into the homes; homes that are the shard itself need nothing."""
+    with torch.no_grad():
+        for storage in storages:
+            if (copy_pair := storage.refresh_copy) is not None:
+                copy_pair[0].copy_(copy_pair[1])

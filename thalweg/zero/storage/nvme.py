@@ -1,0 +1,321 @@
+"""Where parameters rest between uses: the layout of the swap file, and the stores over it.
+
+One file for the parameters of a rank, unit by unit::
+
+    | image of unit 0: parameter 0 | parameter 1 | ... | masters of unit 0 | image of unit 1 | ...
+
+The *image* is what the forward pass needs, this rank's rows in the compute dtype, and is read in one go into
+a memory of the same layout.  Where master and compute dtype agree the master *is* the parameter's place in
+the image, else it lies behind it.  Each parameter begins at a page, so that all transfers are direct.
+
+Units that ``resident`` elements hold stay in memory for good: the root first, which is in use throughout,
+then units from the model's end, whose backward pass follows upon their forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thalweg.comm import SharedMemoryArena
+from thalweg.config import Config
+from thalweg.storage_io import BufferRing, EvictableMemory, SwapFile
+from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import HUGE_PAGE
+from thalweg.zero.storage.base import ParamSpec, ShardStorage, StorageKind, view_unsharded
+from thalweg.zero.storage.pager import PackedParam, PagedUnit, Pager
+
+WRITE_CHUNK_BYTES = 16 << 20
+# Addresses for what an optimiser may want to add.
+OPTIMIZER_CAPACITY_BYTES = 1 << 40
+
+
+@dataclass(frozen=True)
+class ParamOffloadPolicy:
+    """The parameters' tier.
+
+    ``folder``: where the swap file goes; ``max_units_in_memory``: units that may be in memory at once beside the
+    root, which is in use throughout (at least 2); ``resident``: elements of this rank's shards that never
+    leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is (of
+    ``ratio`` of the elements), which takes the masters along (below ``optimizer_folder`` on NVMe).
+    """
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    folder: str = "."
+    max_units_in_memory: int = 5
+    resident_numel: int = 0
+    pin_memory: bool = True
+    optimizer_device: Literal["none", "cpu", "nvme"] = "none"
+    optimizer_folder: str = "."
+    optimizer_ratio: float = 1.0
+
+    def shards_on_host(self, device: torch.device) -> bool:
+        """Whether shards lie in host memory and are copied to ``device`` as they are gathered."""
+        return device.type != "cpu" and (self.device != "none" or self.optimizer_device != "none")
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether units come from a swap file."""
+        return self.device == "nvme"
+
+    def get_option_messages(self, device: torch.device) -> dict[str, str]:
+        """What the tiers come to on ``device``, where a user may think of something else."""
+        messages = {}
+        if device.type == "cpu" and self.device == "cpu":
+            messages["offload_param.device"] = (
+                "no effect: the parameters of a rank that computes on the CPU are in host memory already; "
+                "nvme takes them out of it"
+            )
+        if device.type == "cpu" and self.optimizer_device == "cpu":
+            messages["offload_optimizer.device"] = (
+                "state is in host memory already; updates run within the backward pass where they may, so "
+                "that the gradients of all units never exist at once"
+            )
+        if self.optimizer_device == "cpu" and self.optimizer_ratio < 1:
+            messages["offload_optimizer.ratio"] = (
+                "no effect: all of the state is on the host; on nvme the rest of it stays in memory"
+            )
+        return messages
+
+
+def build_offload_policy(config: Config) -> ParamOffloadPolicy:
+    """The tier that a config asks for."""
+    section = config.zero_optimization.offload_param
+    return ParamOffloadPolicy(
+        device=section.device,
+        folder=section.nvme_path or "",
+        max_units_in_memory=section.buffer_count,
+        resident_numel=section.max_in_cpu,
+        pin_memory=section.pin_memory,
+        optimizer_device=config.zero_optimization.offload_optimizer.device,
+        optimizer_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
+        optimizer_ratio=config.zero_optimization.offload_optimizer.ratio,
+    )
+
+
+def prefers_low_memory(config: Config) -> bool:
+    """Whether the user would rather wait than use memory: something lies on a disk."""
+    zero = config.zero_optimization
+    return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
+
+
+@dataclass
+class NvmeStorage:
+    """What a model's paging consists of: the swap file, the pager, and the stores by parameter."""
+
+    swap: SwapFile
+    pager: Pager
+    storages: dict[str, PagedShardStorage] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Give memory and disk back."""
+        self.pager.close_all()
+        self.swap.close()
+
+
+class PagedShardStorage(ShardStorage):
+    """A store whose shard is a view of the swap file."""
+
+    def __init__(
+        self,
+        spec: ParamSpec,
+        rank: int,
+        shard: Tensor,
+        unsharded: Tensor | None,
+        compute_copy: Tensor | None,
+        write_rows: Callable[[Tensor], None],
+        packed_shard: Tensor,
+    ) -> None:
+        super().__init__(spec, rank, shard, unsharded)
+        self.compute_copy = compute_copy  # the compute copy in the file, where that is not the shard itself
+        self.packed_shard = packed_shard  # this rank's rows as they are read
+        self._write_rows = write_rows
+
+    def load_full(self, full: Tensor) -> None:
+        """Set this rank's rows from the full value, past the page cache."""
+        self._write_rows(self.local_rows(full))
+
+
+def select_paged_units(
+    units: dict[str, list[ParamSpec]], offload: ParamOffloadPolicy, resident_units: Iterable[str] = ()
+) -> list[str]:
+    """Names of the units to page, in order; those in ``keep`` and what ``resident`` has room for are not."""
+    budget, names = offload.resident_numel, [name for name in units if name not in set(resident_units)]
+    eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
+    for name in eviction_order:
+        size = sum(prod(spec.padded_shape) for spec in units[name])
+        if size > budget:
+            break
+        budget -= size
+        names.remove(name)
+    return names
+
+
+def build_unit_paging(
+    param_specs: dict[str, ParamSpec],
+    units: Iterable[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
+    rank: int,
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> NvmeStorage | None:
+    """The paging of the units that do not stay in memory, or None; those in ``fixed`` always do."""
+    if not offload.uses_nvme:
+        return None
+    names = [*resident_modules, *units]
+    specs_by_unit: dict[str, list[ParamSpec]] = {}
+    for name, spec in param_specs.items():
+        unit = next((key for key in names if name.startswith(f"{key}.")), "")
+        specs_by_unit.setdefault(unit, []).append(spec)
+    paged = select_paged_units(specs_by_unit, offload, resident_modules)
+    if not paged:
+        return None
+    return build_paged_storage(
+        specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena
+    )
+
+
+def build_paged_storage(
+    units: dict[str, list[ParamSpec]],
+    paged: Sequence[str],
+    offload: ParamOffloadPolicy,
+    *,
+    rank: int,
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> NvmeStorage:
+    """Make the swap file and the stores of the ``paged`` units.
+
+    Raises:
+        ValueError: the folder cannot be used, or its disk is too small.
+    """
+    file_layouts = {name: _UnitFileLayout(units[name]) for name in paged}
+    num_bytes = sum(file_layout.file_bytes for file_layout in file_layouts.values())
+    swap = SwapFile(offload.folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    # Units begin on huge pages, so that these stay whole as they go from one unit to another.
+    memory_bytes = sum(round_up(plan.packed_bytes, HUGE_PAGE) for plan in file_layouts.values())
+    memory = EvictableMemory(memory_bytes, align=HUGE_PAGE)
+    writer = SwapFileWriter(swap)
+    storages: dict[str, PagedShardStorage] = {}
+    paged_units = []
+    for name, plan in file_layouts.items():
+        base, start = swap.allocate(plan.file_bytes), memory.allocate(plan.packed_bytes)
+        packed_params, rows = [], []
+        for spec in plan.specs:
+            packed_offset = plan.packed_offsets[spec.name]
+            packed_shard = memory.tensor(start + packed_offset, spec.padded_shape, spec.compute_dtype)
+            unsharded, dest_rows = None, None
+            if storage_kind == "private":
+                # A tensor of its own over the image's bytes: refreshing those is no change to a parameter.
+                unsharded = memory.tensor(start + packed_offset, spec.shape, spec.compute_dtype)
+            elif storage_kind == "shared":
+                assert arena is not None
+                arena_offset = arena.reserve(spec.unsharded_bytes)
+                unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
+                size = dest_rows.nbytes
+                rows.append((arena_offset + rank * size, size))
+            master_offset = base + plan.master_offsets.get(spec.name, packed_offset)
+            shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
+            is_packed_shard = spec.name not in plan.master_offsets
+            compute_copy = (
+                None
+                if is_packed_shard
+                else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
+            )
+            write_rows = writer.make_write_fn(shard, master_offset, base + packed_offset, packed_shard)
+            storage = storages[spec.name] = PagedShardStorage(
+                spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard
+            )
+            packed_params.append(
+                PackedParam(
+                    packed_shard,
+                    dest_rows,
+                    None if is_packed_shard else shard,
+                    base + packed_offset,
+                    storage.version,
+                )
+            )
+        release_dest_pages = _make_page_release(arena, rows) if arena is not None and rows else None
+        paged_units.append(
+            PagedUnit(
+                name,
+                swap,
+                memory,
+                file_offset=base,
+                memory_offset=start,
+                nbytes=plan.packed_bytes,
+                params=packed_params,
+                release_dest_pages=release_dest_pages,
+            )
+        )
+    barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
+    return NvmeStorage(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
+
+
+class _UnitFileLayout:
+    """Offsets of one unit's parameters in its image, and of masters behind it."""
+
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        self.specs = specs
+        self.packed_offsets: dict[str, int] = {}
+        self.master_offsets: dict[str, int] = {}
+        end = 0
+        for spec in specs:
+            self.packed_offsets[spec.name] = end
+            end += round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
+        self.packed_bytes = end
+        for spec in specs:
+            if spec.master_dtype != spec.compute_dtype:
+                self.master_offsets[spec.name] = end
+                end += round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)
+        self.file_bytes = end
+
+
+class SwapFileWriter:
+    """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
+
+    def __init__(self, swap: SwapFile) -> None:
+        self._swap, self._ring = swap, BufferRing(2, WRITE_CHUNK_BYTES)
+
+    def make_write_fn(
+        self, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
+    ) -> Callable[[Tensor], None]:
+        """A function that stores rows at ``master`` in the file and, cast, at ``compute``."""
+        targets = [(master_offset, shard.dtype)]
+        if master_offset != compute_offset:
+            targets.append((compute_offset, packed_shard.dtype))
+
+        def write(rows: Tensor) -> None:
+            for offset, dtype in targets:
+                self._write_in_chunks(rows.reshape(-1), offset, dtype)
+            self._ring.release_memory()
+
+        return write
+
+    @torch.no_grad()
+    def _write_in_chunks(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
+        step = WRITE_CHUNK_BYTES // dtype.itemsize
+        futures = []
+        for index, first in enumerate(range(0, flat.numel(), step)):
+            chunk = flat[first : first + step]
+            if index >= len(self._ring):
+                futures[index - len(self._ring)].wait()
+            buffer = self._ring[index].view(dtype)[: chunk.numel()]
+            buffer.copy_(chunk)
+            futures.append(self._swap.write(offset + first * dtype.itemsize, buffer))
+        for future in futures:
+            future.wait()
+
+
+def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
+    def release_pages() -> None:
+        for offset, size in rows:
+            arena.release_pages(offset, size)
+
+    return release_pages
