@@ -167,7 +167,7 @@ class Engine(nn.Module):
         with (
             self._components.phase_timer.span("backward"),
             self._reset_on_error(backward=True),
-            window.backward(scaled=scale_wrt_gas, retained=retain_graph, loss=loss),
+            window.backward(loss_divided=scale_wrt_gas, retain_graph=retain_graph, loss=loss),
         ):
             (scaled if scale == 1.0 else scaled.float() * scale).backward(retain_graph=retain_graph)
         return scaled
@@ -295,7 +295,7 @@ class Engine(nn.Module):
         with (
             self._components.phase_timer.span("forward and backward"),
             self._reset_on_error(backward=True),
-            self._window.backward(scaled=False, retained=False, count=len(batches)),
+            self._window.backward(loss_divided=False, retain_graph=False, num_micro_batches=len(batches)),
         ):
             loss = runner.train(batches)
         self._components.meter.add_window(batches, loss)

@@ -37,13 +37,13 @@ class ClusterRole:
         launch_rank = None if is_explicit else LaunchRank.from_env(os.environ)
         if launch_rank is not None:
             num_workers = 0 if launch_rank.rank else (launch_rank.world_size - 1) * args.replicas
-            return cls(num_workers, launch_rank.rank > 0, rank=launch_rank, replicas=args.replicas)
+            return cls(num_workers, launch_rank.rank > 0, launch_rank=launch_rank, num_replicas=args.replicas)
         if not is_explicit:
             return cls()
         if args.join:
             if args.workers is not None or args.workers_at:
                 raise ValueError("--join makes this a worker: it has no --workers of its own")
-            return cls(0, True, parse_address(args.join), read_join_key(args), replicas=args.replicas)
+            return cls(0, True, parse_address(args.join), read_join_key(args), num_replicas=args.replicas)
         if not args.workers or args.workers < 0 or not args.workers_at:
             raise ValueError("--workers N and --workers-at HOST:PORT go together")
         return cls(args.workers, False, parse_address(args.workers_at), read_join_key(args))

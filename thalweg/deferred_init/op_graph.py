@@ -67,7 +67,7 @@ class RecordedOp:
 class StorageRecord:
     """The record of one storage: its size in bytes and the last operation that wrote to it."""
 
-    __slots__ = ("head", "nbytes", "weak_storage")
+    __slots__ = ("last_write", "nbytes", "weak_storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.weak_storage = StorageWeakRef(storage)

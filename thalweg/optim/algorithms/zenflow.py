@@ -17,7 +17,7 @@ State, beside Adam's own, all of it in the checkpoint: ``delayed`` (a logical te
 updates each column has had; the bias correction of a column goes by it), ``step`` (steps in all), and with
 ``overlap`` between two steps ``pending``, what is still to be added.
 
-Invariants: with ``topk_ratio`` 1, and in the first ``warm_up`` steps, the result is torch's fused Adam to the
+Invariants: with ``topk_ratio`` 1, and in the first ``warmup_steps`` steps, the result is torch's fused Adam to the
 bit; decoupled weight decay acts on every column at every step; all ranks select the same columns; what a run
 computes does not depend on how fast the thread is.
 """
@@ -96,7 +96,7 @@ class ZenFlowPolicy:
             update_interval=None if update_interval == "auto" else int(update_interval),
             overlap=section.overlap_step,
             auto_ratio=section.auto_ratio,
-            warm_up=section.full_warm_up_rounds,
+            warmup_steps=section.full_warm_up_rounds,
         )
 
 

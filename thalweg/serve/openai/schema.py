@@ -229,7 +229,7 @@ class MiiRequest(_StrictModel):
     """Of one prompt: server-sent events, each with a piece of the text."""
 
 
-ModelT = TypeVar("T", bound=BaseModel)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:

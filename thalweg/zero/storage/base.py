@@ -119,7 +119,7 @@ class ShardStorage:
                 offset, (spec.num_shards * spec.rows_per_shard, *spec.shape[1:]), spec.compute_dtype
             )
             if spec.master_dtype == spec.compute_dtype and not separate_master:
-                return cls(spec, rank, local_rows, unsharded, padded=padded_unsharded)
+                return cls(spec, rank, local_rows, unsharded, padded_unsharded=padded_unsharded)
             shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
         shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
