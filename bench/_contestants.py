@@ -107,11 +107,7 @@ def make_batch(job: Job, index: int, rank: int, world: int) -> tuple[Tensor, Ten
 
 
 def _adamw(parameters: Iterable[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
-    return (
-        torch.optim.AdamW(parameters, fused=True, **ADAMW)
-        if fused
-        else torch.optim.AdamW(parameters, **ADAMW)
-    )
+    return torch.optim.AdamW(parameters, fused=True, **ADAMW) if fused else torch.optim.AdamW(parameters, **ADAMW)
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Step:
@@ -173,21 +169,15 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
     for unit in units:  # the root comes last: what no block has is its own
         parameters = {id(p): p for p in unit.parameters() if id(p) not in seen}
         seen |= parameters.keys()
-        unit_bytes.append(
-            sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in parameters.values())
-        )
+        unit_bytes.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in parameters.values()))
     buffer_bytes, rings = max(unit_bytes), []
     for depth in (4, 2):  # a gather keeps two slots while FSDP2 copies out; each ring has its arena
-        arena = comm.SharedMemoryArena.create(
-            group, comm.SharedMemoryRing.num_bytes(world, buffer_bytes, depth)
-        )
+        arena = comm.SharedMemoryArena.create(group, comm.SharedMemoryRing.num_bytes(world, buffer_bytes, depth))
         rings.append(None if arena is None else comm.SharedMemoryRing(arena, buffer_bytes, depth))
     gather, reduce = rings
     for index, unit in enumerate(units):
         name = f"unit {index}"
-        unit.set_custom_all_gather(
-            comm.SharedMemoryAllGather(gather, name) if gather else comm.WireAllGather(name)
-        )
+        unit.set_custom_all_gather(comm.SharedMemoryAllGather(gather, name) if gather else comm.WireAllGather(name))
         reducer = comm.SharedMemoryReduceScatter(reduce, name) if reduce else comm.AllToAllReduceScatter(name)
         unit.set_custom_reduce_scatter(reducer)
 

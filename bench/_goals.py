@@ -38,9 +38,7 @@ def _make_goals() -> list[PerformanceGoal]:
         goals.append(PerformanceGoal("small", f"thalweg_{stage}", "ddp_fused", "clock", 1.4))
     for stage in (2, 3):
         for model in ("small", "69m"):
-            goals.append(
-                PerformanceGoal(model, f"thalweg_torch_{stage}", f"fsdp2_comm_{stage}", "clock", 1 / 1.03)
-            )
+            goals.append(PerformanceGoal(model, f"thalweg_torch_{stage}", f"fsdp2_comm_{stage}", "clock", 1 / 1.03))
     return goals
 
 

@@ -44,9 +44,7 @@ class CTranslate2:
     def convert(self, weight_format: str, source: str, target: str) -> None:
         """Write its own format."""
         converters = importlib.import_module("ctranslate2").converters
-        converters.TransformersConverter(source).convert(
-            target, quantization=self.compute_types[weight_format]
-        )
+        converters.TransformersConverter(source).convert(target, quantization=self.compute_types[weight_format])
 
     def load(self, weight_format: str, target: str, threads: int) -> TurnFn:
         """Return its turn."""
@@ -195,9 +193,7 @@ class OnnxRuntime:
             start = time.perf_counter()
             length = len(prompts[0]) + new
             settings = library.GeneratorParams(model)
-            settings.set_search_options(
-                batch_size=len(prompts), max_length=length, min_length=length, do_sample=False
-            )
+            settings.set_search_options(batch_size=len(prompts), max_length=length, min_length=length, do_sample=False)
             generator = library.Generator(model, settings)
             generator.append_tokens(prompts)
             generator.generate_next_token()
@@ -226,9 +222,7 @@ class Vllm:
             "HF_HUB_OFFLINE": "1",
         }
         library = importlib.import_module("vllm")
-        model = library.LLM(
-            target, dtype="bfloat16", max_model_len=512, max_num_seqs=8, enable_prefix_caching=False
-        )
+        model = library.LLM(target, dtype="bfloat16", max_model_len=512, max_num_seqs=8, enable_prefix_caching=False)
 
         def run(prompts: list[list[int]], count: int) -> None:
             settings = library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)

@@ -119,9 +119,7 @@ def start_peers(
     """Give the peers that are installed, with this model loaded; of the named forms and engines, or all."""
     processes: list[PeerProcess] = []
     kinds = [
-        kind
-        for kind in PEER_SPECS
-        if kind.installed and (not weight_formats or kind.weight_format in weight_formats)
+        kind for kind in PEER_SPECS if kind.installed and (not weight_formats or kind.weight_format in weight_formats)
     ]
     kinds = [kind for kind in kinds if not engines or kind.engine in engines]
     with TemporaryDirectory(prefix="thalweg-bench-") as folder:

@@ -104,9 +104,7 @@ class InterleavedRun:
         others = [name for name in runnable if name != self.anchor]
         batches = split_into_batches(others, self.anchor, self.job, self.world, self.plan.memory_mib)
         for number, batch in enumerate(batches):
-            head = (
-                f"{self.job.name} {self.job.dtype}, {self.world} ranks, batch {number + 1} of {len(batches)}"
-            )
+            head = f"{self.job.name} {self.job.dtype}, {self.world} ranks, batch {number + 1} of {len(batches)}"
             log_stderr(f"{head}: {', '.join(batch)}")
             self._run_batch(number, batch, placements)
 
@@ -115,9 +113,7 @@ class InterleavedRun:
         outcomes = {name: ContestantResult(name, number) for name in names}
         try:
             for name in names:
-                groups[name] = RankGroup(
-                    name, self.job, self.world, threads=self.plan.threads, placements=placements
-                )
+                groups[name] = RankGroup(name, self.job, self.world, threads=self.plan.threads, placements=placements)
             for name in names:
                 self._run_guarded(groups, outcomes[name], self._prepare)
             for turn in range(self.plan.rounds):

@@ -53,9 +53,7 @@ class Llama(nn.Module):
 
     _no_split_modules = ("_Block",)
 
-    def __init__(
-        self, *, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocabulary: int
-    ) -> None:
+    def __init__(self, *, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
         self.head_dim = width // heads
         self.embed = nn.Embedding(vocabulary, width)
@@ -80,9 +78,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten())
 
 
-def matmul_parameters(
-    *, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocabulary: int
-) -> int:
+def matmul_parameters(*, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocabulary: int) -> int:
     """Return the weights that take part in a matrix product: all but the norms and the input embedding."""
     attention = 2 * width**2 + 2 * width * kv_heads * (width // heads)
     return layers * (attention + 3 * width * hidden) + vocabulary * width

@@ -96,9 +96,7 @@ class NamespaceHosts:
             _run_command("ip", "-n", self._bridge, "link", "set", "bridge0", "up")
             for host, name in enumerate(self.names):
                 self._add_cable(name, _CABLE, self._bridge, f"port{host}")
-                _run_command(
-                    "ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0", "up"
-                )
+                _run_command("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0", "up")
         for host, name in enumerate(self.names):
             _run_command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
             _run_command("ip", "-n", name, "link", "set", "lo", "up")
@@ -126,9 +124,7 @@ class NamespaceHosts:
         if holder.stdout.readline() != b"ready\n":
             holder.kill()
             holder.wait()
-            raise NamespaceError(
-                "a host with its own name and /dev/shm could not be made (unshare was refused)"
-            )
+            raise NamespaceError("a host with its own name and /dev/shm could not be made (unshare was refused)")
         return holder
 
     def _remove(self) -> None:
@@ -181,7 +177,5 @@ class NamespaceHosts:
 
     def sent_mib(self) -> float:
         """Return how much the first host has sent over the cable so far, in MiB."""
-        (link,) = json.loads(
-            _run_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE)
-        )
+        (link,) = json.loads(_run_command("ip", "-n", self.names[0], "-j", "-s", "link", "show", "dev", _CABLE))
         return link["stats64"]["tx"]["bytes"] / 2**20

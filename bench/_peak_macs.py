@@ -50,13 +50,9 @@ def _compile_kernel(dtype: str) -> tuple[JitModule, int]:
                 accumulator.value = code.fma(a, b, accumulator.value)
             else:
                 name = "avx512bf16.dpbf16ps" if dtype == "bf16" else "avx512.vpdpbusd"
-                accumulator.value = code.call(
-                    f"llvm.x86.{name}.512", accumulator_type, [accumulator.value, a, b]
-                )
+                accumulator.value = code.call(f"llvm.x86.{name}.512", accumulator_type, [accumulator.value, a, b])
     for number, accumulator in enumerate(sums):  # what is never stored need not be computed
-        code.store(
-            accumulator.value, code.add(out, code.mul(code.thread_id, 64 * _NUM_ACCUMULATORS), 64 * number)
-        )
+        code.store(accumulator.value, code.add(out, code.mul(code.thread_id, 64 * _NUM_ACCUMULATORS), 64 * number))
     code.ret()
     return JitModule(module), products
 
@@ -73,9 +69,7 @@ def multiply_adds_per_second(dtype: str, repeats: int = 5) -> float | None:
     library, products = _compile_kernel(dtype)
     threads = torch.get_num_threads()
     source, out = torch.zeros(64), torch.zeros(threads * _NUM_ACCUMULATORS * 16)
-    tape = Program(
-        [(library.get_address(f"multiply_{dtype}"), [source.data_ptr(), out.data_ptr()])], [source, out]
-    )
+    tape = Program([(library.get_address(f"multiply_{dtype}"), [source.data_ptr(), out.data_ptr()])], [source, out])
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -155,9 +155,7 @@ MODELS: dict[str, dict[str, Any]] = {
 HELD_OUT = ("opt", "qwen2", "neox", "vit", "mixtral", "phi")
 
 
-def _case(
-    model: str, stage: int, world: int, micro: int = 4, sequence: int = 256, **more: Any
-) -> dict[str, Any]:
+def _case(model: str, stage: int, world: int, micro: int = 4, sequence: int = 256, **more: Any) -> dict[str, Any]:
     return {"model": model, "stage": stage, "world": world, "micro": micro, "sequence": sequence, **more}
 
 

@@ -114,9 +114,7 @@ def main() -> int:
                 facts["steps"].append({"at": f"backward {micro}", **proc_status_mib(), **glibc_heap_mib()})
             engine.step()
         facts["seconds"].append(time.perf_counter() - clock)
-        facts["steps"].append(
-            {"at": f"step {step}", **proc_status_mib(), **glibc_heap_mib(), "mappings": mapped_mib()}
-        )
+        facts["steps"].append({"at": f"step {step}", **proc_status_mib(), **glibc_heap_mib(), "mappings": mapped_mib()})
     facts["loss"] = loss.item()
     facts["ledger"] = {
         kind: engine.ledger.total(kind).sent_bytes for kind in ("all_gather", "reduce_scatter", "all_reduce")

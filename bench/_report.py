@@ -128,8 +128,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
     def render(line: Sequence[str]) -> str:
         cells = [
-            str(c).ljust(w) if i == 0 else str(c).rjust(w)
-            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -190,9 +189,7 @@ def render_section(run: dict[str, Any], headers: Sequence[str], lines: Sequence[
     """Return one run as Markdown: its name, when and where, its own table, its rows."""
     summary = f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}."
     if run.get("load", 0.0) > run["machine"]["cores"]:
-        summary += (
-            f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
-        )
+        summary += f" Load before the run: {run['load']:.0f}, so of the times only paired ratios mean anything."
     parts = [
         f"## {run['run']}",
         "",

@@ -65,9 +65,7 @@ def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[Arrival]
     return arrivals
 
 
-async def run_load(
-    port: int, model: str, arrivals: list[Arrival], timeout: float
-) -> tuple[list[RequestRecord], float]:
+async def run_load(port: int, model: str, arrivals: list[Arrival], timeout: float) -> tuple[list[RequestRecord], float]:
     """Send the load; returns a record for each request and the seconds until the last one ended."""
     start = time.perf_counter()
 

@@ -74,9 +74,7 @@ class PeerServer:
         }
         environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "TQDM_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if name == "vllm":
-            environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
-                map(str, sorted(os.sched_getaffinity(0))[:threads])
-            )
+            environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
             environ.pop("PYTHONPATH")
         self._process = subprocess.Popen(
             server_command(name, folder, self.port, dtype, extra),

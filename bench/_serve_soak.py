@@ -165,9 +165,7 @@ async def _fuzz_load(port: int, count: int, rng: random.Random, statuses: Counte
     await asyncio.gather(*(worker() for _ in range(_NUM_CONNECTIONS)))
 
 
-async def _post(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes
-) -> tuple[int, bool]:
+async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes) -> tuple[int, bool]:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -212,9 +210,7 @@ def _soak(count: int, seed: int) -> dict[str, Any]:
     }
 
 
-async def _soak_batch(
-    port: int, count: int, rng: random.Random, statuses: Counter[int], progress: _Progress
-) -> None:
+async def _soak_batch(port: int, count: int, rng: random.Random, statuses: Counter[int], progress: _Progress) -> None:
     turns = iter(range(count))
 
     async def worker(keep_alive: bool) -> None:
@@ -234,9 +230,7 @@ async def _soak_batch(
                 result = None
             statuses[-1 if result is None else -2 if result.disconnected else result.status] += 1
             if result is not None and result.status == 200:
-                expected_texts = [
-                    expected_text(body["prompt"], body["max_tokens"], i, k) for k in range(body["n"])
-                ]
+                expected_texts = [expected_text(body["prompt"], body["max_tokens"], i, k) for k in range(body["n"])]
                 assert result.texts == expected_texts, "a survivor was harmed"
         await connection.close()
 
@@ -252,9 +246,7 @@ def _check_leftovers(count: int, seed: int) -> dict[str, Any]:
         signal.signal(number, signal.SIG_DFL)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as several:
         ends = Counter(
-            several.map(
-                lambda i: _end_one_server(random.Random(seed * 1_000_003 + i), progress), range(count)
-            )
+            several.map(lambda i: _end_one_server(random.Random(seed * 1_000_003 + i), progress), range(count))
         )
     return dict(ends)
 

@@ -69,9 +69,7 @@ def train(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     source = load_text()
     split_at = len(source) * 19 // 20
     torch.manual_seed(job["seed"])
-    model = GPT(
-        GPTConfig(vocab_size=VOCAB_SIZE, n_layer=4, n_head=4, n_embd=128, block_size=SEQ_LEN, tied=True)
-    )
+    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, n_layer=4, n_head=4, n_embd=128, block_size=SEQ_LEN, tied=True))
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
@@ -94,9 +92,7 @@ def train(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     sent = torch.tensor([engine.ledger.total().inter_bytes / max(1, job["steps"] - 1)])
     engine.eval()
     with torch.no_grad():
-        held_out_losses = [
-            engine(*make_batch(source[split_at:], index, rank, world)).float() for index in range(20)
-        ]
+        held_out_losses = [engine(*make_batch(source[split_at:], index, rank, world)).float() for index in range(20)]
     means = torch.stack([*losses, torch.stack(held_out_losses).mean()])
     dist.all_reduce(means)
     dist.all_reduce(sent)

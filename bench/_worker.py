@@ -49,9 +49,7 @@ class ContestantRank:
         self.measurements: dict[str, Any] = {"imports": preload(args.contestant)}
         self.measurements["import_mib"] = memory_mib()["peak_mib"]
         backend = "nccl" if self.job.device == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
-        )
+        dist.init_process_group(backend, init_method=f"file://{args.store}", rank=args.rank, world_size=args.world)
         model = build_model(self.job)
         self.measurements["model_mib"] = memory_mib()["peak_mib"]
         start, cpu = time.perf_counter(), time.process_time()

@@ -68,9 +68,7 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     return best
 
 
-def lines_of(
-    duel: InterleavedRun, names: list[str], peak: float | None, matmul: float
-) -> list[dict[str, Any]]:
+def lines_of(duel: InterleavedRun, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
     job = duel.job
     tokens = job.micro_batch * job.sequence
@@ -105,9 +103,7 @@ def rows_of(duel: InterleavedRun, lines: list[dict[str, Any]]) -> list[Row]:
         a, b = by_name[ours], by_name[theirs]
         lost = next((line for line in (a, b) if line["note"]), None)
         if lost:
-            rows.append(
-                compare(case, theirs, "mfu", None, None, note=f"{lost['contestant']}: {lost['note']}")
-            )
+            rows.append(compare(case, theirs, "mfu", None, None, note=f"{lost['contestant']}: {lost['note']}"))
             continue
         ratio = duel.time_ratio(ours, theirs)
         rows.append(compare(case, theirs, "mfu", a["mfu"], b["mfu"], lower_is_better=False, ratio=ratio))
@@ -129,9 +125,7 @@ def measure(job: Job, plan: RunSettings) -> dict[str, Any]:
     lines = lines_of(duel, names, peak, matmul)
     gpu = {"name": name, "peak_tflops": peak and peak / 1e12, "matmul_tflops": round(matmul / 1e12, 1)}
     rows = rows_of(duel, lines)
-    return make_result(
-        "gpu_mfu", rows, gpu=gpu, job=job.to_dict(), plan=dataclasses.asdict(plan), contestants=lines
-    )
+    return make_result("gpu_mfu", rows, gpu=gpu, job=job.to_dict(), plan=dataclasses.asdict(plan), contestants=lines)
 
 
 def render(data: dict[str, Any]) -> str:
@@ -145,9 +139,7 @@ def render(data: dict[str, Any]) -> str:
         "share_of_matmul": 3,
         "gpu_peak_mib": 0,
     }
-    lines = [
-        [c["contestant"], *(format_cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]
-    ]
+    lines = [[c["contestant"], *(format_cell(c.get(k), d) for k, d in keys.items())] for c in data["contestants"]]
     return "\n".join(
         [
             "# MFU on one GPU",
@@ -167,9 +159,7 @@ def render(data: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the tables; exit code 2 without CUDA."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batch", type=int, default=JOB.micro_batch)
     parser.add_argument("--sequence", type=int, default=JOB.sequence)
     parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of both")
@@ -186,9 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    job = dataclasses.replace(
-        JOB, micro_batch=args.micro_batch, sequence=args.sequence, compiled=args.compile
-    )
+    job = dataclasses.replace(JOB, micro_batch=args.micro_batch, sequence=args.sequence, compiled=args.compile)
     plan = RunSettings(args.rounds, args.steps, warmup=2)
     if args.quick:
         job, plan = dataclasses.replace(job, layers=job.layers // 4), RunSettings(3, 4, warmup=1)

@@ -61,9 +61,7 @@ def measure(model: str, ranks: int, rate: str | None, plan: RunSettings, asked: 
         if not outcome.error:
             line |= {
                 **outcome.summary(1),
-                "loss_difference": float(f"{duel.loss_difference(name):.2g}")
-                if duel.succeeded(ANCHOR)
-                else None,
+                "loss_difference": float(f"{duel.loss_difference(name):.2g}") if duel.succeeded(ANCHOR) else None,
             }
         lines.append(line)
     rows = rows_of(duel, head, asked)
@@ -74,8 +72,7 @@ def render(run: dict[str, Any]) -> str:
     """Return one run as Markdown."""
     keys = ("clock_ms_min", "clock_ms_median", "cpu_ms_median", "link_mib", "loss_difference")
     lines = [
-        [c["contestant"], *(format_cell(c.get(k), 6 if k == keys[-1] else 0) for k in keys)]
-        for c in run["contestants"]
+        [c["contestant"], *(format_cell(c.get(k), 6 if k == keys[-1] else 0) for k in keys)] for c in run["contestants"]
     ]
     headers = ["contestant", "min ms", "median ms", "CPU ms", "MiB sent a step", "loss differs by"]
     return render_section(run, headers, lines)
@@ -83,14 +80,10 @@ def render(run: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, print one object or the tables; exit code 2 where hosts cannot be made."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(JOBS), default=["69m"])
     parser.add_argument("--ranks-per-host", nargs="+", type=int, default=[1])
-    parser.add_argument(
-        "--rate", nargs="+", default=["none"], help='of the cable: "none", or as tc writes it, 1gbit'
-    )
+    parser.add_argument("--rate", nargs="+", default=["none"], help='of the cable: "none", or as tc writes it, 1gbit')
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants, as in train_step.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
@@ -108,21 +101,12 @@ def main(argv: list[str] | None = None) -> int:
         plan, asked = dataclasses.replace(plan, steps=2, warmup=1), asked if args.only else QUICK
     rates = [None if rate == "none" else rate for rate in args.rate]
     try:
-        runs = [
-            measure(m, r, rate, plan, asked)
-            for rate in rates
-            for r in args.ranks_per_host
-            for m in args.model
-        ]
+        runs = [measure(m, r, rate, plan, asked) for rate in rates for r in args.ranks_per_host for m in args.model]
     except NamespaceError as error:
         print(f"hosts: {error}", file=sys.stderr)
         return 1
     publish_runs("hosts", "Two hosts", runs, render, write=args.write, as_json=args.json)
-    return (
-        1
-        if any(c["note"] for run in runs for c in run["contestants"] if "deepspeed" not in c["contestant"])
-        else 0
-    )
+    return 1 if any(c["note"] for run in runs for c in run["contestants"] if "deepspeed" not in c["contestant"]) else 0
 
 
 if __name__ == "__main__":

@@ -209,9 +209,7 @@ def summary(
     name, batch = key
     made: dict[str, Any] = {
         "tok_s": statistics.median(batch * args.new / whole for _, whole, _ in times),
-        "decode_tok_s": statistics.median(
-            batch * (args.new - 1) / (whole - first) for first, whole, _ in times
-        ),
+        "decode_tok_s": statistics.median(batch * (args.new - 1) / (whole - first) for first, whole, _ in times),
         "first_ms": statistics.median(1e3 * first for first, _, _ in times),
     }
     weight_bytes = getattr(getattr(engines.get(name), "runner", None), "weight_bytes", None)
@@ -222,9 +220,7 @@ def summary(
         bound = batch * speed / (weight_bytes + held)
         made |= {"bound_tok_s": bound, "roofline": made["decode_tok_s"] / bound}
         moved = [(weight_bytes + held) * (args.new - 1) / (whole - first) for first, whole, _ in times]
-        made["roofline_beside"] = statistics.median(
-            b / beside for b, (_, _, beside) in zip(moved, times, strict=True)
-        )
+        made["roofline_beside"] = statistics.median(b / beside for b, (_, _, beside) in zip(moved, times, strict=True))
         if args.model == "llama" and (products := multiply_adds_per_second(name.split()[-1])):
             # Attention's products are a hundredth of the layers' here.
             made["multiplied_tok_s"] = products / products_of(args)
@@ -294,9 +290,7 @@ def render(data: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", choices=("llama", "flan-t5-small"), default="llama")

@@ -99,10 +99,7 @@ def turns(args: argparse.Namespace, cases: dict[str, dict[str, Any]]) -> dict[st
         names = list(cases)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             taken[name].append(run(threads=args.threads, rounds=args.rounds, **cases[name]))
-    return {
-        name: {**found[-1], "tok_s": statistics.median(x["tok_s"] for x in found)}
-        for name, found in taken.items()
-    }
+    return {name: {**found[-1], "tok_s": statistics.median(x["tok_s"] for x in found)} for name, found in taken.items()}
 
 
 def page_cache(args: argparse.Namespace, base: dict[str, Any], forms: list[str]) -> list[Row]:
@@ -203,9 +200,7 @@ def render(run: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)

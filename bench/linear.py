@@ -56,9 +56,7 @@ class Times:
     clock: list[float]
 
 
-def duel(
-    ours: Callable[[], None], theirs: Callable[[], None], repeats: int, seconds: float
-) -> tuple[Times, Times]:
+def duel(ours: Callable[[], None], theirs: Callable[[], None], repeats: int, seconds: float) -> tuple[Times, Times]:
     """Run both in turns, `repeats` times each or until `seconds` are over (three times at least)."""
     results = Times([], []), Times([], [])
     for run in (ours, theirs):
@@ -69,9 +67,7 @@ def duel(
         if number >= 3 and time.perf_counter() > deadline:
             break
         turn = list(zip((ours, theirs), results, strict=True))
-        for run, times in (
-            turn if number % 2 else reversed(turn)
-        ):  # who follows whom leaves its mark on the caches
+        for run, times in turn if number % 2 else reversed(turn):  # who follows whom leaves its mark on the caches
             clock, cpu = time.perf_counter(), time.process_time()
             run()
             times.cpu.append(time.process_time() - cpu)
@@ -176,9 +172,7 @@ def render(data: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="turns of each case, at most")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case, after three turns")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

@@ -231,9 +231,7 @@ def sample(tokens: np.ndarray, seed: int, size: int) -> tuple[Tensor, Tensor]:
 def train(who: Contestant, run: dict[str, Any], text: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
     """Train one contestant as ``run`` (steps, rate, seed) says; its held-out loss and arithmetic."""
     torch.manual_seed(run["seed"])
-    config = GPTConfig(
-        vocab_size=VOCABULARY, n_layer=LAYERS, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True
-    )
+    config = GPTConfig(vocab_size=VOCABULARY, n_layer=LAYERS, n_head=4, n_embd=who.width, block_size=LENGTH, tied=True)
     model = Model(config, who.layer)
     k = 1 if who.layer is None else who.layer.k
     total, active = sum(p.numel() for p in model.parameters()), active_parameters(model, k)
@@ -315,9 +313,7 @@ def quality_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
         flops = dense_flops_for(result["loss"], found)
         note = "" if flops else "no dense model of the table reaches this loss"
         peer = "dense model of that loss"
-        rows.append(
-            compare(case, peer, "MFLOP a token", result["flops"] / 1e6, flops and flops / 1e6, note=note)
-        )
+        rows.append(compare(case, peer, "MFLOP a token", result["flops"] / 1e6, flops and flops / 1e6, note=note))
     return rows
 
 
@@ -379,9 +375,7 @@ def collect(part: str, rows: list[Row], quality: list[dict[str, Any]] | None, wr
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("cost", "quality"), help="one of the two parts")
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--experts", type=int, default=8)
@@ -412,9 +406,7 @@ def main(argv: list[str] | None = None) -> int:
         data = collect("cost", rows, None, args.write)
     if args.only != "cost":
         for runs in quality(args, done):
-            data = collect(
-                "quality", [*([] if args.write else rows), *quality_rows(best(runs))], runs, args.write
-            )
+            data = collect("quality", [*([] if args.write else rows), *quality_rows(best(runs))], runs, args.write)
     print(json.dumps(data) if args.json else render(data))
     return 0
 

@@ -305,9 +305,7 @@ def render(data: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: /tmp)")
     parser.add_argument("--mib", type=int, default=1024, help="size of a transfer")
     parser.add_argument("--rounds", type=int, default=7)

@@ -50,9 +50,7 @@ def train(case: str, folder: str, *, engine: str = "thalweg", timeout: float = 3
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _DEEPSPEED_PORT, "RANK": "0", "WORLD_SIZE": "1"}
         environment |= {**deepspeed_env(), **address, "LOCAL_RANK": "0"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     except subprocess.TimeoutExpired:
         return f"not done after {timeout:.0f} s"
     finally:

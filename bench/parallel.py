@@ -100,9 +100,7 @@ AXES: dict[str, Axis] = {
     "tp": Axis(
         lambda n: {"tensor_parallel": {"autotp_size": n}},
         lambda shape, n, _: 4 * shape.layers * shape.activation * 2 * (n - 1) / n,
-        lambda entry: (
-            entry.transport == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce"
-        ),
+        lambda entry: entry.transport == "tensor" and "blocks." in entry.module and entry.kind == "all_reduce",
     ),
     "sp": Axis(
         lambda n: {"sequence_parallel_size": n},
@@ -160,13 +158,9 @@ def build(shape: Shape, axis: Axis, ranks: int) -> nn.Module:
     return model
 
 
-def run_rank(
-    rank: int, world: int, store: str, name: str, shape: Shape, steps: int, threads: int, out: Any
-) -> None:
+def run_rank(rank: int, world: int, store: str, name: str, shape: Shape, steps: int, threads: int, out: Any) -> None:
     """One rank: what each step took, and what a step sent."""
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     axis, before = AXES[name], resident_mib()
@@ -196,9 +190,7 @@ def run_rank(
                 engine.step()
         found["cpu"].append(1e3 * (time.process_time() - cpu))
         found["clock"].append(1e3 * (time.perf_counter() - clock))
-        found["sent"] = (
-            sum(entry.sent_bytes for entry in engine.ledger.entries() if axis.counts(entry)) - sent
-        )
+        found["sent"] = sum(entry.sent_bytes for entry in engine.ledger.entries() if axis.counts(entry)) - sent
     found["memory"] = resident_mib(peak=True) - before
     engine.close()
     dist.destroy_process_group()
@@ -212,9 +204,7 @@ def measure(name: str, world: int, shape: Shape, steps: int, threads: int) -> di
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(
-                target=run_rank, args=(r, world, store, name, shape, steps, threads, out), daemon=True
-            )
+            context.Process(target=run_rank, args=(r, world, store, name, shape, steps, threads, out), daemon=True)
             for r in range(world)
         ]
         for process in ranks:
@@ -264,9 +254,7 @@ def _with_others(
     """Add what results/parallel.json has of axes that were not measured now."""
     path = ROOT / "results" / "parallel.json"
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    kept = [
-        Row(**{"note": "", **row}) for row in old.get("rows", []) if row["case"].split(",")[0] not in axes
-    ]
+    kept = [Row(**{"note": "", **row}) for row in old.get("rows", []) if row["case"].split(",")[0] not in axes]
     order = list(AXES)
     lines = [*(line for line in old.get("runs", []) if line["axis"] not in axes), *lines]
     return (
@@ -277,16 +265,12 @@ def _with_others(
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axis", nargs="+", choices=sorted(AXES), default=list(AXES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each rank (1)")
-    parser.add_argument(
-        "--gbytes", type=float, default=10.0, help="a second, of the link in modelled_ms (10)"
-    )
+    parser.add_argument("--gbytes", type=float, default=10.0, help="a second, of the link in modelled_ms (10)")
     parser.add_argument("--quick", action="store_true", help="four axes at 2 ranks, small, under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/parallel.md and .json")
@@ -306,9 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             lines.append({"axis": name, "ranks": world, **found})
     if args.write:
         rows, lines = _with_others(args.axis, rows, lines)
-    data = make_result(
-        "parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines
-    )
+    data = make_result("parallel", rows, shape=asdict(shape), steps=args.steps, gbytes=args.gbytes, runs=lines)
     text = "\n".join(
         [
             "# Axes of parallelism",

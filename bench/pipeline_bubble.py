@@ -113,9 +113,7 @@ def measure(name: str, world: int, num_micro: int, seconds: float, times: int) -
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--schedule", nargs="+", choices=SCHEDULE_NAMES, default=list(SCHEDULE_NAMES))

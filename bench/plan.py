@@ -59,9 +59,7 @@ def measure(case: dict[str, Any], timeout: float = 600.0) -> list[dict[str, Any]
             )
         try:
             deadline = time.monotonic() + timeout
-            answers = [
-                process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in ranks
-            ]
+            answers = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in ranks]
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -138,9 +136,7 @@ def show(found: list[dict[str, Any]]) -> str:
     worst = max((abs(one["error"]) for one in found), default=0.0)
     return "\n".join(
         [
-            markdown_table(
-                ["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines
-            ),
+            markdown_table(["case", "predicted MiB", "measured MiB", "error", "error of what the run adds"], lines),
             "",
             f"{len(found)} cases: {close[0]} within 5%, {close[1]} within 10%, the worst {100 * worst:.1f}%. "
             "* held out: not looked at while the model of memory was made.",
@@ -172,9 +168,7 @@ def _about_runs(found: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run the cases and print or write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="five cases, under a minute")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name holds one of these")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N equal parts of the cases")

@@ -61,9 +61,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, str
     return found, absent
 
 
-def _measure_one(
-    args: argparse.Namespace, folder: Path, name: str, rate: float, seed: int
-) -> dict[str, float]:
+def _measure_one(args: argparse.Namespace, folder: Path, name: str, rate: float, seed: int) -> dict[str, float]:
     with PeerServer(name, folder, args.dtype, args.threads, args.extra) as server:
         asyncio.run(run_load(server.port, str(folder), poisson_arrivals(8, 4.0, 99), args.limit))  # warm
         arrivals = poisson_arrivals(args.requests, rate, seed)
@@ -137,9 +135,7 @@ def compare_servers(args: argparse.Namespace) -> None:
             f"token within {args.ttft:g} s and {args.tpot * 1e3:g} ms a token"
         )
         about = {key: data[key] for key in ("date", "commit", "machine")}
-        runs.append(
-            {"run": name, **about, "good": good, "lines": lines, "rows": rows_for(name, data["rows"])}
-        )
+        runs.append({"run": name, **about, "good": good, "lines": lines, "rows": rows_for(name, data["rows"])})
     if args.write:
         data = merge_runs("serve", runs)
         text = page(data["runs"], data["rows"])
@@ -169,9 +165,7 @@ def _section(run: dict[str, Any], table: list[dict[str, Any]]) -> list[str]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the arguments."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model, 24 requests, one round, no vLLM")
     add("--json", action="store_true")

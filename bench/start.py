@@ -101,9 +101,7 @@ class Samples:
     def row(self, case: str, ours: str, theirs: str, metric: str) -> Row:
         """Return the comparison of two things in one metric."""
         note = "; ".join(f"{what}: {self.errors[what]}" for what in (ours, theirs) if what in self.errors)
-        return compare(
-            case, theirs, metric, self.median(ours, metric), self.median(theirs, metric), note=note
-        )
+        return compare(case, theirs, metric, self.median(ours, metric), self.median(theirs, metric), note=note)
 
 
 def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
@@ -140,9 +138,7 @@ def measure(repeats: int, worlds: list[int]) -> dict[str, Any]:
     ):
         value = samples.median(what, metric)
         if value is not None:
-            goals.append(
-                {"what": what, "metric": metric, "at_most": most, "measured": value, "met": value <= most}
-            )
+            goals.append({"what": what, "metric": metric, "at_most": most, "measured": value, "met": value <= most})
     errors = {what: text for what, text in samples.errors.items() if "thalweg" in what}
     return make_result("start", rows, repeats=repeats, goals=goals, errors=errors)
 
@@ -158,17 +154,13 @@ def render(data: dict[str, Any]) -> str:
     lines += [f"Medians of {data['repeats']} fresh starts, in turns.", "", rows_table(data["rows"]), ""]
     for goal in data["goals"]:
         verdict = "met" if goal["met"] else "NOT MET"
-        lines.append(
-            f"- {goal['what']}, {goal['metric']}: {goal['measured']:.3g}, {verdict} ({goal['at_most']})"
-        )
+        lines.append(f"- {goal['what']}, {goal['metric']}: {goal['measured']:.3g}, {verdict} ({goal['at_most']})")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--quick", action="store_true", help="one repeat, one rank: under a minute")

@@ -74,18 +74,14 @@ def rows_of(duel: InterleavedRun, asked: list[str]) -> list[Row]:
             lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
             if lost is not None:
                 rows.append(
-                    compare(
-                        case, peer, "clock_ms_median", None, None, note=f"{lost} {duel.outcomes[lost].error}"
-                    )
+                    compare(case, peer, "clock_ms_median", None, None, note=f"{lost} {duel.outcomes[lost].error}")
                 )
                 continue
             ours, theirs = duel.outcomes[name], duel.outcomes[peer]
             a, b = ours.clock_ms(), theirs.clock_ms()
             paired = duel.time_ratio(name, peer)
             rows += [
-                compare(
-                    case, peer, "clock_ms_median", statistics.median(a), statistics.median(b), ratio=paired
-                ),
+                compare(case, peer, "clock_ms_median", statistics.median(a), statistics.median(b), ratio=paired),
                 compare(case, peer, "clock_ms_min", min(a), min(b)),
                 compare(
                     case,
@@ -169,11 +165,7 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     )
     lines = []
     for c in run["contestants"]:
-        values = (
-            ["-"] * 7
-            if c["note"]
-            else [format_cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
-        )
+        values = ["-"] * 7 if c["note"] else [format_cell(c[key], 2 if key == "of_ddp_fused" else 0) for key in keys]
         lines.append([c["contestant"], *values, *([] if c["note"] else [f"{c['loss_difference']:.1e}"])])
     text += [markdown_table(headers, lines), ""]
     text += [f"{c['contestant']}: {c['note']}\n" for c in run["contestants"] if c["note"]]
@@ -207,9 +199,7 @@ def write(runs: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the duels, print one object or the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(JOBS), default=["small"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--dtype", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
@@ -217,9 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn (5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank (1)")
-    parser.add_argument(
-        "--quick", action="store_true", help="five contestants, the small model, under a minute"
-    )
+    parser.add_argument("--quick", action="store_true", help="five contestants, the small model, under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/train_step.md and .json")
     args = parser.parse_args(argv)
@@ -232,11 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         write(runs)
     if args.json:
-        one = (
-            runs[0]
-            if len(runs) == 1
-            else {**runs[0], "rows": [r for run in runs for r in run["rows"]], "runs": runs}
-        )
+        one = runs[0] if len(runs) == 1 else {**runs[0], "rows": [r for run in runs for r in run["rows"]], "runs": runs}
         print(json.dumps(one))
     else:
         print("\n".join(render(run) for run in runs))

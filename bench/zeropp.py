@@ -109,9 +109,7 @@ def _rows(duel: InterleavedRun, head: str, mix: str, name: str, labels: dict[str
         sent = [statistics.median(o.metered_per_step) for o in (a, b)]
         clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
         rows.append(compare(case, labels[peer], "link_mib", *sent))
-        rows.append(
-            compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer))
-        )
+        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
     return rows
 
 
@@ -184,9 +182,7 @@ def learned_rows(lines: list[dict[str, Any]], head: str) -> list[Row]:
         case = f"{head}, {line['mix']}"
         for key, metric in (("last", f"loss_last_{LAST}"), ("held_out", "loss_held_out")):
             rows.append(compare(case, "stage 3 bf16", metric, line.get(key), plain.get(key)))
-        rows.append(
-            compare(case, "stage 3 bf16", "ledger_mib", line.get("inter_mib"), plain.get("inter_mib"))
-        )
+        rows.append(compare(case, "stage 3 bf16", "ledger_mib", line.get("inter_mib"), plain.get("inter_mib")))
     return rows
 
 
@@ -208,9 +204,7 @@ def render(run: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, print one object or the tables; exit code 2 where hosts cannot be made."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(JOBS), default=["small"])
     parser.add_argument("--rate", nargs="*", default=["1gbit", "100mbit"], help='"none", or as tc writes it')
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
@@ -233,9 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     mixes = {name: MIXES[name] for name in args.mix}
     try:
         runs = [
-            traffic(model, None if rate == "none" else rate, plan, mixes)
-            for rate in args.rate
-            for model in args.model
+            traffic(model, None if rate == "none" else rate, plan, mixes) for rate in args.rate for model in args.model
         ]
     except NamespaceError as error:
         print(f"zeropp: {error}", file=sys.stderr)

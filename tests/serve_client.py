@@ -40,9 +40,7 @@ class Connection:
         try:
             data = json.dumps(body).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-            head += "Content-Type: application/json\r\n" + (
-                "" if self._keep_alive else "Connection: close\r\n"
-            )
+            head += "Content-Type: application/json\r\n" + ("" if self._keep_alive else "Connection: close\r\n")
             writer.write(f"{head}\r\n".encode() + data)
             result.status, text = await asyncio.wait_for(_read_response(reader), disconnect_after or 60)
             complete = True

@@ -100,9 +100,7 @@ def bad_body(rng: random.Random) -> tuple[str, bytes]:
     path = rng.choice(_PATHS)
     if rng.random() < 0.2:
         return path, rng.choice(list(BAD_BODIES.values()))
-    fields: dict[str, Any] = (
-        {"prompt": "x", "max_tokens": 2} if rng.random() < 0.5 else dict(_CHAT_BODY, max_tokens=2)
-    )
+    fields: dict[str, Any] = {"prompt": "x", "max_tokens": 2} if rng.random() < 0.5 else dict(_CHAT_BODY, max_tokens=2)
     for _ in range(rng.randrange(1, 5)):
         name = rng.choice(_FIELDS)
         fields[name] = _random_value(rng)

@@ -40,9 +40,7 @@ class ServerThread:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """One request on a connection of its own; JSON both ways."""
-        status, _, data = self.request_raw(
-            method, path, None if body is None else json.dumps(body).encode(), **headers
-        )
+        status, _, data = self.request_raw(method, path, None if body is None else json.dumps(body).encode(), **headers)
         return status, data
 
     def request_raw(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, Any, Any]:
@@ -91,9 +89,7 @@ class ServerThread:
         """Until no engine holds a KV block or has work."""
         deadline = time.monotonic() + seconds
         while any(e.stats().kv_blocks_used or e.has_work() for e in self.engines):
-            assert time.monotonic() < deadline, [
-                (e.used, len(e.running), len(e.waiting)) for e in self.engines
-            ]
+            assert time.monotonic() < deadline, [(e.used, len(e.running), len(e.waiting)) for e in self.engines]
             time.sleep(0.01)
 
 

@@ -126,9 +126,7 @@ class ToyEngine:
         self.blocks = int(settings.get("blocks", 4096))
         length = int(settings.get("length", 2048))
         kind = "encoder" if "encoder" in model else "causal"
-        self.metadata = ModelMetadata(
-            "toy", kind, length, 257, "fp32", eos_token_ids=(EOS,), adapters=("tuned",)
-        )
+        self.metadata = ModelMetadata("toy", kind, length, 257, "fp32", eos_token_ids=(EOS,), adapters=("tuned",))
         self.tokenizer = ToyTokenizer()
         self.used = self.steps = self.generated = 0
         self.waiting: list[_ToySequence] = []
@@ -146,9 +144,7 @@ class ToyEngine:
             raise ValueError("this engine has no structured output: leave response_format out")
         sequences = [_ToySequence(request, i, self.metadata.max_length) for i in range(request.params.n)]
         if sequences[0].num_blocks > self.blocks:
-            raise ValueError(
-                f"the request needs {sequences[0].num_blocks} KV blocks of {self.blocks}: shorten it"
-            )
+            raise ValueError(f"the request needs {sequences[0].num_blocks} KV blocks of {self.blocks}: shorten it")
         self.waiting += sequences
 
     def get_prepare_fn(self, request: Request) -> Any:

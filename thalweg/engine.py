@@ -92,9 +92,7 @@ def initialize(
     if device.type == "cpu":
         configure_malloc(prefers_low_memory(resolved))
     dp_coords = (meshes.dp.get_local_rank(), meshes.dp.size())
-    loader = build_engine_loader(
-        training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes)
-    )
+    loader = build_engine_loader(training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes))
     user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
         components = parallelize(model, meshes, resolved, device, **user_args)

@@ -130,9 +130,7 @@ def init_distributed(
         return info
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
-        store = rendezvous(
-            info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning
-        )
+        store = rendezvous(info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning)
     dist.init_process_group(
         backend,
         init_method=init_method,

@@ -185,9 +185,7 @@ def parallelize(
     original_model = model
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
-    names = {
-        id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)
-    }
+    names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
     named_groups = groups_with_names(optimizer, model_parameters, names)
     unwrap_quantized_params(model)
     preflight = Preflight(model, mesh, config, device, optimizer)
@@ -225,9 +223,7 @@ def parallelize(
         register_loss_scale_hooks(model, window, sharded, loss_normalizer)
     scaler = LossScaler.from_config(config.fp16)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    managed = _make_optimizer(
-        model, sharded, mesh, config, optimizer, named_groups, window, scaler, to_local_name
-    )
+    managed = _make_optimizer(model, sharded, mesh, config, optimizer, named_groups, window, scaler, to_local_name)
     if managed is not None and pipeline is not None:
         managed.pipeline_peers = pipeline.tied_weights()
     if loss_tiling is not None:
@@ -340,9 +336,7 @@ def _apply_sp(
     return layer_attention or apply_sequence_parallel(model, groups, blocks)
 
 
-def _choose_cpu_kernels(
-    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device
-) -> None:
+def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device) -> None:
     """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
     if device.type != "cpu" or config.compile.enabled:
         return
@@ -375,9 +369,7 @@ def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> 
         unit.compile(**options)
 
 
-def _make_forward_context(
-    config: Config, device: torch.device, loss_normalizer: LossNormalizer
-) -> ForwardContext:
+def _make_forward_context(config: Config, device: torch.device, loss_normalizer: LossNormalizer) -> ForwardContext:
     section = config.torch_autocast
     if not section.enabled:
         return loss_normalizer.forward_context
@@ -406,9 +398,7 @@ def _make_optimizer(
         [to_local_name(name) if to_local_name else name for name in group["params"]] for group in named_groups
     ]
     # None for a parameter that lies on another rank, or was taken apart.
-    params_by_group = [
-        [None if name is None else params_by_name.get(name) for name in names] for names in local_names
-    ]
+    params_by_group = [[None if name is None else params_by_name.get(name) for name in names] for names in local_names]
     groups = [
         {**group, "params": [p for p in params if p is not None]}
         for group, params in zip(named_groups, params_by_group, strict=True)
@@ -420,9 +410,7 @@ def _make_optimizer(
     replicate_group = mesh.get_group() if mesh.size() > 1 else None
     inner: Any
     if isinstance(user_optimizer, torch.optim.Optimizer):
-        inner = to_local_optimizer(
-            rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group
-        )
+        inner = to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
     elif callable(user_optimizer):
         user_built: Any = user_optimizer(groups)
         inner = to_local_optimizer(user_built, replicate_group=replicate_group)

@@ -196,11 +196,7 @@ UNSHARDABLE_VARIANTS = ("norm", "softmax", "chosen", "weight", "bypass")
 def build_model(name: str, seed: int = 0) -> nn.Module:
     """A model by name, with weights in which a mistake shows."""
     torch.manual_seed(seed)
-    model = (
-        SHARDABLE_MODELS[name]()
-        if name in SHARDABLE_MODELS
-        else LanguageModel(lambda: FeatureMixingBlock(name))
-    )
+    model = SHARDABLE_MODELS[name]() if name in SHARDABLE_MODELS else LanguageModel(lambda: FeatureMixingBlock(name))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))

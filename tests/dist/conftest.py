@@ -36,9 +36,7 @@ def _finished() -> dict[tuple[str, int], Any]:
 
 
 @pytest.fixture
-def together(
-    request: pytest.FixtureRequest, _finished: dict[tuple[str, int], Any]
-) -> Callable[..., list[Any]]:
+def together(request: pytest.FixtureRequest, _finished: dict[tuple[str, int], Any]) -> Callable[..., list[Any]]:
     """``together(fn, world, timeout=...)``: what ``fn(rank, world, **parameters)`` returns on each rank, the
     parameters being those of the test but ``world``.
 

@@ -33,19 +33,13 @@ def _zero(**options: Any) -> Callable[[int], ConfigDict]:
 FEATURES: Mapping[str, Feature] = {
     **{f"s{stage}": Feature(f"ZeRO {stage}", _zero(stage=stage)) for stage in range(4)},
     "dp": Feature("data ranks", multiplies_world=True),
-    "tp": Feature(
-        "tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, multiplies_world=True
-    ),
-    "sp": Feature(
-        "sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, multiplies_world=True
-    ),
+    "tp": Feature("tensor", lambda degree: {"tensor_parallel": {"autotp_size": degree}}, multiplies_world=True),
+    "sp": Feature("sequence (Ulysses)", lambda degree: {"sequence_parallel_size": degree}, multiplies_world=True),
     "cp": Feature("context (ring)", lambda degree: {"context_parallel_size": degree}, multiplies_world=True),
     "pp": Feature("pipeline", lambda degree: {"pipeline": {"stages": degree}}, multiplies_world=True),
     "ep": Feature("expert"),  # inside the data ranks; the model asks for it
     "host": Feature("optimiser on host", _zero(offload_optimizer={"device": "cpu"})),
-    "nvme": Feature(
-        "optimiser on NVMe", _zero(offload_optimizer={"device": "nvme", "nvme_path": "{folder}"})
-    ),
+    "nvme": Feature("optimiser on NVMe", _zero(offload_optimizer={"device": "nvme", "nvme_path": "{folder}"})),
     "paged": Feature(
         "parameters on NVMe",
         _zero(offload_param={"device": "nvme", "nvme_path": "{folder}", "max_in_cpu": 0, "buffer_count": 2}),

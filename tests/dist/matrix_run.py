@@ -59,9 +59,7 @@ def build_model(combination: Combination) -> nn.Module:
 
 def _build_model(tied: bool, ep: int) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=16, block_size=SEQ_LEN, tied=tied)
-    )
+    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=16, block_size=SEQ_LEN, tied=tied))
     if ep:
         model.blocks[1].mlp = MoEMlp(16, ep)
     with torch.no_grad():
@@ -98,9 +96,7 @@ def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
         recorded_experts.append(routing.experts)
         return routing
 
-    local_rows = slice(
-        rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp")
-    )
+    local_rows = slice(rank // combination.degree("tp") % combination.degree("dp"), None, combination.degree("dp"))
 
     def replay_routing(logits: Tensor, *args: Any) -> layer.Routing:
         routing = route(logits, *args)

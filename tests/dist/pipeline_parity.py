@@ -216,9 +216,7 @@ class PipelineCase:
             if self.kind == "gpt" or self.kind.startswith("layers"):
                 item |= {key: item[key].clamp(max=VOCAB_SIZE - 1) for key in ("input_ids", "labels")}
             if self.kind.startswith("layers"):
-                position_ids = item.get(
-                    "position_ids", torch.arange(length)[None].expand(len(item["labels"]), -1)
-                )
+                position_ids = item.get("position_ids", torch.arange(length)[None].expand(len(item["labels"]), -1))
                 labels = F.pad(item["labels"][:, 1:], (0, 1), value=-100)
                 yield {"input_ids": item["input_ids"], "position_ids": position_ids}, labels
             elif self.kind == "gpt":

@@ -80,9 +80,7 @@ def simulate_mesh_rank(
     with fake_process_group(mesh_shape.size, mesh_shape.rank_at(pp_rank, dp_rank, tp_rank)):
         shape = (mesh_shape.pipeline, mesh_shape.data, mesh_shape.tensor)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", DATA_AXIS, "tp"))
-        tp_group, states = (
-            _apply_tp(model, mesh, mesh_shape, pp_rank) if mesh_shape.tensor > 1 else (None, None)
-        )
+        tp_group, states = _apply_tp(model, mesh, mesh_shape, pp_rank) if mesh_shape.tensor > 1 else (None, None)
         staged = SplitModelStages(model, block_layout, stage_bounds, [pp_rank])
         options = build_shard_options(model, resolved)
         sharded = shard_model(model, mesh[DATA_AXIS], options, torch.device("cpu"), states)
@@ -146,9 +144,7 @@ def _get_hidden_shape(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[in
     tokens = next(iter(batch.values()))
     hidden = get_model_size(model).hidden_size
     if hidden is None:
-        raise ValueError(
-            f"{type(model).__name__} has no config.hidden_size: stages cannot be simulated apart"
-        )
+        raise ValueError(f"{type(model).__name__} has no config.hidden_size: stages cannot be simulated apart")
     return (*tokens.shape, hidden)
 
 

@@ -86,9 +86,7 @@ def _falcon(**changes: Any) -> nn.Module:
     import transformers
 
     shape: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 32, **changes}
-    config = transformers.FalconConfig(
-        vocab_size=VOCAB_SIZE, num_hidden_layers=2, max_position_embeddings=32, **shape
-    )
+    config = transformers.FalconConfig(vocab_size=VOCAB_SIZE, num_hidden_layers=2, max_position_embeddings=32, **shape)
     return transformers.FalconForCausalLM(config)
 
 

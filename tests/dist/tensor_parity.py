@@ -80,9 +80,7 @@ def train_engine(model: nn.Module, config: dict[str, Any], loss_fn: LossFn, step
         engine.backward(loss)
         if step == 0:
             engine._parts.sharded.finalize_grads()
-            gradients = {
-                n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None
-            }
+            gradients = {n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -97,9 +95,7 @@ def run_plain(model: nn.Module, rows: int, steps: int, lr: float = 0.05) -> Trai
     return train_plain(model, lambda own, step: compute_loss(own, make_batch(step, rows)), steps, lr)
 
 
-def make_config(
-    stage: int, tensor: int, rows: int, data_ranks: int, lr: float = 0.05, **extra: Any
-) -> dict[str, Any]:
+def make_config(stage: int, tensor: int, rows: int, data_ranks: int, lr: float = 0.05, **extra: Any) -> dict[str, Any]:
     """The ds_config of the same run."""
     return {
         "train_micro_batch_size_per_gpu": rows // data_ranks,

@@ -33,9 +33,7 @@ def _stages(rank: int, world: int, folder: str, cases: list[ParityCase]) -> list
             torch.manual_seed(5)
             extra = {"activation_checkpointing": section, "memory": {"nvme_path": folder}, "seed": 3}
             runs.append(run_engine(model, case.with_(extra=extra), rank, world))
-        found.append(
-            bitwise_equal(runs[0].parameters, runs[1].parameters) and runs[0].losses == runs[1].losses
-        )
+        found.append(bitwise_equal(runs[0].parameters, runs[1].parameters) and runs[0].losses == runs[1].losses)
     return found
 
 

@@ -88,9 +88,7 @@ def _sharded(rank: int, world: int, options: dict[str, Any]) -> list[np.ndarray]
     names = [name for name, _ in model.named_parameters()]
     if "kernel" in options:
         assert patch_linear_layers(model) == 13
-    apply_activation_checkpointing(
-        model, list(model.blocks), options.get("policy", ActivationCheckpointPolicy())
-    )
+    apply_activation_checkpointing(model, list(model.blocks), options.get("policy", ActivationCheckpointPolicy()))
     dtype = options.get("dtype")
     _shard(model, dtype, options.get("reshard", True))
     assert [name for name, _ in model.named_parameters()] == names

@@ -16,9 +16,7 @@ STEPS = 3
 
 def _both(rank, world, stage, accumulation):
     """A run over shared memory, and one over the wire with delays."""
-    return _train(rank, world, stage, accumulation, True, 0.0), _train(
-        rank, world, stage, accumulation, False, 0.01
-    )
+    return _train(rank, world, stage, accumulation, True, 0.0), _train(rank, world, stage, accumulation, False, 0.01)
 
 
 def _train(rank, world, stage, accumulation, shared, delay):

@@ -31,9 +31,7 @@ def _parity(rank: int, world: int, cases: list[tuple[str, int, int]], steps: int
         ranks = world // tensor
         rows, own = 2 * ranks, slice(rank // tensor, None, ranks)
         plain = train_plain(build_model(name), _at(name, rows), steps)
-        found = train_engine(
-            build_model(name), make_config(stage, tensor, rows, ranks), _at(name, rows, own), steps
-        )
+        found = train_engine(build_model(name), make_config(stage, tensor, rows, ranks), _at(name, rows, own), steps)
         differences = found.max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
             failures.append(f"{name}, tp {tensor}, stage {stage}: {differences}")

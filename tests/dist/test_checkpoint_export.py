@@ -40,13 +40,9 @@ def write(rank: int, world: int, folder: str) -> list[str]:
     texts = []
     for k in (2, 3, 5, 6):
         with pytest.raises(CheckpointError) as caught:
-            save_16bit(
-                model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else NoFsyncFileSystem()
-            )
+            save_16bit(model, f"{folder}/bad", io=fail_at(k, errno.ENOSPC) if rank == 0 else NoFsyncFileSystem())
         texts.append(str(caught.value))
-        assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {
-            "model.safetensors"
-        }
+        assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {"model.safetensors"}
     return texts
 
 

@@ -195,9 +195,7 @@ def save_placements(rank: int, world: int, folder: str) -> None:
     values = torch.arange(72.0).reshape(12, 6)
     strided = distribute_tensor(values, mesh, (_StridedShard(0, split_factor=3), Shard(0)))
     tensors["model/strided"] = strided
-    tensors["model/interleaved"] = distribute_tensor(
-        values, mesh, (Replicate(), _StridedShard(0, split_factor=2))
-    )
+    tensors["model/interleaved"] = distribute_tensor(values, mesh, (Replicate(), _StridedShard(0, split_factor=2)))
     tensors["model/plain"] = torch.arange(5.0)
     save_snapshot(folder, "t", Snapshot(tensors, state={"ema": strided, "here": rank}), step=0)
 

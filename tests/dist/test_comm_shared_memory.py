@@ -35,9 +35,7 @@ def _reduce(rank, world, dtype):
     worst = 0.0
     for step in range(12):
         size, op = sizes[step % 3], (AVERAGE, SUM)[step % 2]
-        full = [
-            torch.randn(size, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world)
-        ]
+        full = [torch.randn(size, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world)]
         given = reducer.allocate((size,), dtype=dtype, device=torch.device("cpu"))
         given.copy_(full[rank])
         out = reducer.allocate((size // world,), dtype=dtype, device=torch.device("cpu"))

@@ -69,9 +69,7 @@ def _measure(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
     found = {}
     for name, axis in AXES.items():
         torch.manual_seed(0)
-        shape = GPTConfig(
-            vocab_size=64, n_layer=LAYERS, n_head=4, n_embd=WIDTH, block_size=LENGTH, tied=False
-        )
+        shape = GPTConfig(vocab_size=64, n_layer=LAYERS, n_head=4, n_embd=WIDTH, block_size=LENGTH, tied=False)
         model = GPT(shape)
         parameters = 4 * sum(p.numel() for p in model.parameters())
         units = 4 * sum(p.numel() for p in model.blocks.parameters())

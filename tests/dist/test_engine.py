@@ -213,9 +213,7 @@ def _dtypes(rank, world, stage, section, **expected):
     engine = start(tiny_gpt(), stage, **section)
     tokens, labels = mine(0, rank, world)
     seen = []
-    engine.module.blocks[0].mlp.up.register_forward_hook(
-        lambda m, a, out: seen.append((m.weight.dtype, out.dtype))
-    )
+    engine.module.blocks[0].mlp.up.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
     engine.backward(engine(tokens, labels))
     grads = {p.grad.dtype for p in engine.module.parameters()}
     engine.step()
@@ -313,15 +311,11 @@ def _overflow(rank, world, stage, dtype):
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("inf") if rank == world - 1 else loss)
     engine.step()
-    unchanged = all(
-        torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True)
-    )
+    unchanged = all(torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
     for step in range(1, 3):
         engine.backward(engine(*mine(step, rank, world)))
         engine.step()
-    moved = any(
-        not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True)
-    )
+    moved = any(not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
     finite = all(bool(full_tensor(p).isfinite().all()) for p in engine.module.parameters())
     return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
 
@@ -340,9 +334,7 @@ def _modes(rank, world, stage):
     model = OddShapesModel()
     reference = copy.deepcopy(model)
     engine = start(model, stage)
-    optimizer = torch.optim.AdamW(
-        [p for p in reference.parameters() if p.requires_grad], lr=1e-2, weight_decay=0
-    )
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
     for step in range(4):
         with engine.no_sync():
             engine.backward(engine(*mine(2 * step, rank, world)))
@@ -421,14 +413,10 @@ def _hosts(rank, world, stage):
 
     os.environ["THALWEG_HOST"] = f"host {rank // 2}"
     case = ParityCase(stage, windows=(2,) * 5, accumulation=2, clip=0.05)
-    plain = run_plain(
-        OddShapesModel(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0)
-    )
+    plain = run_plain(OddShapesModel(), case, world, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0))
     outcome = run_engine(OddShapesModel(), case, rank, world)
     engine = start(OddShapesModel(), stage)
-    carriers = {
-        entry.transport for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]
-    }
+    carriers = {entry.transport for entry in (engine(*mine(0, rank, world)).backward(), engine.ledger.entries())[1]}
     return outcome.max_loss_difference(plain), carriers
 
 

@@ -157,9 +157,7 @@ def _recompute(rank, world, stage, section):
     return plain == recomputed and bitwise_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "section", [{"policy": "full"}, {"policy": "selective", "every": 2}, {"policy": "selective"}]
-)
+@pytest.mark.parametrize("section", [{"policy": "full"}, {"policy": "selective", "every": 2}, {"policy": "selective"}])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_row12_recomputation_with_dropout_changes_no_bit(together, stage, section):
     assert together(_recompute, 2) == [True, True]
@@ -216,15 +214,10 @@ def _optimisers(rank, world):
                 failures.append(f"{name} at stage {stage}: {worst:.1e}")
     for name, params in OURS.items():
         # Their arithmetic is held to the papers in tests/unit; here each stage is held to the unsharded one.
-        cases = [
-            ParityCase(s, windows=(2,) * 5, accumulation=2, optimizer=name, params=params)
-            for s in (0, 1, 2, 3)
-        ]
+        cases = [ParityCase(s, windows=(2,) * 5, accumulation=2, optimizer=name, params=params) for s in (0, 1, 2, 3)]
         whole, *sharded = [run_engine(tiny_gpt(), case, rank, world) for case in cases]
         failures += [
-            f"{name}: {o.max_loss_difference(whole):.1e}"
-            for o in sharded
-            if o.max_loss_difference(whole) > 2e-6
+            f"{name}: {o.max_loss_difference(whole):.1e}" for o in sharded if o.max_loss_difference(whole) > 2e-6
         ]
     return failures
 
@@ -238,9 +231,7 @@ def test_row44_each_optimiser_at_each_stage():
 
 
 def _train(rank, world, stage, folder, steps, resume, save):
-    engine, loader = start(
-        tiny_gpt(), stage, Rows(64), train_batch_size=12, train_micro_batch_size_per_gpu=12 // world
-    )
+    engine, loader = start(tiny_gpt(), stage, Rows(64), train_batch_size=12, train_micro_batch_size_per_gpu=12 // world)
     if resume:
         path, client = engine.load_checkpoint(folder)
         assert path is not None

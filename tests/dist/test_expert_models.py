@@ -30,8 +30,7 @@ def _plain(model: nn.Module, rows: int, parts: int, steps: int, length: int = SE
         total.backward()
         if step == 0:
             gradients = {
-                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for n, p in model.named_parameters()
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
             }
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -83,9 +82,7 @@ def _parity(rank: int, world: int, cases: list[Case]) -> list[str]:
         plain = _plain(model, 2 * ranks, ranks, steps)
         differences = _engine(model, rank, world, ep, stage, steps, tensor, sequence).max_differences(plain)
         if any(not value <= TOLERANCE[key] for key, value in differences.items()):
-            failures.append(
-                f"{name}, ep {ep}, stage {stage}, tensor {tensor}, sequence {sequence}: {differences}"
-            )
+            failures.append(f"{name}, ep {ep}, stage {stage}, tensor {tensor}, sequence {sequence}: {differences}")
     return failures
 
 
@@ -193,9 +190,7 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
         for key, parameter in engine.module.named_parameters():
             found[f"{name}/{key}"] = full_tensor(parameter).numpy()
             for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}/{key}/{moment}"] = full_tensor(
-                    engine.optimizer.state[parameter][moment]
-                ).numpy()
+                found[f"{name}/{key}/{moment}"] = full_tensor(engine.optimizer.state[parameter][moment]).numpy()
         engine.close()
     return found
 
@@ -216,10 +211,7 @@ def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path
         assert all(np.array_equal(values[key], value) for key, value in first.items())
     stacks = [value for key, value in first.items() if key.endswith("gate_up_proj")]
     assert stacks and all(
-        not np.array_equal(stack[i], stack[j])
-        for stack in stacks
-        for i in range(len(stack))
-        for j in range(i)
+        not np.array_equal(stack[i], stack[j]) for stack in stacks for i in range(len(stack)) for j in range(i)
     )
     ours = build_model("mixtral")
     state = {key.removeprefix("mixtral/"): torch.from_numpy(value) for key, value in first.items()}

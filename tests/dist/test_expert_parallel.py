@@ -27,8 +27,7 @@ class Tiny(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
         self.blocks = nn.ModuleList(
-            MoE(WIDTH, expert, EXPERTS, ep, k=k, drop_tokens=False, top2_2nd_expert_sampling=False)
-            for _ in range(2)
+            MoE(WIDTH, expert, EXPERTS, ep, k=k, drop_tokens=False, top2_2nd_expert_sampling=False) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         with torch.no_grad():

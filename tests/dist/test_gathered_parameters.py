@@ -62,9 +62,7 @@ def _row10(rank: int, world: int) -> None:
     plain, model = _model(world)
     objects = dict(model.named_parameters())
     kinds = {name: type(p) for name, p in objects.items()}
-    storages = {
-        n: p.to_local().untyped_storage().data_ptr() for n, p in objects.items() if isinstance(p, DTensor)
-    }
+    storages = {n: p.to_local().untyped_storage().data_ptr() for n, p in objects.items() if isinstance(p, DTensor)}
     with GatheredParameters(model.parameters(), modifier_rank=0):
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert p is objects[name] and isinstance(p, nn.Parameter) and not isinstance(p, DTensor)

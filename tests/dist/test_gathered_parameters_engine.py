@@ -38,9 +38,7 @@ def _engine(stage: int, build: str, accumulation: int, low: bool) -> thalweg.Eng
     return engine
 
 
-def _train(
-    rank: int, world: int, stage: int, build: str, accumulation: int, low: bool, change: bool
-) -> list[float]:
+def _train(rank: int, world: int, stage: int, build: str, accumulation: int, low: bool, change: bool) -> list[float]:
     engine = _engine(stage, build, accumulation, low)
     draw = torch.Generator().manual_seed(1)
     losses: list[float] = []
@@ -54,9 +52,7 @@ def _train(
         losses.append(loss.item())
         if micro in (2, 4):  # in the middle of a window for accumulation 2, else before a step
             names = dict(engine.module.named_parameters())
-            with thalweg.zero.GatheredParameters(
-                [names["wte.weight"], names["norm.bias"]], modifier_rank=world - 1
-            ):
+            with thalweg.zero.GatheredParameters([names["wte.weight"], names["norm.bias"]], modifier_rank=world - 1):
                 if change and rank == world - 1:
                     engine.module.wte.weight.data.mul_(1.3)
                     engine.module.norm.bias.data.fill_(0.1)

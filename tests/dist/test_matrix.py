@@ -27,9 +27,7 @@ CONTROLS = ("s3 dp2 remat", "s1 dp2 host", "s2 tp2", "s0 sp2")
 
 
 @pytest.fixture(scope="module")
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Differences]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Differences]:
     """Differences by combination; runs the selected ones of a world together."""
     asked = [item.callspec.params.get("one") for item in request.session.items if hasattr(item, "callspec")]
     results: dict[int, dict[str, Differences] | AssertionError] = {}
@@ -37,18 +35,12 @@ def found(
     def of(one: Combination) -> Differences:
         if one.world_size not in results:
             same = [
-                other.name
-                for other in asked
-                if isinstance(other, Combination) and other.world_size == one.world_size
+                other.name for other in asked if isinstance(other, Combination) and other.world_size == one.world_size
             ]
             folder = str(tmp_path_factory.mktemp("tiers"))
             try:
-                results[one.world_size] = run_ranks(
-                    compare_to_plain, one.world_size, same, folder, timeout=300
-                )[0]
-            except (
-                AssertionError
-            ) as error:  # it is the error of all of them: one that hangs takes the rest along
+                results[one.world_size] = run_ranks(compare_to_plain, one.world_size, same, folder, timeout=300)[0]
+            except AssertionError as error:  # it is the error of all of them: one that hangs takes the rest along
                 results[one.world_size] = error
         result = results[one.world_size]
         if isinstance(result, AssertionError):
@@ -74,9 +66,7 @@ def test_at_least_sixty_combinations() -> None:
 @pytest.mark.parametrize(
     ("wrong", "where"), [(compare_with_wrong_lr, "parameter"), (compare_with_wrong_mean, "gradient")]
 )
-def test_negative_controls_fail(
-    wrong: Callable[..., dict[str, Differences]], where: str, tmp_path: Path
-) -> None:
+def test_negative_controls_fail(wrong: Callable[..., dict[str, Differences]], where: str, tmp_path: Path) -> None:
     names = [name for name in CONTROLS if wrong is not compare_with_wrong_mean or "dp" in name]
     for name, differences in run_ranks(wrong, 2, names, str(tmp_path))[0].items():
         assert differences[where] > 1e-4, f"{name}: {differences}"
@@ -84,13 +74,9 @@ def test_negative_controls_fail(
 
 def test_what_does_not_go_together_says_so() -> None:
     told = {}
-    for world in {
-        Combination.parse(refusal.combination).world_size for refusal in UNSUPPORTED_PAIRS.values()
-    }:
+    for world in {Combination.parse(refusal.combination).world_size for refusal in UNSUPPORTED_PAIRS.values()}:
         names = [
-            r.combination
-            for r in UNSUPPORTED_PAIRS.values()
-            if Combination.parse(r.combination).world_size == world
+            r.combination for r in UNSUPPORTED_PAIRS.values() if Combination.parse(r.combination).world_size == world
         ]
         told |= dict(zip(names, run_ranks(collect_errors, world, names)[0], strict=True))
     for pair, refusal in UNSUPPORTED_PAIRS.items():

@@ -30,9 +30,7 @@ def _resident(rank, world, keeps):
             tokens = torch.randint(2000, (2, 65), generator=generator)
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
             engine.step()
-            if (
-                keeps
-            ):  # the control: two units' worth of memory that nobody gives back; a hole may take one in
+            if keeps:  # the control: two units' worth of memory that nobody gives back; a hole may take one in
                 kept.append(torch.ones(3 << 19))
             gc.collect()
             found.append(resident_mib())

@@ -198,9 +198,7 @@ def _one_full_disk(rank, world, param):
 @pytest.mark.parametrize("param", ["nvme", "none"])
 def test_row24_one_full_disk_is_an_error_of_all_ranks(param):
     other, own = run_ranks(_one_full_disk, 2, param)
-    assert (
-        "make room" in own and other == f"rank 1 cannot have {other.split('have ')[1].split(':')[0]}: {own}"
-    )
+    assert "make room" in own and other == f"rank 1 cannot have {other.split('have ')[1].split(':')[0]}: {own}"
 
 
 def test_row24_a_missing_folder_is_named_by_the_config():

@@ -138,9 +138,7 @@ def two_axes(rank: int, world: int) -> tuple[float, float, list[str]]:
         if layout is None:
             whole = value
         elif any(placement.is_partial() for placement in layout):
-            whole = DTensor.from_local(
-                value * (0.25 if mesh.get_local_rank("a") == 0 else 0.75), mesh, layout
-            )
+            whole = DTensor.from_local(value * (0.25 if mesh.get_local_rank("a") == 0 else 0.75), mesh, layout)
             layout = [Replicate(), Replicate()]
         else:
             whole = distribute_tensor(value, mesh, layout)

@@ -129,11 +129,7 @@ def same_gradients(rank: int, world: int) -> dict[str, float]:
         for step in range(4):
             for i, (p, q) in enumerate(zip(net.parameters(), reference.parameters(), strict=True)):
                 q.grad = torch.randn(q.shape, generator=generator)
-                p.grad = (
-                    distribute_tensor(q.grad, p.device_mesh, p.placements)
-                    if isinstance(p, DTensor)
-                    else q.grad
-                )
+                p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else q.grad
                 if i == 2 and step == 1:
                     p.grad = q.grad = None
             optimizer.step()
@@ -216,9 +212,7 @@ def muon_traffic(rank: int, world: int, replicated: bool) -> tuple[float, int, b
     values = [torch.randn(shape, generator=generator) for shape in shapes]
     reference = [nn.Parameter(v.clone()) for v in values]
     mesh = init_device_mesh("cpu", (world,))
-    params = [
-        nn.Parameter(v.clone() if replicated else distribute_tensor(v, mesh, [Shard(0)])) for v in values
-    ]
+    params = [nn.Parameter(v.clone() if replicated else distribute_tensor(v, mesh, [Shard(0)])) for v in values]
     group = dist.group.WORLD if replicated else None
     ours = build_optimizer("Muon", params, {"lr": 0.1}, replicate_group=group)
     theirs = build_optimizer("Muon", reference, {"lr": 0.1})
@@ -292,9 +286,7 @@ def test_sharded_equals_whole(world: int) -> None:
         for name, (distance, control, odd) in result["parity"].items():
             limit = 1e-5 if name in ("Rprop", "Lion") else 1e-6  # these two step by the sign of a gradient
             assert distance < limit, f"{name} at {world} ranks is off by {distance}"
-            assert control > 10 * limit or name in ("Rprop", "Adadelta"), (
-                f"{name}: a wrong rate passes ({control})"
-            )
+            assert control > 10 * limit or name in ("Rprop", "Adadelta"), f"{name}: a wrong rate passes ({control})"
             assert not odd, f"{name}: {odd}"
 
 

@@ -28,9 +28,7 @@ def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
     g = torch.Generator().manual_seed(0)
     whole = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
     cut = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole]
-    optimizers = [
-        build_optimizer("AdamW", params, {"lr": 1e-2}, zenflow_policy=policy) for params in (whole, cut)
-    ]
+    optimizers = [build_optimizer("AdamW", params, {"lr": 1e-2}, zenflow_policy=policy) for params in (whole, cut)]
     for _ in range(9):
         for p, q in zip(whole, cut, strict=True):
             p.grad = torch.randn(p.shape, generator=g)
@@ -43,9 +41,7 @@ def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("update", [3, None])
-def test_shards_are_stepped_as_the_whole(
-    together: Any, world: int, overlap: bool, update: int | None
-) -> None:
+def test_shards_are_stepped_as_the_whole(together: Any, world: int, overlap: bool, update: int | None) -> None:
     assert max(together(_sharded, world)) < 1e-6
 
 
@@ -102,9 +98,7 @@ def _on_a_disk(rank: int, world: int, folder: str) -> list[bool]:
         policy = {**ZENFLOW, "update_interval": update}
         plain = _train(_engine(3, policy), rank, world, 0, 6)
         engine = _engine(3, policy, offload_param=paged)
-        same.append(
-            all((a == b).all() for a, b in zip(plain, _train(engine, rank, world, 0, 6), strict=True))
-        )
+        same.append(all((a == b).all() for a, b in zip(plain, _train(engine, rank, world, 0, 6), strict=True)))
         engine.close()
     return same
 

@@ -28,11 +28,7 @@ def _cells(stage: int, world: int) -> list[tuple[str, ParityCase]]:
     ]
     if world != 2:
         return cells
-    cells += [
-        ("gpt", ParityCase(stage, windows=(n,) * 5, accumulation=n, clip=c))
-        for n in (1, 4)
-        for c in (0, 0.05)
-    ]
+    cells += [("gpt", ParityCase(stage, windows=(n,) * 5, accumulation=n, clip=c)) for n in (1, 4) for c in (0, 0.05)]
     cells += [("odd", ParityCase(stage, windows=(1,) * 20))]
     for dtype in ("bf16", "fp16"):
         cells += [("gpt", ParityCase(stage, dtype, windows=(n,) * 4, accumulation=n)) for n in (1, 2, 4)]
@@ -83,10 +79,7 @@ def _wrong(rank: int, world: int) -> dict[str, float]:
         "weight decay": case.with_(params={"lr": 1e-2, "weight_decay": 0.01}),
         "averaging": case.with_(extra={"gradient_allreduce_op": "sum"}, optimizer="SGD"),
     }
-    return {
-        name: run_engine(model, other, rank, world).max_loss_difference(plain)
-        for name, other in wrong.items()
-    }
+    return {name: run_engine(model, other, rank, world).max_loss_difference(plain) for name, other in wrong.items()}
 
 
 def test_negative_controls_fail():

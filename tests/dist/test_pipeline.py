@@ -46,10 +46,7 @@ def micro_batches(num: int, seed: int = 0):
     """Unequal micro-batches: other numbers of rows each time."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [1 + i % 3 for i in range(num)]
-    return [
-        (torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator))
-        for n in sizes
-    ]
+    return [(torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)) for n in sizes]
 
 
 def reference(num_layers: int, num_micro: int, factor: float = 1.0):
@@ -68,9 +65,7 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
     schedule: PipelineSchedule = build_schedule(name, world, num_micro, num_virtual_stages=chunks)
     model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
     cuts = model.partition_layers(schedule.num_stages)
-    mine = {
-        s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)
-    }
+    mine = {s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)}
 
     def run(stage, value, batch):
         value = mine[stage](batch[0] if stage == 0 else value)

@@ -24,9 +24,7 @@ AT_2 = [
     PipelineCase("gpt2", 2, stage=2),
     PipelineCase("layers", 2, sizes=(4, 1, 3, 2)),
     PipelineCase("gpt", 2, sizes=(1, 5), extra={"activation_checkpointing": {"policy": "full"}}),
-    PipelineCase(
-        "layers", 2, schedule="zb_h1", extra={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
-    ),
+    PipelineCase("layers", 2, schedule="zb_h1", extra={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}),
 ]
 AT_4 = [
     *(PipelineCase("layers", 2, stage=stage, num_micro_batches=3) for stage in range(4)),

@@ -21,12 +21,8 @@ AT_4 = [
     PipelineCase("qwen3", 2, sp=2, stage=2, schedule="gpipe", **MIXED),
     PipelineCase("gpt2", 2, cp=2, stage=3, schedule="zb_h1", **MIXED),
     PipelineCase("gpt", 2, sp=2, stage=1, extra=REMAT, lengths=(9, 12, 7), batch_kinds=("plain", "masked")),
-    PipelineCase(
-        "gpt", 2, cp=2, stage=2, schedule="zb_h1", lengths=(9, 12, 7), batch_kinds=("plain", "masked")
-    ),
-    PipelineCase(
-        "layers with attention", 2, sp=2, stage=1, schedule="interleaved", num_micro_batches=2, **MIXED
-    ),
+    PipelineCase("gpt", 2, cp=2, stage=2, schedule="zb_h1", lengths=(9, 12, 7), batch_kinds=("plain", "masked")),
+    PipelineCase("layers with attention", 2, sp=2, stage=1, schedule="interleaved", num_micro_batches=2, **MIXED),
     PipelineCase("layers with attention", 2, cp=2, stage=3, schedule="zbv", **MIXED),
     PipelineCase("layers with attention", 2, cp=2, extra=REMAT, **MIXED),
 ]

@@ -59,18 +59,14 @@ def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_habits_of_deepspeeds_users(tmp_path):
     results = run_ranks(_habits, 2, str(tmp_path))
     plain = merge_stages(tied_layers())
-    losses = [
-        token_loss(plain(tokens), labels).item() for tokens, labels in (make_batch(i, 4) for i in range(4))
-    ]
+    losses = [token_loss(plain(tokens), labels).item() for tokens, labels in (make_batch(i, 4) for i in range(4))]
     named = dict(plain.named_parameters(remove_duplicate=False))
     for found in results:
         assert found["short"] == pytest.approx(sum(losses[:3]) / 3, rel=1e-6)
         assert found["seen"] == pytest.approx(sum(losses) / 4, rel=1e-6)
         assert found["loads"]
         assert found["state"].keys() == named.keys()
-        assert all(
-            torch.equal(torch.tensor(value), named[name].data) for name, value in found["state"].items()
-        )
+        assert all(torch.equal(torch.tensor(value), named[name].data) for name, value in found["state"].items())
     from safetensors.torch import load_file
 
     stored = load_file(Path(tmp_path) / "model.safetensors")
@@ -115,9 +111,7 @@ def _numbers(rank: int, world: int) -> dict[str, Any]:
     gpt = tiny_gpt()
     given = torch.optim.SGD(gpt.parameters(), lr=0.1)
     config = {
-        key: value
-        for key, value in _config(pipeline={"stages": 2, "schedule": "auto"}).items()
-        if key != "optimizer"
+        key: value for key, value in _config(pipeline={"stages": 2, "schedule": "auto"}).items() if key != "optimizer"
     }
     engine, *_ = thalweg.initialize(model=gpt, optimizer=given, config=config)
     found["own"] = float(engine.train_batch(iter([make_batch(step, 4) for step in range(4)])))

@@ -13,9 +13,7 @@ from thalweg.parallel.pipeline.schedules.builders import build_schedule
 from thalweg.parallel.pipeline.schedules.simulate import simulate
 
 LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS, MICROS = 16, 64, 512, 16, 2, 3
-SHAPE = GPTConfig(
-    vocab_size=VOCABULARY, n_layer=LAYERS, n_head=8, n_embd=WIDTH, block_size=LENGTH, tied=False
-)
+SHAPE = GPTConfig(vocab_size=VOCABULARY, n_layer=LAYERS, n_head=8, n_embd=WIDTH, block_size=LENGTH, tied=False)
 PIPELINE, DATA, TENSOR = 8, 16, 8
 ACTIVATION = 4 * ROWS * LENGTH * WIDTH
 

@@ -31,10 +31,7 @@ def _bytes_of_state(rank: int, world: int) -> dict[str, float]:
         gradients = 4 * numel if optimizer or given else 0
         return (found._state_bytes - found._process_bytes - 4 * numel - gradients) / numel
 
-    found = {
-        kind: state({"type": kind})
-        for kind in ("AdamW", "adam", "sgd", "LION", "muon", "RMSprop", "Adafactor")
-    }
+    found = {kind: state({"type": kind}) for kind in ("AdamW", "adam", "sgd", "LION", "muon", "RMSprop", "Adafactor")}
     for kept in ("int8", "bf16"):
         found[kept] = state({"type": "AdamW", "params": {"state_dtype": kept}})
     found["momentum"] = state({"type": "SGD", "params": {"momentum": 0.9}})

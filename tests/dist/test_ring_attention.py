@@ -151,9 +151,7 @@ def _fed(rank: int, world: int, sequence: int, context: int) -> tuple[list[float
     import thalweg
 
     torch.set_num_threads(1)
-    samples = [
-        {"input_ids": row, "labels": row.clone()} for row in make_hf_batch("plain", 0, 8, 13)["input_ids"]
-    ]
+    samples = [{"input_ids": row, "labels": row.clone()} for row in make_hf_batch("plain", 0, 8, 13)["input_ids"]]
     config = make_config(2, 1, 2, 1, sequence_parallel_size=sequence, context_parallel_size=context, seed=5)
     own, _, loader, _ = thalweg.initialize(model=build_model("llama"), training_data=samples, config=config)
     lengths = [batch["input_ids"].shape[1] for batch in loader]

@@ -56,9 +56,7 @@ def _turned(rank: int, world: int) -> bool:
     full = torch.arange(24.0).view(8, 3)
     cut = fused_spec(0, [4, 4], [[span, span] for span in split_evenly(4, world)])
     own = cut.local_slice(full, rank)
-    held = DTensor.from_local(
-        own, mesh, [cut.placement()], run_check=False, shape=full.shape, stride=full.stride()
-    )
+    held = DTensor.from_local(own, mesh, [cut.placement()], run_check=False, shape=full.shape, stride=full.stride())
     columns = held.redistribute(placements=[Shard(1)])
     return torch.equal(columns.to_local(), full.chunk(world, 1)[rank])
 

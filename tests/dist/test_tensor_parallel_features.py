@@ -14,9 +14,7 @@ from tests.harness import run_ranks
 ROWS, STEPS = 4, 6
 
 
-def _losses(
-    rank: int, world: int, tensor: int, stage: int = 1, dropout: float = 0.0, **extra: Any
-) -> list[float]:
+def _losses(rank: int, world: int, tensor: int, stage: int = 1, dropout: float = 0.0, **extra: Any) -> list[float]:
     model = build_model("reference")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -131,9 +129,7 @@ def _uneven(rank: int, world: int) -> list[str]:
     failures = []
     for name in ("reference, 5 heads", "llama, 4 heads on 1", "llama, 6 heads on 3, tied"):
         plain = run_plain(build_model(name), rows=2, steps=3)
-        found = run_engine(
-            build_model(name), rank, world, stage=0, tensor=3, rows=2, steps=3
-        ).max_differences(plain)
+        found = run_engine(build_model(name), rank, world, stage=0, tensor=3, rows=2, steps=3).max_differences(plain)
         if any(not value <= 1e-5 for value in found.values()):
             failures.append(f"{name}: {found}")
     return failures

@@ -34,9 +34,7 @@ class Weird(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(61, 6)
         self.shared = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)) for _ in range(3)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)) for _ in range(3))
         self.convolution = nn.Conv1d(6, 6, 3, padding=1)
         self.scale, self.gate = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.zeros(1, 1, 6))
         self.empty, self.never = nn.Parameter(torch.zeros(0, 3)), nn.Linear(5, 3)
@@ -78,8 +76,7 @@ def draw(seed: int) -> Draw:
     paged["max_in_cpu"] = r.choice((0, 500, 5000))
     return {
         "model": r.choice((*MODELS, *FAMILIES)),
-        "zero": {"stage": stage, "offload_optimizer": state}
-        | ({"offload_param": paged} if stage == 3 else {}),
+        "zero": {"stage": stage, "offload_optimizer": state} | ({"offload_param": paged} if stage == 3 else {}),
         "bucket": r.choice((100, 5000, 10**8)),
         "accumulation": r.choice((1, 2, 3)),
         "clip": r.choice((0.0, 0.05)),
@@ -123,9 +120,7 @@ def _engine(one: Draw, folder: str, tiers: bool) -> Any:
     return thalweg.initialize(model=_model(one), config=config)[0]
 
 
-def _train(
-    one: Draw, rank: int, world: int, folder: str, tiers: bool
-) -> tuple[list[float], dict[str, Tensor]]:
+def _train(one: Draw, rank: int, world: int, folder: str, tiers: bool) -> tuple[list[float], dict[str, Tensor]]:
     engine, losses, micro = _engine(one, f"{folder}/swap", tiers), [], 0
     for step in range(STEPS):
         if tiers and one["save"] is not None and step == 1:

@@ -97,9 +97,7 @@ class Small(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(61, 9)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(2))
         self.norm = nn.LayerNorm(9)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,9 @@ def _pair(rank: int, world: int, cases: list[tuple[ParityCase, bool]]) -> list[t
         plain = run_engine(model, case.with_(extra={}), rank, world)
         tiled = run_engine(model, case.with_(extra=case.extra or TILED), rank, world)
         worst = max(
-            float((a.float() - b.float()).abs().max())
-            for a, b in zip(plain.parameters, tiled.parameters, strict=True)
+            float((a.float() - b.float()).abs().max()) for a, b in zip(plain.parameters, tiled.parameters, strict=True)
         )
-        found.append(
-            (plain.max_loss_difference(tiled), worst, bitwise_equal(plain.parameters, tiled.parameters))
-        )
+        found.append((plain.max_loss_difference(tiled), worst, bitwise_equal(plain.parameters, tiled.parameters)))
     return found
 
 

@@ -114,9 +114,9 @@ def _half(rank, world, dtype, stage):
     for name in ("hpZ", "MiCS", "all", "LoCo all", "all MiCS"):
         changes = {"dtype": dtype, "windows": (2, 2, 1, 2), "accumulation": 2, "clip": 0.05}
         plain = run_plain(tiny_gpt(), _case({}, **changes), world, adamw)
-        worst = run_engine(
-            tiny_gpt(), _case(FEATURE_SETS[name], stage, **changes), rank, world
-        ).max_loss_difference(plain)
+        worst = run_engine(tiny_gpt(), _case(FEATURE_SETS[name], stage, **changes), rank, world).max_loss_difference(
+            plain
+        )
         if not worst <= TOLERANCE["gradients"]:
             failures.append(f"{name} {dtype} stage {stage}: off by {worst:.1e}")
     return failures

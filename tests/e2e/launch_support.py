@@ -51,9 +51,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             process.kill()
         process.communicate()
     if all(process.returncode != -signal.SIGKILL for process in started):
-        left = [
-            path.name for path in tmp_path.iterdir() if path.name.startswith(("thalweg-", "torchelastic_"))
-        ]
+        left = [path.name for path in tmp_path.iterdir() if path.name.startswith(("thalweg-", "torchelastic_"))]
         assert not left, "a job leaves nothing on disk"
 
 
@@ -85,8 +83,6 @@ def is_alive(pid: int) -> bool:
 def wait_exited(pids: list[int], since: float) -> float:
     """Seconds from ``since`` until none of the processes is left."""
     while any(map(is_alive, pids)):
-        assert time.monotonic() - since < EXIT_DEADLINE, (
-            f"still there: {[pid for pid in pids if is_alive(pid)]}"
-        )
+        assert time.monotonic() - since < EXIT_DEADLINE, f"still there: {[pid for pid in pids if is_alive(pid)]}"
         time.sleep(0.02)
     return time.monotonic() - since

@@ -164,9 +164,7 @@ def test_flop_count_of_the_llama_shape_equals_what_torch_counts() -> None:
 @pytest.mark.slow
 def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> None:
     changed = dataclasses.replace(TINY, heads=4)  # the same weights, other arithmetic
-    made = [
-        groups.Group(n, j, 2) for n, j in (("ddp_fused", TINY), ("fsdp2_3", TINY), ("ddp_fused", changed))
-    ]
+    made = [groups.Group(n, j, 2) for n, j in (("ddp_fused", TINY), ("fsdp2_3", TINY), ("ddp_fused", changed))]
     folders = [group._folder for group in made]
     pids = [process.pid for group in made for process in group._ranks]
     try:

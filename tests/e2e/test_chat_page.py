@@ -24,8 +24,7 @@ def test_it_streams_stops_and_goes_on(tmp_path: Path) -> None:
         page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
         page.wait_until("document.getElementById('model')?.textContent === '· toy'")
         page.evaluate(
-            "document.getElementById('tokens').value = 60; "
-            "document.getElementById('temperature').value = 0; true"
+            "document.getElementById('tokens').value = 60; document.getElementById('temperature').value = 0; true"
         )
 
         page.evaluate(say("<img src=x onerror=alert(1)> hi"))
@@ -63,11 +62,7 @@ def test_it_streams_stops_and_goes_on(tmp_path: Path) -> None:
         assert page.evaluate(LAST) == expected_text("User: fresh\nAssistant:", 20).removeprefix(" ")
         assert "stopped" not in page.evaluate("document.body.innerText"), "of what is no longer shown"
 
-        urls = [
-            e["params"]["request"]["url"]
-            for e in page.events
-            if e.get("method") == "Network.requestWillBeSent"
-        ]
+        urls = [e["params"]["request"]["url"] for e in page.events if e.get("method") == "Network.requestWillBeSent"]
         own = (f"http://127.0.0.1:{server.port}/", "data:,", "about:blank")
         assert len(urls) > 3 and all(url.startswith(own) for url in urls), urls
         faults = [
@@ -89,7 +84,5 @@ def test_it_asks_for_a_key_and_shows_errors(tmp_path: Path) -> None:
         page.wait_until("document.getElementById('model').textContent === '· toy'")
         page.evaluate("document.getElementById('tokens').value = 10 ** 6; true")
         page.evaluate(say("too much"))
-        page.wait_until(
-            "[...document.querySelectorAll('.error')].some(e => e.textContent.includes('ask for at most'))"
-        )
+        page.wait_until("[...document.querySelectorAll('.error')].some(e => e.textContent.includes('ask for at most'))")
         assert page.evaluate("document.querySelectorAll('.assistant').length") == 0

@@ -33,9 +33,7 @@ def thalweg(*args: str, text: str | None = None, **variables: str) -> subprocess
     """Run the command line in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS} | variables
     command = [sys.executable, "-m", "thalweg", "config", *args]
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, env=environment, check=False, timeout=60
-    )
+    return subprocess.run(command, input=text, capture_output=True, text=True, env=environment, check=False, timeout=60)
 
 
 @pytest.fixture
@@ -129,9 +127,7 @@ def test_under_a_second_of_work_and_without_torch(good: str) -> None:
     )
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        time.perf_counter() - start < 10
-    )  # a busy machine stretches the clock; the work is what is held to 1 s
+    assert time.perf_counter() - start < 10  # a busy machine stretches the clock; the work is what is held to 1 s
     torch_loaded, seconds = done.stdout.split()[-2:]
     assert torch_loaded == "False"
     assert float(seconds) < 1.0

@@ -80,9 +80,7 @@ def test_tune_says_before_it_measures_that_it_cannot_write(files, tmp_path):
 
 def test_tune_measures_the_best_and_writes_a_config(files, tmp_path):
     output = tmp_path / "tuned.json"
-    done = thalweg(
-        "tune", *files, "--best", "1", "--output", str(output), "--json", "--sequence-length", "32"
-    )
+    done = thalweg("tune", *files, "--best", "1", "--output", str(output), "--json", "--sequence-length", "32")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["trials"][0]["seconds"] > 0

@@ -144,9 +144,7 @@ def test_a_missing_package_is_named_before_any_work(missing, monkeypatch, capfd,
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == missing else real(name, *rest)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else real(name, *rest))
     assert thalweg.cli.main(["demo", "--out", str(tmp_path / "x")]) == 2
     err = capfd.readouterr().err
     assert missing in err

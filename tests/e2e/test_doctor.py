@@ -20,9 +20,7 @@ THALWEG = [sys.executable, "-m", "thalweg"]
 
 
 def test_doctor_prints_one_json_object(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*THALWEG, "doctor", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([*THALWEG, "doctor", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and done.stderr == ""
     assert report["ok"] is True and report["thalweg"] == thalweg.__version__
@@ -35,15 +33,11 @@ def test_doctor_prints_one_json_object(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_names_a_cure_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_doctor_names_a_cure_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(
         doctor, "CHECKS", (doctor._check_shared_memory, doctor._check_python, doctor._check_core_packages)
     )
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, used=0, free=64 << 20))
     assert main(["doctor"]) == 0, "a warning is no failure"
     assert "--shm-size" in capsys.readouterr().out
     monkeypatch.setattr(sys, "version_info", (3, 9, 0))

@@ -64,9 +64,7 @@ def test_the_gpt_learns_and_leaves_a_checkpoint(launcher, tmp_path):
 
 def test_an_example_shows_its_own_command():
     for script in sorted((ROOT / "examples").glob("train_*.py")):
-        done = subprocess.run(
-            [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert f"examples/{script.name}" in done.stdout
         assert "--steps" in done.stdout
@@ -75,9 +73,7 @@ def test_an_example_shows_its_own_command():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_recipes_are_valid_configurations(stage, precision):
-    config = load_config(
-        recipes.zero(stage, precision=precision, accumulation=2, total_steps=50), world_size=2
-    )
+    config = load_config(recipes.zero(stage, precision=precision, accumulation=2, total_steps=50), world_size=2)
     assert config.zero_optimization.stage == stage
     assert config.train_batch_size == 16
     assert (config.bf16.enabled, config.fp16.enabled) == (precision == "bf16", precision == "fp16")

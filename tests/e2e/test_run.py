@@ -32,9 +32,7 @@ def test_ranks_see_their_variables_and_disjoint_cores(launch: Launch, tmp_path: 
     for rank, one in enumerate(seen):
         assert (one["RANK"], one["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) == ("2", "2", "127.0.0.1")
-        assert one["argv"] == [str(tmp_path / "script.py"), "x"] and one["file"] == str(
-            tmp_path / "script.py"
-        )
+        assert one["argv"] == [str(tmp_path / "script.py"), "x"] and one["file"] == str(tmp_path / "script.py")
         assert (one["name"], one["main"], one["path0"]) == ("__main__", True, str(tmp_path))
         assert not one["thalweg"], "the launcher puts nothing of ours into the script's process"
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != "29500"
@@ -50,9 +48,7 @@ def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> No
     seen = json.loads((tmp_path / "rank1.json").read_text())
     assert seen["OMP_NUM_THREADS"] == "3" and seen["cpus"] == sorted(os.sched_getaffinity(0))
     assert wait_output(launch(DESCRIBE, OMP_NUM_THREADS="5"))[0] == 0
-    assert json.loads((tmp_path / "rank1.json").read_text())["OMP_NUM_THREADS"] == "5", (
-        "the user's own value wins"
-    )
+    assert json.loads((tmp_path / "rank1.json").read_text())["OMP_NUM_THREADS"] == "5", "the user's own value wins"
 
 
 HARD = [

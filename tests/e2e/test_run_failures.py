@@ -22,9 +22,7 @@ from tests.e2e.launch_support import EXIT_DEADLINE, Launch, wait_exited, wait_fo
         ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
     ],
 )
-def test_the_exit_code_of_the_failed_rank_is_kept(
-    launch: Launch, statement: str, code: int, said: str
-) -> None:
+def test_the_exit_code_of_the_failed_rank_is_kept(launch: Launch, statement: str, code: int, said: str) -> None:
     script = f"""
         import os, sys, time
         if os.environ["RANK"] == "1":
@@ -104,9 +102,7 @@ def test_killing_one_rank_ends_the_job(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_ends_the_ranks(
-    launch: Launch, tmp_path: Path, number: int, code: int
-) -> None:
+def test_a_signal_to_the_launcher_ends_the_ranks(launch: Launch, tmp_path: Path, number: int, code: int) -> None:
     process = launch(NEST, options=("--nproc", "2", "--grace", "1"))
     pids = wait_for_pids(tmp_path, "pid[01]", 2) + wait_for_pids(tmp_path, "helper[01]", 2)
     sent = time.monotonic()

@@ -188,9 +188,7 @@ def test_four_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster)
     assert [one["local"] for one in told] == ["0", "1"] * 4
     assert all(one["argv"] == NASTY and one["set"] == "a $HOME 'b'" for one in told)
     assert len({round(one["sum"], 9) for one in told}) == 1, "one model"
-    assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), (
-        "a tensor group is on one host"
-    )
+    assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), "a tensor group is on one host"
     own = {f"{host + 1:02X}004D0A" for host in range(NUM_HOSTS)} | {"0100007F"}
     heard = {where.split(":")[0] for one in told for where in one["listening"]}
     assert heard <= own, f"something listens on more than the chosen address: {heard}"

@@ -90,9 +90,7 @@ def test_sigterm_finishes_what_runs(tmp_path: Path) -> None:
     with serving(tmp_path, "toy:delay=0.01", "--replicas", "2") as server, ThreadPoolExecutor(6) as clients:
         replicas = server.descendants()
         assert len(replicas) == 2 and server.health() == 200
-        answers = [
-            clients.submit(server.post, "/v1/completions", prompt=f"t{i}", max_tokens=90) for i in range(6)
-        ]
+        answers = [clients.submit(server.post, "/v1/completions", prompt=f"t{i}", max_tokens=90) for i in range(6)]
         time.sleep(0.4)
         server.process.send_signal(signal.SIGTERM)
         texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
@@ -146,9 +144,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         (replica,) = server.descendants()
         os.kill(replica, signal.SIGKILL)
-        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0][
-            "text"
-        ] == expected_text("x", 5)
+        assert server.post("/v1/completions", prompt="x", max_tokens=5)["choices"][0]["text"] == expected_text("x", 5)
         assert server.descendants() != [replica] and not is_alive(replica)
 
 
@@ -165,12 +161,8 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
         (["--quantize", "int3"], 2, "int4"),
     ],
 )
-def test_wrong_use_is_one_paragraph_and_exit_code_2(
-    tmp_path: Path, options: list[str], code: int, said: str
-) -> None:
-    done = subprocess.run(
-        [*SERVE, "toy", *TOY, *options], env=environ(tmp_path), capture_output=True, text=True
-    )
+def test_wrong_use_is_one_paragraph_and_exit_code_2(tmp_path: Path, options: list[str], code: int, said: str) -> None:
+    done = subprocess.run([*SERVE, "toy", *TOY, *options], env=environ(tmp_path), capture_output=True, text=True)
     assert done.returncode == code and said in done.stderr and done.stdout == ""
     assert "Traceback" not in done.stderr
 
@@ -271,7 +263,5 @@ def test_chat_in_the_terminal(tmp_path: Path) -> None:
     assert done.returncode == 2 and "encoder" in done.stderr and not done.stdout
     with serving(tmp_path) as server:
         remote = [*command, "--url", server.url, *options]
-        done = subprocess.run(
-            remote, input="How deep?\n", env=environ(tmp_path), capture_output=True, text=True
-        )
+        done = subprocess.run(remote, input="How deep?\n", env=environ(tmp_path), capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip() == want.strip(), done.stderr

@@ -37,9 +37,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def program(home: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A program that is killed at the end, if it still lives."""
-    process = subprocess.Popen(
-        words, env=environ(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(words, env=environ(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

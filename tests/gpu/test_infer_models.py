@@ -88,9 +88,7 @@ def test_adapters(tmp_path: Path) -> None:
             if "lora_" in name:
                 parameter.normal_(std=0.2)
     adapted.save_pretrained(tmp_path)
-    options = EngineConfig(
-        dtype="fp32", device="cuda", max_batch=4, max_length=96, adapters={"a": str(tmp_path)}
-    )
+    options = EngineConfig(dtype="fp32", device="cuda", max_batch=4, max_length=96, adapters={"a": str(tmp_path)})
     engine = load_engine(model, options)
     for number, prompt in enumerate(PROMPTS):
         engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=8), adapter="a"))
@@ -99,8 +97,7 @@ def test_adapters(tmp_path: Path) -> None:
         for output in engine.step():
             got.setdefault(output.request_id, []).extend(output.token_ids)
     want = [
-        adapted.generate(input_ids=torch.tensor([p], device="cuda"), max_new_tokens=8, do_sample=False)
-        for p in PROMPTS
+        adapted.generate(input_ids=torch.tensor([p], device="cuda"), max_new_tokens=8, do_sample=False) for p in PROMPTS
     ]
     assert list(got.values()) == [row[0, len(p) :].tolist() for row, p in zip(want, PROMPTS, strict=True)]
     assert list(got.values()) != expected(model)

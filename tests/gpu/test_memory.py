@@ -90,9 +90,7 @@ def test_a_tiled_module():
 
 @pytest.mark.parametrize("hyper", [{"state_dtype": "bf16"}, {"state_dtype": "int8"}, {}], ids=str)
 def test_optimisers_step_as_on_the_cpu(hyper):
-    delay = (
-        None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
-    )
+    delay = None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
     results = []
     for device in ("cpu", "cuda"):
         g = torch.Generator().manual_seed(0)

@@ -25,9 +25,7 @@ def render_listing() -> str:
     """One line for each option, in the order of the schema, then the parameters by type."""
     lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
     lines += [
-        _line(path, field, get_support_status(path))
-        for path, field in list_options(Config)
-        if not _is_block(field)
+        _line(path, field, get_support_status(path)) for path, field in list_options(Config) if not _is_block(field)
     ]
     lines += _nested_options()
     for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):

@@ -33,11 +33,7 @@ In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along a
 def pair_status(*keys: str) -> tuple[str, str]:
     """(mark, text) of a pair or triple of features; a pair that nobody has an answer for is an error."""
     for one, other in pairs_of(keys, 2):
-        pair = (
-            (one, other)
-            if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS
-            else (other, one)
-        )
+        pair = (one, other) if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS else (other, one)
         if mutually_exclusive(one, other):
             return "·", "one of the two is chosen"
         if later := PLANNED_FEATURES.get(one) or PLANNED_FEATURES.get(other):
@@ -48,9 +44,7 @@ def pair_status(*keys: str) -> tuple[str, str]:
             return "open", UNCOVERED_PAIRS[pair]
     found = combinations_with(*keys)
     if not found:
-        raise LookupError(
-            f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why"
-        )
+        raise LookupError(f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why")
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return "yes", f"`{found[0].id}`{more}"
 

@@ -47,9 +47,7 @@ def test_import_is_quick() -> None:
 def test_the_first_use_is_quick() -> None:
     """Public names are resolved on first use; beyond the parts of torch that it needs, that is cheap."""
     parts = "import torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data"
-    assert (
-        _cost(f"{parts}\nstart = time.process_time()\nimport thalweg; thalweg.initialize") < FIRST_USE_LIMIT
-    )
+    assert _cost(f"{parts}\nstart = time.process_time()\nimport thalweg; thalweg.initialize") < FIRST_USE_LIMIT
 
 
 def test_the_clock_would_notice() -> None:

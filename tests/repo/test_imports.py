@@ -54,9 +54,7 @@ def test_a_downward_import_is_flagged(text: str) -> None:
 
 def test_upward_and_type_checking_imports_are_not_flagged() -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from thalweg.engine import part"
-    assert not find_layer_violations(
-        _package(zero=text, engine="from thalweg.zero import part\nimport thalweg"), {}
-    )
+    assert not find_layer_violations(_package(zero=text, engine="from thalweg.zero import part\nimport thalweg"), {})
 
 
 def test_config_and_utils_stand_alone() -> None:

@@ -93,9 +93,7 @@ def test_what_the_tests_use_is_installed_by_make(tmp_path: Path) -> None:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported[(node.module or "").split(".")[0]] = path.name
     ours = {path.stem for path in ROOT.iterdir()}
-    strangers = {
-        name: where for name, where in imported.items() if name not in names | ours | sys.stdlib_module_names
-    }
+    strangers = {name: where for name, where in imported.items() if name not in names | ours | sys.stdlib_module_names}
     assert not strangers, "add these to an extra in pyproject.toml"
 
 

@@ -129,7 +129,5 @@ def test_homes_may_use_what_they_house() -> None:
     assert not list(rules.no_print(SourceModule("thalweg/cli/demo/__init__.py", "print(1)")))
     private = "from torch.distributed.fsdp._fully_shard import FSDPState"
     assert not list(rules.no_private_fsdp(SourceModule(rules.FSDP2_FILE, private)))
-    operators = SourceModule(
-        "thalweg/ops/linear/functional.py", "import torch\ntorch.ops.mkldnn._linear_pointwise(x)"
-    )
+    operators = SourceModule("thalweg/ops/linear/functional.py", "import torch\ntorch.ops.mkldnn._linear_pointwise(x)")
     assert not list(rules.no_private_operators(operators))

@@ -66,9 +66,7 @@ BASE_CONFIGS: tuple[dict[str, Any], ...] = (
             "enabled": False,
             "data_sampling": {
                 "curriculum_learning": {
-                    "curriculum_metrics": {
-                        "seqlen": {"min_difficulty": 8, "schedule_config": {"difficulty_step": 8}}
-                    }
+                    "curriculum_metrics": {"seqlen": {"min_difficulty": 8, "schedule_config": {"difficulty_step": 8}}}
                 }
             },
         },
@@ -190,9 +188,7 @@ def misspell(rng: random.Random, word: str) -> str:
     """The word with one letter doubled, dropped, swapped or changed, never the same."""
     at = rng.randrange(len(word)) if word else 0
     letter = rng.choice(string.ascii_lowercase)
-    return rng.choice(
-        (word[:at] + letter + word[at:], word[:at] + "Q" + word[at + 1 :], word + "s_", "x" + word)
-    )
+    return rng.choice((word[:at] + letter + word[at:], word[:at] + "Q" + word[at + 1 :], word + "s_", "x" + word))
 
 
 def mutate_text(rng: random.Random, base: dict[str, Any]) -> str:

@@ -172,9 +172,7 @@ def tiny_encoder(name: str, seed: int = 0, **changes: Any) -> Any:
     family = kind.split("For")[0].removesuffix("EncoderModel").removesuffix("Model")
     config = getattr(transformers, f"{family}Config")(**(fields | changes))
     torch.manual_seed(seed)
-    model = getattr(transformers, kind if name in ENCODER_CONFIGS else f"{kind}ForConditionalGeneration")(
-        config
-    ).eval()
+    model = getattr(transformers, kind if name in ENCODER_CONFIGS else f"{kind}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, parameter in model.named_parameters():

@@ -150,9 +150,7 @@ def test_saved_operators_are_not_run_again() -> None:
     attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     everything = operators_in_backward(checkpointed(FULL))
     assert everything[attention] == 4 and everything["aten.addmm.default"] >= 12
-    keeps_attention = operators_in_backward(
-        checkpointed(ActivationCheckpointPolicy("selective", save=("attention",)))
-    )
+    keeps_attention = operators_in_backward(checkpointed(ActivationCheckpointPolicy("selective", save=("attention",))))
     assert attention not in keeps_attention and keeps_attention["aten.addmm.default"] >= 12
     keeps_both = operators_in_backward(checkpointed(ActivationCheckpointPolicy("selective")))
     assert attention not in keeps_both and "aten.addmm.default" not in keeps_both
@@ -161,9 +159,7 @@ def test_saved_operators_are_not_run_again() -> None:
 
 
 @pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)
-def test_with_switched_linear_layers(
-    policy: ActivationCheckpointPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_switched_linear_layers(policy: ActivationCheckpointPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     class Always:
         def best_kernel(self, *_args: object) -> str:
             return "onednn"
@@ -179,9 +175,7 @@ def test_with_switched_linear_layers(
     assert same(train(model), train(plain))
     # 17 products belong to the backward itself; full recomputation adds the forward's.
     counts = operators_in_backward(model)["mkldnn._linear_pointwise.default"]
-    assert counts == operators_in_backward(plain)["mkldnn._linear_pointwise.default"] + (
-        16 if policy is FULL else 0
-    )
+    assert counts == operators_in_backward(plain)["mkldnn._linear_pointwise.default"] + (16 if policy is FULL else 0)
 
 
 def saved_bytes(model: nn.Module) -> int:

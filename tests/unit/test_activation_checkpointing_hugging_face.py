@@ -30,9 +30,7 @@ def build(family: str, dropout: float = 0.1) -> tuple[nn.Module, list[nn.Module]
         return model, list(model.transformer.h)
     if family == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
-        config = hf.LlamaConfig(
-            num_attention_heads=2, num_key_value_heads=1, attention_dropout=dropout, **sizes
-        )
+        config = hf.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, attention_dropout=dropout, **sizes)
         model = hf.LlamaForCausalLM(config)
         return model, list(model.model.layers)
     config = hf.T5Config(
@@ -65,9 +63,7 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 def count_runs(units: list[nn.Module]) -> list[int]:
     counts = [0] * len(units)
     for index, unit in enumerate(units):
-        inner = next(
-            module for module in unit.modules() if not list(module.children()) and list(module.parameters())
-        )
+        inner = next(module for module in unit.modules() if not list(module.children()) and list(module.parameters()))
 
         def count(*_args: object, i: int = index) -> None:
             counts[i] += 1

@@ -108,9 +108,7 @@ def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) 
     saver.close()
 
 
-def test_a_wrong_byte_on_disk_would_be_seen(
-    saver: NvmeActivationOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_byte_on_disk_would_be_seen(saver: NvmeActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SwapFile.read
 
     def wrong(self: SwapFile, offset: int, into: Tensor) -> Any:

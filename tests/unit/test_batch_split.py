@@ -26,8 +26,7 @@ class _HuggingFace(nn.Module):
 def _parts(batch, context, heads):
     size = context * heads
     return [
-        build_splitter(_HuggingFace(), SequencePartition(context, heads, r)).split_batch(batch)
-        for r in range(size)
+        build_splitter(_HuggingFace(), SequencePartition(context, heads, r)).split_batch(batch) for r in range(size)
     ]
 
 
@@ -83,9 +82,9 @@ def test_batches_without_names_are_left_whole():
     )
     assert collate([torch.ones(1, 4), torch.ones(1, 4)])[0].shape == (1, 4)
     with pytest.raises(ValueError, match="2 tokens cannot be divided among 3 ranks"):
-        SequenceSplitCollate(
-            lambda samples: samples, build_splitter(_HuggingFace(), SequencePartition(3, 1, 0))
-        )({"input_ids": torch.ones(1, 2)})
+        SequenceSplitCollate(lambda samples: samples, build_splitter(_HuggingFace(), SequencePartition(3, 1, 0)))(
+            {"input_ids": torch.ones(1, 2)}
+        )
 
 
 def test_shared_rows_are_counted_once():

@@ -28,8 +28,7 @@ def grids(draw):
     cuts = [sorted(draw(st.sets(st.integers(1, max(1, n - 1)), max_size=2)) - {n}) for n in shape]
     spans = [list(itertools.pairwise([0, *inner, n])) for inner, n in zip(cuts, shape, strict=True)]
     boxes = [
-        TensorChunk(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
-        for spans in itertools.product(*spans)
+        TensorChunk(tuple(a for a, _ in spans), tuple(b - a for a, b in spans)) for spans in itertools.product(*spans)
     ]
     return shape, draw(st.permutations(boxes))
 
@@ -65,11 +64,7 @@ def test_equal_volume_is_not_enough():
     assert covers_exactly(
         [TensorChunk((0, 0), (1, 2)), TensorChunk((1, 0), (1, 1)), TensorChunk((1, 1), (1, 1))], (2, 2)
     )
-    assert (
-        covers_exactly([], (0, 3))
-        and not covers_exactly([], ())
-        and covers_exactly([TensorChunk((), ())], ())
-    )
+    assert covers_exactly([], (0, 3)) and not covers_exactly([], ()) and covers_exactly([TensorChunk((), ())], ())
 
 
 @settings(deadline=None, max_examples=40)

@@ -51,9 +51,7 @@ def test_jobs_with_tags_of_their_own(tmp_path, tags):
     for mine in range(jobs):
         newest = Checkpoint.open(tmp_path, f"job{mine}-{(saves - 1) % tags}")
         assert newest.step == saves - 1
-        assert torch.equal(
-            newest.read("model/weight"), tiny_snapshot(100 * mine + saves - 1).tensors["model/weight"]
-        )
+        assert torch.equal(newest.read("model/weight"), tiny_snapshot(100 * mine + saves - 1).tensors["model/weight"])
 
 
 def test_a_replacement_that_was_cut_off_is_finished_once(tmp_path):

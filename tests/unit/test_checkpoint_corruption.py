@@ -126,9 +126,7 @@ def test_missing_swapped_and_stale_shards_are_found(tmp_path):
 
 
 def test_shards_of_equal_layout_swapped_between_ranks_are_found(tmp_path):
-    path = save_snapshot(
-        tmp_path, "t", Snapshot({"model/a": torch.zeros(4), "optim/b/a": torch.ones(4)}), step=0
-    )
+    path = save_snapshot(tmp_path, "t", Snapshot({"model/a": torch.zeros(4), "optim/b/a": torch.ones(4)}), step=0)
     a, b = sorted(path.glob("*.safetensors"))
     data = a.read_bytes(), b.read_bytes()
     a.write_bytes(data[1]), b.write_bytes(data[0])
@@ -229,9 +227,7 @@ CRAFTED = {
     "extra": lambda t: t.update(run="os.system"),
     "missing section": lambda t: t.pop("files"),
     "list for a section": lambda t: t.update(tensors=[]),
-    "header size": lambda t: t["files"]["shard-00000-of-00001.model.safetensors"].update(
-        header_bytes=1 << 61
-    ),
+    "header size": lambda t: t["files"]["shard-00000-of-00001.model.safetensors"].update(header_bytes=1 << 61),
     "file size": lambda t: t["files"]["shard-00000-of-00001.model.safetensors"].update(size=1 << 50),
     "version": lambda t: t["head"].update(version=99),
     "format": lambda t: t["head"].update(format="pickle"),

@@ -41,9 +41,7 @@ def first(folder: Path) -> None:
 
 
 def digests(folder: Path) -> tuple[str, str]:
-    return saved_digest(tiny_snapshot(1), 1, folder / "one"), saved_digest(
-        tiny_snapshot(2), 2, folder / "two"
-    )
+    return saved_digest(tiny_snapshot(1), 1, folder / "one"), saved_digest(tiny_snapshot(2), 2, folder / "two")
 
 
 def left_over(folder: Path) -> set[str]:
@@ -106,9 +104,7 @@ def test_a_first_save_that_is_killed_leaves_nothing_to_load(tmp_path):
     new = saved_digest(tiny_snapshot(1), 1, tmp_path / "reference")
     for k in range(operations):
         folder = tmp_path / f"{k}" / "deep"
-        run_in_fork(
-            lambda folder=folder, k=k: save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=kill_at(k))
-        )
+        run_in_fork(lambda folder=folder, k=k: save_snapshot(folder, "a", tiny_snapshot(1), step=1, io=kill_at(k)))
         checkpoint = open_verified(folder)
         assert checkpoint is None or newest_digest(folder) == new
         save_snapshot(folder, "b", tiny_snapshot(2), step=2, io=NoFsyncFileSystem())

@@ -173,9 +173,7 @@ def test_ckpt_export(tmp_path, capsys):
     back = transformers.GPT2LMHeadModel.from_pretrained(report["out"])
     assert torch.equal(logits(back.eval()), logits(model))
     assert main(["ckpt", "export", str(tmp_path / "c" / "t"), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
-    assert (
-        load_file(tmp_path / "half" / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
-    )
+    assert load_file(tmp_path / "half" / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["ckpt", "export", str(tmp_path / "c")]) == 0
     assert (tmp_path / "c" / "hf" / "model.safetensors").exists()
     assert main(["ckpt", "export", str(tmp_path / "c"), "--dtype", "float3"]) == 2

@@ -212,9 +212,7 @@ def test_row34_tied_weights_are_stored_once_and_come_back_tied_or_not(tmp_path):
     fresh = OPTIMIZERS["adamw"](untied.parameters())
     restore_module(checkpoint, untied, fresh)
     assert torch.equal(untied.head.weight, untied.embed.weight)
-    assert torch.equal(
-        fresh.state[untied.head.weight]["exp_avg"], fresh.state[untied.embed.weight]["exp_avg"]
-    )
+    assert torch.equal(fresh.state[untied.head.weight]["exp_avg"], fresh.state[untied.embed.weight]["exp_avg"])
 
 
 def test_row34_an_untied_checkpoint_fills_a_tied_model_only_if_equal(tmp_path):
@@ -250,9 +248,7 @@ def test_row34_the_other_name_of_a_tie_may_come_first(tmp_path):
     fresh = OPTIMIZERS["adamw"](back.parameters())
     restore_module(Checkpoint.open(tmp_path), back, fresh)
     assert torch.equal(back.embed.weight, other.embed.weight)
-    assert torch.equal(
-        fresh.state[back.embed.weight]["exp_avg"], optimizer.state[other.head.weight]["exp_avg"]
-    )
+    assert torch.equal(fresh.state[back.embed.weight]["exp_avg"], optimizer.state[other.head.weight]["exp_avg"])
 
 
 def test_row02_unmatched_names_are_errors_with_the_nearest_names(tmp_path):
@@ -322,9 +318,7 @@ def test_a_parameter_frozen_at_save_may_be_unfrozen_and_the_reverse_is_an_error(
     assert other.frozen.weight not in fresh.state
     train_steps(other, fresh, 1)
     save_snapshot(tmp_path, "some", build_snapshot(other, OPTIMIZERS["adamw"]([other.scale])), step=2)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"group 0 has parameters that .* did not have: embed\.weight"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 has parameters that .* did not have: embed\.weight"):
         restore_module(Checkpoint.open(tmp_path, "some"), other, fresh)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
     with pytest.raises(CheckpointMismatchError, match="not among the module's"):

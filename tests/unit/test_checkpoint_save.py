@@ -160,9 +160,7 @@ def test_a_tag_is_replaced_and_the_directory_is_left_tidy(tmp_path):
 
 def test_keep(tmp_path):
     for step in range(5):
-        save_snapshot(
-            tmp_path, f"s{step}", tiny_snapshot(step), step=step, keep_latest_k=2 if step == 4 else None
-        )
+        save_snapshot(tmp_path, f"s{step}", tiny_snapshot(step), step=step, keep_latest_k=2 if step == 4 else None)
     assert list_names(tmp_path) == {"latest", "s3", "s4"}
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="keep is"):
@@ -232,9 +230,7 @@ def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     dead = tmp_path / f".saving-{host}-999999999-5-{'0' * 16}"
     reused_pid = tmp_path / f".saving-{host}-1-3-{'1' * 16}"
     mine = tmp_path / f".saving-{owner}-{'2' * 16}"
-    alive = (
-        tmp_path / f".saving-{host}-{os.getppid()}-{directory._process_start_time(os.getppid())}-{'3' * 16}"
-    )
+    alive = tmp_path / f".saving-{host}-{os.getppid()}-{directory._process_start_time(os.getppid())}-{'3' * 16}"
     elsewhere = tmp_path / f".saving-otherhost-1-{started}-{'4' * 16}"
     for path in (dead, reused_pid, mine, alive, elsewhere):
         path.mkdir()
@@ -299,9 +295,7 @@ def test_a_save_beside_the_pointer(tmp_path):
     assert open_verified(tmp_path).tag == "a" and open_verified(tmp_path, "b").tag == "b"
 
 
-@pytest.mark.parametrize(
-    "extra", [-4096, -1, 0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1]
-)
+@pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1])
 @pytest.mark.parametrize("direct", [True, False])
 def test_streams_of_every_length(tmp_path, extra, direct):
     size = BUFFER_BYTES + extra if direct else abs(extra) % SMALL_FILE_BYTES

@@ -121,9 +121,9 @@ def test_a_wrong_value_is_told_with_path_value_and_expectation(source: Any, path
 
 
 def test_the_cure_is_named_for_a_number_in_quotes() -> None:
-    assert problems({"optimizer": {"type": "Adam", "params": {"lr": "1e-5"}}})[
-        "optimizer.params.lr"
-    ].suggestion == ("1e-5, without quotes")
+    assert problems({"optimizer": {"type": "Adam", "params": {"lr": "1e-5"}}})["optimizer.params.lr"].suggestion == (
+        "1e-5, without quotes"
+    )
     assert problems({"fp16": {"enabled": "True"}})["fp16.enabled"].suggestion == "true"
     assert problems({"gradient_allreduce_op": "maen"})["gradient_allreduce_op"].suggestion == '"mean"'
 
@@ -294,9 +294,9 @@ def test_older_offload_keys_are_the_offload_blocks(old: str, block: str) -> None
 
 def test_an_older_spelling_beside_the_new_one_is_refused() -> None:
     assert list(problems({"bf16": {}, "bfloat16": {}})) == ["bfloat16"]
-    assert list(
-        problems({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {}}})
-    ) == ["zero_optimization.cpu_offload"]
+    assert list(problems({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {}}})) == [
+        "zero_optimization.cpu_offload"
+    ]
 
 
 def test_what_was_renamed_is_told() -> None:

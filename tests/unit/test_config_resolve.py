@@ -269,9 +269,7 @@ def test_auto_is_taken_at_every_option_and_resolved(path: str) -> None:
 
 
 def test_resolving_twice_changes_nothing() -> None:
-    config = load(
-        {"gradient_clipping": "auto", TOTAL: 16, "zero_optimization": {"reduce_bucket_size": "auto"}}
-    )
+    config = load({"gradient_clipping": "auto", TOTAL: 16, "zero_optimization": {"reduce_bucket_size": "auto"}})
     model = ModelSize(num_parameters=10, hidden_size=8)
     once = resolve(config, world_size=4, model=model)
     assert resolve(once, world_size=4) == once
@@ -456,9 +454,7 @@ def test_what_is_built_is_accepted(source: dict[str, Any]) -> None:
     load_config(source)
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "rmsprop", "NAdam"]
-)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "rmsprop", "NAdam"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_optimisers_at_every_stage(name: str, stage: int) -> None:
     load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}})
@@ -526,9 +522,7 @@ def _a_leaf(path: str) -> tuple[str, Any]:
     """The path itself, or the first option below it that is no block, and its default."""
     found = ((p, field) for p, field in list_options(Config) if p == path or p.startswith(f"{path}."))
     return next(
-        (p, field.default)
-        for p, field in found
-        if not get_section_type(field.annotation) and field.default != AUTO
+        (p, field.default) for p, field in found if not get_section_type(field.annotation) and field.default != AUTO
     )
 
 

@@ -46,8 +46,7 @@ class Counting(IterableDataset):
 
 def loaders(size, world, batch, dataset=Squares, **options):
     return [
-        build_loader(dataset(size), batch_size=batch, rank=rank, world_size=world, **options)
-        for rank in range(world)
+        build_loader(dataset(size), batch_size=batch, rank=rank, world_size=world, **options) for rank in range(world)
     ]
 
 

@@ -83,9 +83,7 @@ def test_changing_world_and_batch_in_mid_epoch_keeps_the_ids(size, stages, seed)
     assert seen == order
 
 
-@pytest.mark.parametrize(
-    ("world", "batch", "accumulation"), [(1, 8, 1), (2, 4, 1), (4, 1, 2), (2, 1, 4), (8, 1, 1)]
-)
+@pytest.mark.parametrize(("world", "batch", "accumulation"), [(1, 8, 1), (2, 4, 1), (4, 1, 2), (2, 1, 4), (8, 1, 1)])
 def test_the_ids_of_a_global_batch_do_not_depend_on_its_division(world, batch, accumulation):
     rows = steps(64, world, batch, seed=3)
     order = permutation(64, 3, 0).tolist()

@@ -94,19 +94,13 @@ def test_slurm_first_host(nodes: str, first: str) -> None:
 
 
 def test_schedulers_without_a_port_agree_on_one() -> None:
-    ports = {
-        read_rank_info(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port
-        for r in range(6)
-    }
+    ports = {read_rank_info(SRUN | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2)}).master_port for r in range(6)}
     assert len(ports) == 1
     assert read_rank_info(SRUN | {"SLURM_JOB_ID": "4243"}).master_port not in ports, "two jobs, two ports"
     assert read_rank_info(SRUN | {"SLURM_STEP_ID": "1"}).master_port not in ports, "two steps, two ports"
     first = read_rank_info(MPIRUN).master_port
     assert (
-        first
-        == read_rank_info(
-            MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-        ).master_port
+        first == read_rank_info(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port
     )
     assert first is not None and first != 29500
 
@@ -115,8 +109,7 @@ def test_schedulers_without_a_port_agree_on_one() -> None:
     "environ",
     [
         without(SRUN, "SLURM_PROCID"),  # an salloc shell
-        without(SRUN, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
-        | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},
+        without(SRUN, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS") | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "interactive"},
     ],
 )
@@ -164,9 +157,7 @@ FAMILIES = [*TORCHRUN, *SRUN, *MPIRUN, *MPICH]
 
 @settings(deadline=None, max_examples=400)
 @given(
-    st.dictionaries(
-        st.sampled_from(FAMILIES), st.sampled_from(["0", "1", "2", "4", "", "x", "-1", "2(x2)", "9" * 40])
-    )
+    st.dictionaries(st.sampled_from(FAMILIES), st.sampled_from(["0", "1", "2", "4", "", "x", "-1", "2(x2)", "9" * 40]))
 )
 def test_any_environment_gives_consistent_ranks_or_one_clear_error(environ: dict[str, str]) -> None:
     try:

@@ -36,9 +36,7 @@ class LocalDispatcher:
 def _gradients(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = compute_loss(model, tokens)
     loss.backward()
-    return loss.detach(), {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
-    }
+    return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def _largest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -74,9 +72,7 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
 
 def test_patterns_choose_layers():
     model = build_model("mixtral")
-    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == [
-        "model.layers.1.mlp.experts"
-    ]
+    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
     assert not find_experts(model, ExpertFilter(expert_pattern="^others$"))
 
 

@@ -25,9 +25,7 @@ def engine_of(blocks: int) -> LLMEngine:
     torch.set_num_threads(1)
     model = tiny_decoder("qwen3")
     per_block = 3 * 2 * 2 * 32 * 4 * 16
-    options = EngineConfig(
-        dtype="fp32", max_batch=5, max_length=128, max_step_tokens=160, kv_memory=blocks * per_block
-    )
+    options = EngineConfig(dtype="fp32", max_batch=5, max_length=128, max_step_tokens=160, kv_memory=blocks * per_block)
     engine = load_engine(model, options, runner=RUNNER)
     assert engine.runner.num_blocks == blocks
     return engine

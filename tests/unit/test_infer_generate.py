@@ -53,9 +53,7 @@ def test_generate_equals_hugging_face(engine: Any, model: Any, arguments: dict[s
     tokens, mask = batch()
     want = model.generate(tokens, attention_mask=mask, do_sample=False, **arguments)
     assert torch.equal(engine.generate(tokens, attention_mask=mask, do_sample=False, **arguments), want)
-    assert torch.equal(
-        engine.generate(input_ids=tokens, attention_mask=mask, do_sample=False, **arguments), want
-    )
+    assert torch.equal(engine.generate(input_ids=tokens, attention_mask=mask, do_sample=False, **arguments), want)
 
 
 def test_what_a_config_leaves_open_is_the_models(model: Any) -> None:
@@ -84,9 +82,7 @@ def test_it_goes_on_where_the_engine_has_no_room() -> None:
     short = tiny_decoder("llama", max_position_embeddings=16)
     tokens, _ = batch()
     want = short.generate(tokens, max_new_tokens=12, do_sample=False)
-    assert torch.equal(
-        thalweg.init_inference(short).generate(tokens, max_new_tokens=12, do_sample=False), want
-    )
+    assert torch.equal(thalweg.init_inference(short).generate(tokens, max_new_tokens=12, do_sample=False), want)
     ended = thalweg.init_inference(short, max_out_tokens=16)
     got = ended.generate(tokens, max_new_tokens=12, do_sample=False)
     assert torch.equal(got, want[:, :16])
@@ -155,9 +151,7 @@ def test_an_encoder_is_called_and_a_translator_generates() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     encoder = thalweg.init_inference(BertModel(BertConfig(vocab_size=50, **sizes)).eval())
     assert encoder(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 32) and encoder.core is None
-    config = T5Config(
-        vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
     translator = T5ForConditionalGeneration(config).eval()
     tokens = torch.tensor([[5, 6, 7]])
     want = translator.generate(tokens, max_new_tokens=5, do_sample=False)

@@ -34,9 +34,7 @@ def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) 
     made.block_tables[0] = list(range(len(made.block_tables[0])))[::-1]
     found, at = [], 0
     for count in pieces:
-        found.append(
-            made.run(ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count))).clone()
-        )
+        found.append(made.run(ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count))).clone())
         at += count
     return torch.cat(found)
 
@@ -84,9 +82,7 @@ def test_a_cache_of_8_bits_holds_more() -> None:
 
 def scores(model: Any, runner: str, invariant: bool, company: int) -> list[list[float]]:
     """Return the log-probabilities of one request among others that come and go."""
-    options = EngineConfig(
-        dtype="fp32", max_batch=5, max_length=80, max_step_tokens=23, batch_invariant=invariant
-    )
+    options = EngineConfig(dtype="fp32", max_batch=5, max_length=80, max_step_tokens=23, batch_invariant=invariant)
     engine = load_engine(model, options, runner=runner)
     generator = random.Random(company)
     wanted = SamplingParams(temperature=0, max_tokens=12, logprobs=3)

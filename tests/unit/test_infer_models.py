@@ -19,9 +19,7 @@ LENGTHS = (5, 17, 40)
 OPTIONS = EngineConfig(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
 FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
-NATIVE = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32")
-)
+NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
 
 
 def prompts(vocab: int = 131) -> list[list[int]]:

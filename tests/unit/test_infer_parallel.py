@@ -37,9 +37,7 @@ def _one_thread() -> None:
 
 
 def options(**fields: Any) -> EngineConfig:
-    return EngineConfig(
-        **({"max_batch": 4, "max_length": 96, "max_step_tokens": 16, "dtype": "fp32"} | fields)
-    )
+    return EngineConfig(**({"max_batch": 4, "max_length": 96, "max_step_tokens": 16, "dtype": "fp32"} | fields))
 
 
 def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
@@ -70,9 +68,7 @@ def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = No
         lines.append(WorkerChannel(ours))
 
         threads.append(
-            threading.Thread(
-                target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True
-            )
+            threading.Thread(target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True)
         )
         threads[-1].start()
     engine = load_engine(model, asked, runner=runner, workers=WorkerGroup(lines))
@@ -123,9 +119,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("kind", "tensor", "stages", "experts"), STAGES)
-def test_stages_and_experts_give_one_process_s_tokens(
-    kind: str, tensor: int, stages: int, experts: int
-) -> None:
+def test_stages_and_experts_give_one_process_s_tokens(kind: str, tensor: int, stages: int, experts: int) -> None:
     model = tiny_decoder(kind)
     plain = load_engine(model, options())
     want, states = tokens(plain), plain.embed(PROMPTS)
@@ -237,9 +231,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(
-        WorkerDiedError, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"
-    ):
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 of 2 \(process {process.pid}\) was killed by SIGKILL"):
         tokens(engine)
     assert time.monotonic() - begun < 10
     engine.close()

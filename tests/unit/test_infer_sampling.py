@@ -159,9 +159,7 @@ codecs.register_error("each", lambda error: ("\ufffd" * (error.end - error.start
         max_size=90,
     )
 )
-def test_bytes_that_never_become_a_character_hold_back_no_more_than_three(
-    one_each: bool, tokens: list[bytes]
-) -> None:
+def test_bytes_that_never_become_a_character_hold_back_no_more_than_three(one_each: bool, tokens: list[bytes]) -> None:
     """A model may say one byte for ever: its text streams all the same, and is not decoded from the start."""
     decoder = Pieces(one_each)
     stream = IncrementalDetokenizer(decoder, (), include_stop=False, skip_special_tokens=True)

@@ -61,9 +61,7 @@ def test_the_comparison_would_notice_other_biases() -> None:
 @cache
 def engine_of(blocks: int) -> LLMEngine:
     per_block = 3 * 2 * 3 * 16 * 4 * 16
-    options = EngineConfig(
-        dtype="fp32", max_batch=5, max_length=96, max_step_tokens=160, kv_memory=blocks * per_block
-    )
+    options = EngineConfig(dtype="fp32", max_batch=5, max_length=96, max_step_tokens=160, kv_memory=blocks * per_block)
     engine = load_engine(tiny_encoder("flan_t5"), options, runner=RUNNER)
     assert isinstance(engine, LLMEngine) and engine.runner.num_blocks == blocks
     return engine

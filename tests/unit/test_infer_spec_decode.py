@@ -56,9 +56,7 @@ def work(
     return found, engine.stats()
 
 
-@pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32")
-)
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from((1, 3, 7)), st.integers(0, 1))
 def test_the_output_is_the_same_in_fewer_steps(models: Any, seed: int, speculate: int, which: int) -> None:

@@ -252,9 +252,7 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     file.close()
 
 
-@given(
-    st.integers(1, 30), st.integers(1, 40), st.integers(1, 3000), st.sampled_from(["fp32", "int8", "int4"])
-)
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 3000), st.sampled_from(["fp32", "int8", "int4"]))
 def test_any_model_runs_in_a_quarter_of_its_weights(layers: int, width: int, vocab: int, form: str) -> None:
     width *= 32
     nothing: Any = None

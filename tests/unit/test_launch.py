@@ -38,9 +38,7 @@ def test_cores_are_disjoint_and_all_dealt(nproc: int, sizes: list[int], quota: f
     assert sorted(dealt) == list(range(start)), "each processor belongs to exactly one rank"
     assert len(plan.cpus) == nproc and min(len(share) for share in plan.cpus) >= 1
     for core in cores:
-        assert sum(bool(set(core) & set(share)) for share in plan.cpus) == 1, (
-            "one core's threads stay together"
-        )
+        assert sum(bool(set(core) & set(share)) for share in plan.cpus) == 1, "one core's threads stay together"
 
 
 def test_cores_are_not_bound_on_request_and_a_quota_counts() -> None:
@@ -128,9 +126,7 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
     ):
         text = format_report(collect_failures(tmp_path, {0: -number}, {}), 1)
         assert number.name in text and hint in text
-    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), (
-        "a real-time signal has no name"
-    )
+    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +142,7 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
         (["-i", "localhost:0", "a.py", "-i"], ["-i", "localhost:0"], ["a.py", "-i"]),
     ],
 )
-def test_the_scripts_arguments_are_set_apart(
-    arguments: list[str], mine: list[str], script: list[str]
-) -> None:
+def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[str], script: list[str]) -> None:
     subparsers = argparse.ArgumentParser().add_subparsers()
     run.add_parser(subparsers)
     assert run.split_passthrough(subparsers.choices["run"], arguments) == (mine, script)

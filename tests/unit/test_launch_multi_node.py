@@ -32,9 +32,7 @@ TWO = (Host("a", 4), Host("user@b", 2))
 
 def test_hostfiles(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text(
-        "# mine\n\na slots=4\nuser@b   slots=2 max_slots=2 # two\n10.0.0.7\nidle slots=0\nfe80::1%eth0\n"
-    )
+    path.write_text("# mine\n\na slots=4\nuser@b   slots=2 max_slots=2 # two\n10.0.0.7\nidle slots=0\nfe80::1%eth0\n")
     assert read_hostfile(path) == (*TWO, Host("10.0.0.7"), Host("fe80::1%eth0"))
 
 
@@ -132,9 +130,7 @@ def test_row_r21_paths_pass_a_shell_unharmed(words: list[str]) -> None:
     command = remote_command(sys.executable, Path(path))
     program = "import sys; sys.stdout.buffer.write(sys.argv[1].encode('utf-8', 'surrogateescape'))"
     command = command.replace(" -u ", f" -S -c {program!r} ".replace("\\", "\\\\"), 1)
-    shown = subprocess.run(
-        ["sh", "-c", command.replace("exec ", "exec ", 1)], capture_output=True, timeout=30
-    )
+    shown = subprocess.run(["sh", "-c", command.replace("exec ", "exec ", 1)], capture_output=True, timeout=30)
     assert shown.stdout == str(Path(path)).encode(), shown.stderr
 
 
@@ -288,11 +284,7 @@ def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
         assert party.stopped == ([first] if early else [])
         if early:
             outcome = party.monitors[1].agree_result(None, False, timeout=5.0)
-            assert (
-                outcome is not None
-                and outcome.exit_code == 2
-                and "--node-rank 1 is given on" in outcome.report
-            )
+            assert outcome is not None and outcome.exit_code == 2 and "--node-rank 1 is given on" in outcome.report
 
 
 def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:

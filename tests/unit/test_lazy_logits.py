@@ -281,9 +281,7 @@ def hugging_face(kind: str) -> nn.Module:
              "intermediate_size": 24, "max_position_embeddings": 32}  # fmt: skip
     if kind == "gpt2":
         still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, **still
-        )
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, **still)
         return transformers.GPT2LMHeadModel(config)
     if kind == "t5":
         shape = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
@@ -294,9 +292,7 @@ def hugging_face(kind: str) -> nn.Module:
         config = transformers.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         return transformers.BertForMaskedLM(config)
     if kind == "gemma2":
-        config = transformers.Gemma2Config(
-            **small, head_dim=8, num_key_value_heads=1, final_logit_softcapping=3.0
-        )
+        config = transformers.Gemma2Config(**small, head_dim=8, num_key_value_heads=1, final_logit_softcapping=3.0)
         return transformers.Gemma2ForCausalLM(config)
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=1))
@@ -329,6 +325,4 @@ def test_hugging_face_models(kind: str) -> None:
         model.eval()
         generated = model.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
         plain.eval()
-        assert torch.equal(
-            generated, plain.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
-        )
+        assert torch.equal(generated, plain.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0))

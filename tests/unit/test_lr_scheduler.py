@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from thalweg.optim import build_lr_scheduler
 
 
-def optimizer(
-    *lrs: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **kw
-) -> torch.optim.Optimizer:
+def optimizer(*lrs: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **kw) -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (0.1,)]
     return kind(groups, **kw)
 
@@ -81,9 +79,7 @@ def test_warmups_and_decay(steps: int, shape: str, low: float, high: float, tota
             rise = max(0.0, (total - n) / max(1, total - steps_used))
         decayed.append(low + (high - low) * rise)
     assert firsts(run("WarmupLR", shared, 71)) == pytest.approx(plain, abs=1e-12)
-    assert firsts(run("WarmupDecayLR", {**shared, "total_num_steps": total}, 71)) == pytest.approx(
-        decayed, abs=1e-12
-    )
+    assert firsts(run("WarmupDecayLR", {**shared, "total_num_steps": total}, 71)) == pytest.approx(decayed, abs=1e-12)
 
 
 @settings(deadline=None, max_examples=40)
@@ -149,9 +145,7 @@ def test_one_cycle_written_out() -> None:
         momenta.append(opt.param_groups[0]["betas"][0])
         schedule.step()
     assert rates == pytest.approx([1, 1.5, 2, 2.5, 3, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5])
-    assert momenta == pytest.approx(
-        [0.6, 0.75, 0.7, 0.65, 0.6, 0.7, 0.8, 0.8 * 1.025, 0.8 * 1.05, 0.8 * 1.075]
-    )
+    assert momenta == pytest.approx([0.6, 0.75, 0.7, 0.65, 0.6, 0.7, 0.8, 0.8 * 1.025, 0.8 * 1.05, 0.8 * 1.075])
     assert opt.param_groups[0]["betas"][1] == 0.95
 
 

@@ -36,9 +36,7 @@ def _by_loop(layer: MoE, x: torch.Tensor) -> torch.Tensor:
         experts.append(single)
     rows = []
     for i, token in enumerate(x):
-        terms = [
-            routing.weights[i, c] * experts[int(routing.experts[i, c])](token) for c in range(layer.policy.k)
-        ]
+        terms = [routing.weights[i, c] * experts[int(routing.experts[i, c])](token) for c in range(layer.policy.k)]
         rows.append(torch.stack(terms).sum(0))
     return torch.stack(rows)
 
@@ -47,9 +45,7 @@ def _by_loop(layer: MoE, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inner", [12, 10])  # 10: rows that the grouped product refuses
 def test_output_equals_a_loop(k, inner):
     torch.manual_seed(k)
-    layer = MoE(
-        8, _expert(inner=inner), num_experts=5, k=k, drop_tokens=False, top2_2nd_expert_sampling=False
-    )
+    layer = MoE(8, _expert(inner=inner), num_experts=5, k=k, drop_tokens=False, top2_2nd_expert_sampling=False)
     _shake(layer)
     x = torch.randn(7, 8)
     y, balance, counts = layer(x)

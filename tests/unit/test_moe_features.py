@@ -81,16 +81,10 @@ def test_dropped_choices_give_nothing(options):
     x = torch.randn(10, 8, requires_grad=True)
     y, _, counts = layer(x)
     routing = route(layer.gate(x), layer.policy)
-    assert (
-        not routing.in_capacity.all()
-        and torch.equal(counts, routing.counts)
-        and counts.sum() == 10 * layer.policy.k
-    )
+    assert not routing.in_capacity.all() and torch.equal(counts, routing.counts) and counts.sum() == 10 * layer.policy.k
     assert torch.allclose(y, _by_loop(layer, x), atol=1e-5)
     found = torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()])
-    wanted = torch.autograd.grad(
-        _by_loop_with_gradients(layer, x).square().sum(), [x, *layer.experts.parameters()]
-    )
+    wanted = torch.autograd.grad(_by_loop_with_gradients(layer, x).square().sum(), [x, *layer.experts.parameters()])
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, wanted, strict=True))
 
 

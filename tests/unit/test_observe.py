@@ -34,9 +34,7 @@ OFF = SimpleNamespace(enabled=False)
 
 
 def config(folder: Path, *names: str, every: float | None = None) -> SimpleNamespace:
-    on = SimpleNamespace(
-        enabled=True, output_path=str(folder), job_name="job", project=None, group=None, team=None
-    )
+    on = SimpleNamespace(enabled=True, output_path=str(folder), job_name="job", project=None, group=None, team=None)
     keys = ("csv_monitor", "jsonl_monitor", "tensorboard", "wandb")
     return SimpleNamespace(steps_per_print=every, **{key: on if key in names else OFF for key in keys})
 
@@ -100,9 +98,7 @@ def test_non_finite_values_stay_valid_json(tmp_path):
     def refuse(token: str) -> None:
         raise AssertionError(f"{token} is not JSON")
 
-    rows = [
-        json.loads(line, parse_constant=refuse) for line in (tmp_path / "m.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert math.isnan(float(rows[0]["loss"]))
     assert float(rows[0]["grad_norm"]) == math.inf
     assert float(rows[1]["value"]) == -math.inf
@@ -223,9 +219,7 @@ def test_a_missing_package_is_named_on_every_rank(tmp_path, monkeypatch, rank):
 
 def test_wandb_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     calls: list[tuple] = []
-    run = SimpleNamespace(
-        log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append(("finish",))
-    )
+    run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append(("finish",)))
     fake = SimpleNamespace(init=lambda **kw: calls.append(("init", kw)) or run, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with build_recorder(config(tmp_path, "wandb"), rank=0) as recorder:
@@ -256,9 +250,7 @@ def test_a_failing_writer_is_dropped_with_one_warning(caplog):
         metric = close = None
 
     seen: list[int] = []
-    good = SimpleNamespace(
-        step=lambda r: seen.append(r.step), metric=lambda *a: seen.append(-1), close=lambda: None
-    )
+    good = SimpleNamespace(step=lambda r: seen.append(r.step), metric=lambda *a: seen.append(-1), close=lambda: None)
     recorder = Recorder([Broken(), good])  # type: ignore[list-item]
     for step in (1, 2):
         recorder.step(record(step))

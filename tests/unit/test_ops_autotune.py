@@ -102,9 +102,7 @@ def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, content: b
     AutotuneCache(tmp_path, Counted()).best_kernel("nt", F32, ROWS, K, N)
     good = json.loads(the_file(tmp_path).read_text())
     (key,) = good["picks"]
-    content = content.replace(b"IDENTITY", json.dumps(good["identity"]).encode()).replace(
-        b"KEY", key.encode()
-    )
+    content = content.replace(b"IDENTITY", json.dumps(good["identity"]).encode()).replace(b"KEY", key.encode())
     the_file(tmp_path).write_bytes(content)
     counted = Counted("torch")
     assert AutotuneCache(tmp_path, counted).best_kernel("nt", F32, ROWS, K, N) == "torch"
@@ -114,9 +112,7 @@ def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, content: b
 
 @settings(deadline=None, max_examples=60)
 @given(content=st.binary(max_size=200), cut=st.integers(0, 400))
-def test_no_content_of_the_file_raises(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, cut: int
-) -> None:
+def test_no_content_of_the_file_raises(tmp_path_factory: pytest.TempPathFactory, content: bytes, cut: int) -> None:
     folder = tmp_path_factory.mktemp("cache")
     AutotuneCache(folder, Counted()).best_kernel("nt", F32, ROWS, K, N)
     whole = the_file(folder).read_bytes()
@@ -164,10 +160,7 @@ def test_processes_that_would_measure_differently_choose_alike(tmp_path: Path) -
 
 
 def test_without_the_file_they_would_not(tmp_path: Path) -> None:
-    picks = {
-        AutotuneCache(None, Counted(winner)).best_kernel("nt", F32, ROWS, K, N)
-        for winner in ("torch", "onednn")
-    }
+    picks = {AutotuneCache(None, Counted(winner)).best_kernel("nt", F32, ROWS, K, N) for winner in ("torch", "onednn")}
     assert picks == {"torch", "onednn"}
 
 

@@ -44,17 +44,13 @@ def test_blocks_together_equal_the_whole(seed, rows, lengths, masked):
     blocks = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     for own in blocks:
         part = None if mask is None else mask[..., own]
-        _merge_by_lse(
-            out, lse, *block_forward(q, k[:, :, own], v[:, :, own], causal=False, mask=part, scale=0.3)
-        )
+        _merge_by_lse(out, lse, *block_forward(q, k[:, :, own], v[:, :, own], causal=False, mask=part, scale=0.3))
     wanted, gradients = _expected(q, k, v, grad, mask, 0.3)
     assert (out - wanted).abs().max() < 1e-5
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for own in blocks:
         part = None if mask is None else mask[..., own]
-        found = block_backward(
-            grad, q, k[:, :, own], v[:, :, own], out, lse, causal=False, mask=part, scale=0.3
-        )
+        found = block_backward(grad, q, k[:, :, own], v[:, :, own], out, lse, causal=False, mask=part, scale=0.3)
         dq += found[0]
         dk[:, :, own], dv[:, :, own] = found[1], found[2]
     for found, value in zip((dq, dk, dv), gradients, strict=True):

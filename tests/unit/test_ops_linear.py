@@ -254,10 +254,7 @@ def test_batched_gradients_and_transforms(forced) -> None:
     (want,) = torch.autograd.grad(reference, weight, basis, is_grads_batched=True)
     assert relative(got, want) < 5e-6
     stack = torch.randn(3, 6, 8)
-    assert (
-        relative(torch.func.vmap(lambda a: linear(a, weight, bias))(stack), F.linear(stack, weight, bias))
-        < 5e-6
-    )
+    assert relative(torch.func.vmap(lambda a: linear(a, weight, bias))(stack), F.linear(stack, weight, bias)) < 5e-6
     jacobian = torch.func.jacrev(lambda w: linear(x, w, bias))(weight)
     assert relative(jacobian, torch.func.jacrev(lambda w: F.linear(x, w, bias))(weight)) < 5e-6
     with torch.autograd.forward_ad.dual_level():

@@ -15,9 +15,7 @@ transformers = pytest.importorskip("transformers")
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
     small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **small, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=64
-    )
+    config = transformers.LlamaConfig(**small, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=64)
     config._attn_implementation = "sdpa"
     return transformers.LlamaForCausalLM(config).half().eval()
 

@@ -37,9 +37,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-6) -> bool:
     return (got.double() - want).abs().max().item() < tolerance
 
 
-def lamb(
-    start: Tensor, grads: list[Tensor], lr: float, wd: float, low: float, high: float, correct: bool
-) -> Tensor:
+def lamb(start: Tensor, grads: list[Tensor], lr: float, wd: float, low: float, high: float, correct: bool) -> Tensor:
     p = start.double()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     for t, g in enumerate(grads, 1):
@@ -72,9 +70,7 @@ def test_lamb(correct: bool, low: float, high: float) -> None:
 
 def test_lamb_from_zero_and_with_eps_inside() -> None:
     start, grads = torch.zeros(4), gradients((4,))
-    assert close(
-        trained("Lamb", start, grads, {"lr": 0.05, "eps": 1e-6}), lamb(start, grads, 0.05, 0, 0.01, 10, True)
-    )
+    assert close(trained("Lamb", start, grads, {"lr": 0.05, "eps": 1e-6}), lamb(start, grads, 0.05, 0, 0.01, 10, True))
     tiny = gradients((4,), scale=1e-8)
     outside = trained("Lamb", torch.ones(4), tiny, {"lr": 0.05, "eps": 1e-6})
     inside = trained("Lamb", torch.ones(4), tiny, {"lr": 0.05, "eps": 1e-6, "eps_inside_sqrt": True})
@@ -236,9 +232,7 @@ def test_hidden_matrices_by_name_and_shape() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 5)
-)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 5))
 def test_plans_are_complete_bounded_and_balanced(shapes: list[tuple[int, int]], world: int) -> None:
     sizes = [torch.Size(s) for s in shapes]
     rounds = plan_rounds(sizes, world, capacity=1600)
@@ -283,6 +277,4 @@ def test_adafactor_is_torchs(shape: tuple[int, ...]) -> None:
             theirs.step()
         got = trained("Adafactor", start, grads, hyper)
         torch.testing.assert_close(got, twin.detach(), rtol=1e-5, atol=1e-7)
-        assert not torch.allclose(
-            trained("Adafactor", start, grads, {**hyper, "beta2_decay": -0.5}), got, 1e-5, 1e-7
-        )
+        assert not torch.allclose(trained("Adafactor", start, grads, {**hyper, "beta2_decay": -0.5}), got, 1e-5, 1e-7)

@@ -54,15 +54,11 @@ def run(kind: str, steps: int = 5, name: str = "AdamW", **hyper: Any) -> tuple[l
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-@pytest.mark.parametrize(
-    "extra", [{}, {"bias_correction": False, "weight_decay": 0.1, "betas": [0.8, 0.9]}], ids=str
-)
+@pytest.mark.parametrize("extra", [{}, {"bias_correction": False, "weight_decay": 0.1, "betas": [0.8, 0.9]}], ids=str)
 def test_in_fp32_the_step_is_the_fused_kernels(name: str, extra: dict[str, Any]) -> None:
     plain, _ = run("fp32", name=name, adam_w_mode=name == "AdamW", **extra)
     params = model()
-    optimizer = LowBitAdam(
-        params, lr=1e-2, state_dtype="fp32", decoupled_weight_decay=name == "AdamW", **extra
-    )
+    optimizer = LowBitAdam(params, lr=1e-2, state_dtype="fp32", decoupled_weight_decay=name == "AdamW", **extra)
     for step in range(5):
         give_gradients(params, step)
         optimizer.step()
@@ -108,9 +104,7 @@ def test_bytes_and_forms() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(1, 5), columns=st.integers(1, 700), power=st.integers(-20, 10), seed=st.integers(0, 99)
-)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 700), power=st.integers(-20, 10), seed=st.integers(0, 99))
 def test_codes_are_near_and_survive_a_second_time(rows: int, columns: int, power: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for signed in (True, False):
@@ -223,9 +217,7 @@ def test_conform_reads_what_it_wrote() -> None:
     exact = state["exp_avg"].clone()
     for kind, tolerance in (("int8", 0.05), ("bf16", 0.06), ("fp32", 0.06)):
         convert_moments(params[0], state, kind)
-        assert (
-            read_moment_fp32(params[0], state, ADAM_MOMENTS[0]) - exact
-        ).abs().max() < tolerance * exact.abs().max()
+        assert (read_moment_fp32(params[0], state, ADAM_MOMENTS[0]) - exact).abs().max() < tolerance * exact.abs().max()
 
 
 @pytest.mark.parametrize(

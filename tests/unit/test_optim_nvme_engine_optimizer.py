@@ -31,9 +31,7 @@ def _managed(model: nn.Module, swap: SwapFile | None, max_norm: float = 0.0) -> 
     inner = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     hooks = ShardedModelHooks(lambda: None, lambda scale: None, lambda: None)
     update = NvmeStep(inner, swap, BufferRing(2, MIB // 4)) if swap is not None else None
-    return EngineOptimizer(
-        inner, hooks, AccumulationWindow(1), LossScaler(), max_norm=max_norm, strategy=update
-    )
+    return EngineOptimizer(inner, hooks, AccumulationWindow(1), LossScaler(), max_norm=max_norm, strategy=update)
 
 
 def _train(model: nn.Module, optimizer: EngineOptimizer, steps: range, poison: int = -1) -> None:

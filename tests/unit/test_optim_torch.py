@@ -19,16 +19,12 @@ torch.set_num_threads(1)
 SHAPES = [(5, 3), (4,), (), (0, 3), (2, 3, 2)]
 
 
-def make_params(
-    dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES
-) -> list[nn.Parameter]:
+def make_params(dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def train(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 6, skip: int = -1
-) -> list[Tensor]:
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 6, skip: int = -1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         for i, param in enumerate(params):
@@ -84,9 +80,7 @@ def test_adam_means_adamw_as_in_deepspeed() -> None:
         for name, hyper in cases:
             assert type(build_optimizer(name, make_params(), hyper)).__name__ == want
     assert build_optimizer("AdamW", make_params(), {}).param_groups[0]["weight_decay"] == 0.0
-    assert (
-        build_optimizer("AdamW", make_params(), {"torch_adam": True}).param_groups[0]["weight_decay"] == 0.01
-    )
+    assert build_optimizer("AdamW", make_params(), {"torch_adam": True}).param_groups[0]["weight_decay"] == 0.01
     assert isinstance(build_optimizer("Adam", make_params(), {}), torch.optim.AdamW)
 
 

@@ -56,9 +56,7 @@ def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
 
 
 @pytest.mark.parametrize("hyper", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
-@pytest.mark.parametrize(
-    "policy", [{"topk_ratio": 1.0}, {"warm_up": 12}, {"topk_ratio": 1.0, "overlap": True}]
-)
+@pytest.mark.parametrize("policy", [{"topk_ratio": 1.0}, {"warm_up": 12}, {"topk_ratio": 1.0, "overlap": True}])
 def test_where_nothing_waits_the_bits_are_adams(hyper: dict[str, Any], policy: dict[str, Any]) -> None:
     assert same(run(waits("Adam", hyper, **policy))[0], run(plain("Adam", **hyper))[0])
     assert not same(run(waits("Adam", hyper, topk_ratio=0.5))[0], run(plain("Adam", **hyper))[0])
@@ -109,9 +107,7 @@ def reference(steps: int, k: int, select: int, update: int, overlap: bool) -> Te
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("select", "update"), [(16, 4), (5, 3), (4, 7), (1, 1)])
 def test_the_rule(select: int, update: int, overlap: bool) -> None:
-    params, _ = run(
-        waits(topk_ratio=0.25, select_interval=select, update_interval=update, overlap=overlap), steps=14
-    )
+    params, _ = run(waits(topk_ratio=0.25, select_interval=select, update_interval=update, overlap=overlap), steps=14)
     want = reference(14, 10, select, update, overlap)
     assert (params[0].double() - want).abs().max() < 2e-5
     if update > 1:
@@ -175,9 +171,7 @@ def test_16_bit_weights() -> None:
         (lambda: ZenFlowPolicy(select_interval=0), "at least 1"),
         (lambda: build_optimizer("Lion", model(), {}, zenflow_policy=ZenFlowPolicy()), "Adam and AdamW"),
         (
-            lambda: build_optimizer(
-                "AdamW", model(), {"state_dtype": "int8"}, zenflow_policy=ZenFlowPolicy()
-            ),
+            lambda: build_optimizer("AdamW", model(), {"state_dtype": "int8"}, zenflow_policy=ZenFlowPolicy()),
             "fp32 state",
         ),
         (

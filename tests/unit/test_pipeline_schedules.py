@@ -75,9 +75,7 @@ def test_check_names_what_is_wrong():
     with pytest.raises(ValueError, match="twice"):
         validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, (first, (*second, second[0]))))
     with pytest.raises(ValueError, match="stage lies on rank 1"):
-        validate_schedule(
-            PipelineSchedule("x", 2, good.stage_to_rank, ((*first, Action("F", 1, 0)), second[1:]))
-        )
+        validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, ((*first, Action("F", 1, 0)), second[1:])))
     backwards_first = tuple(sorted(first, key=lambda action: action.kind))
     with pytest.raises(ValueError, match="wait for each other: rank 0 at 0B0"):
         validate_schedule(PipelineSchedule("x", 2, good.stage_to_rank, (backwards_first, second)))

@@ -149,9 +149,7 @@ def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
     own = {number for number, _, label in fake.window_events if label == "buffers"}
     events = [event for event in fake.window_events if abs(event[0]) not in own]
     assert live_peak(events) == pytest.approx(live_peak(tape.events), rel=0.03)
-    plain = trace_step(
-        on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
-    )
+    plain = trace_step(on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None))
     if tiling.loss:  # full logits would be most of it
         assert live_peak(fake.window_events) < 0.7 * live_peak(plain.window_events)
     else:
@@ -265,9 +263,7 @@ def test_the_answer_has_its_keys_and_fits_or_not():
     assert {"traffic", "step_seconds", "bottleneck", "fits", "suggestion"} <= found.keys()
     assert found["fits"] is True
     assert json.loads(json.dumps(found)) == found
-    small = thalweg.plan(
-        tiny, {**CONFIG, "train_micro_batch_size_per_gpu": 64}, device="h100", device_memory="60MiB"
-    )
+    small = thalweg.plan(tiny, {**CONFIG, "train_micro_batch_size_per_gpu": 64}, device="h100", device_memory="60MiB")
     assert small.fits is False
     assert small.suggestion
     changed = thalweg.plan.plan  # the package is callable, and a package
@@ -307,9 +303,7 @@ def test_a_live_model_is_not_touched():
     assert all(p.is_meta for p in copy_to_meta(model).parameters())
 
 
-@pytest.mark.parametrize(
-    "wrong", [3, "no/such/folder", {"n_layer": 2, "depth": 3}, {"model_type": "nothing"}]
-)
+@pytest.mark.parametrize("wrong", [3, "no/such/folder", {"n_layer": 2, "depth": 3}, {"model_type": "nothing"}])
 def test_what_is_no_model_is_a_clear_error(wrong):
     with pytest.raises((ValueError, FileNotFoundError)):
         load_meta_model(wrong)
@@ -387,9 +381,7 @@ def test_a_big_llama_on_1024_gpus_in_seconds():
     config["activation_checkpointing"] = {"policy": "full"}
     load_meta_model({**llama, "num_hidden_layers": 1})  # the library's import is not the plan's
     start = time.process_time()
-    found = thalweg.plan(
-        llama, config, num_nodes=128, devices_per_node=8, device="h100", sequence_length=4096
-    )
+    found = thalweg.plan(llama, config, num_nodes=128, devices_per_node=8, device="h100", sequence_length=4096)
     assert time.process_time() - start < 5
     assert found.num_parameters == 70_553_706_496
     assert found.per_rank.optimizer == pytest.approx(8 * 70.55e9 / 1024, rel=0.01)

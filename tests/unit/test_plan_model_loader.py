@@ -118,12 +118,8 @@ class Steps(torch.nn.Module):
 def test_a_rehearsal_has_an_end() -> None:
     setting = RunSpec(RankTopology(), ZeroPolicy(0), Precision())
     with pytest.raises(ValueError, match="the step was not over"):
-        trace_step(
-            copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=0.0
-        )
+        trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=0.0)
     assert (
-        trace_step(
-            copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=60.0
-        ).num_ops
+        trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=60.0).num_ops
         > 600
     )

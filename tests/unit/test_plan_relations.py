@@ -51,9 +51,7 @@ configs = st.fixed_dictionaries(
         "gradient_accumulation_steps": st.sampled_from([1, 2, 4]),
         "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["AdamW", "SGD", "Lion"])}),
         "bf16": st.fixed_dictionaries({"enabled": st.booleans()}),
-        "activation_checkpointing": st.fixed_dictionaries(
-            {"policy": st.sampled_from(["none", "full", "selective"])}
-        ),
+        "activation_checkpointing": st.fixed_dictionaries({"policy": st.sampled_from(["none", "full", "selective"])}),
     }
 )
 

@@ -158,17 +158,14 @@ def test_paged_units_are_in_memory_a_few_at_a_time(ranks):
 
 def test_updates_within_the_backward_pass_leave_one_units_gradients():
     early, late = (
-        planned(config_of(2, {"offload_optimizer": {"device": "cpu"}}, gradient_clipping=clip))
-        for clip in (0.0, 1.0)
+        planned(config_of(2, {"offload_optimizer": {"device": "cpu"}}, gradient_clipping=clip)) for clip in (0.0, 1.0)
     )
     assert early.per_rank.gradients < 0.4 * late.per_rank.gradients
     assert late.per_rank.gradients == pytest.approx(4 * late.num_parameters, rel=0.01)
 
 
 def test_a_gpus_states_on_the_host_are_no_part_of_its_memory():
-    inside, outside = (
-        planned(config_of(3, zero), GPUS) for zero in ({}, {"offload_optimizer": {"device": "cpu"}})
-    )
+    inside, outside = (planned(config_of(3, zero), GPUS) for zero in ({}, {"offload_optimizer": {"device": "cpu"}}))
     assert outside.per_rank.optimizer == outside.per_rank.parameters == 0
     assert outside.tiers["host"] == pytest.approx(16 * inside.num_parameters / 4, rel=0.01)
     assert outside.per_host == 4 * outside.tiers["host"]
@@ -178,9 +175,7 @@ def test_a_gpus_states_on_the_host_are_no_part_of_its_memory():
 
 
 def test_sequence_ranks_share_the_tokens():
-    whole, halves = (
-        planned(config_of(1, sequence_parallel_size=size), GPUS, sequence_length=128) for size in (1, 2)
-    )
+    whole, halves = (planned(config_of(1, sequence_parallel_size=size), GPUS, sequence_length=128) for size in (1, 2))
     assert whole.not_counted == halves.not_counted == []
     assert halves.per_rank.optimizer == whole.per_rank.optimizer  # states are sharded over all of them
     assert halves.per_rank.logits == pytest.approx(whole.per_rank.logits / 2, rel=0.1)

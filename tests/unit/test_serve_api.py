@@ -27,9 +27,7 @@ def test_a_completion_is_what_the_engine_gives(server: ServerThread) -> None:
     assert choice["text"] == expected_text("deep river", 40) and choice["finish_reason"] == "length"
     assert answer["object"] == "text_completion" and answer["model"] == "toy"
     assert answer["usage"]["prompt_tokens"] == 10 and answer["usage"]["completion_tokens"] == 40
-    assert choice["text"] != expected_text("deep rivers", 40), (
-        "negative control: another prompt, another text"
-    )
+    assert choice["text"] != expected_text("deep rivers", 40), "negative control: another prompt, another text"
 
 
 def test_prompts_in_each_form_and_n_samples(server: ServerThread) -> None:
@@ -50,17 +48,13 @@ def test_prompts_in_each_form_and_n_samples(server: ServerThread) -> None:
 
 @pytest.mark.parametrize("prompt", [f"stream {i}" for i in range(8)])
 def test_a_stream_carries_the_same_text_and_no_broken_character(server: ServerThread, prompt: str) -> None:
-    events = server.stream(
-        "/v1/completions", prompt=prompt, max_tokens=64, stream_options={"include_usage": True}
-    )
+    events = server.stream("/v1/completions", prompt=prompt, max_tokens=64, stream_options={"include_usage": True})
     assert events[-1] == "[DONE]" and events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 64
     pieces = [event["choices"][0] for event in events[:-2]]
     assert "".join(piece["text"] for piece in pieces) == expected_text(prompt, 64)
     assert not any("\ufffd" in piece["text"] for piece in pieces)
-    assert (
-        [piece["finish_reason"] for piece in pieces].count("length") == 1 == bool(pieces[-1]["finish_reason"])
-    )
+    assert [piece["finish_reason"] for piece in pieces].count("length") == 1 == bool(pieces[-1]["finish_reason"])
 
 
 def test_streams_of_several_samples_are_told_apart(server: ServerThread) -> None:
@@ -69,11 +63,7 @@ def test_streams_of_several_samples_are_told_apart(server: ServerThread) -> None
     for event in events[:-1]:
         (choice,) = event["choices"]
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    assert (
-        texts[0] == expected_text("a", 20, 7, 0)
-        and texts[1] == expected_text("a", 20, 7, 1)
-        and len(texts) == 4
-    )
+    assert texts[0] == expected_text("a", 20, 7, 0) and texts[1] == expected_text("a", 20, 7, 1) and len(texts) == 4
 
 
 @pytest.mark.parametrize("stop", [["Flüsse"], ["川"], ["e F", "深い"], "n"])
@@ -138,9 +128,7 @@ def test_models_and_adapters(server: ServerThread) -> None:
     assert server.request("GET", "/v1/models/other")[0] == 404
     assert server.create_completion("x", model="tuned", max_tokens=2)["choices"]
     status, answer = server.post("/v1/completions", prompt="x", model="other")
-    assert (
-        status == 404 and answer["error"]["code"] == "model_not_found" and "toy" in answer["error"]["message"]
-    )
+    assert status == 404 and answer["error"]["code"] == "model_not_found" and "toy" in answer["error"]["message"]
 
 
 def test_embeddings_of_an_encoder() -> None:
@@ -161,9 +149,7 @@ def test_a_generator_has_no_embeddings(server: ServerThread) -> None:
 
 def test_the_form_of_mii(server: ServerThread) -> None:
     prompts = ["DeepSpeed is", "Seattle"]
-    status, answer = server.request(
-        "POST", "/mii/toy", {"prompts": prompts, "max_new_tokens": 10, "do_sample": False}
-    )
+    status, answer = server.request("POST", "/mii/toy", {"prompts": prompts, "max_new_tokens": 10, "do_sample": False})
     assert status == 200 and answer == [
         {
             "generated_text": expected_text(p, 10),
@@ -174,9 +160,7 @@ def test_the_form_of_mii(server: ServerThread) -> None:
         for p in prompts
     ]
     assert server.request("POST", "/mii/other", {"prompts": prompts})[0] == 404
-    short = server.request(
-        "POST", "/mii/toy", {"prompts": "abcd", "max_length": 9, "return_full_text": True}
-    )[1]
+    short = server.request("POST", "/mii/toy", {"prompts": "abcd", "max_length": 9, "return_full_text": True})[1]
     assert short[0]["generated_length"] == 5 and short[0]["generated_text"].startswith("abcd")
 
 
@@ -201,9 +185,7 @@ class TemplateTokenizer(ToyTokenizer):
 
         environment = ImmutableSandboxedEnvironment()
         environment.globals["raise_exception"] = raise_exception
-        fields = dict(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
+        fields = dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         return environment.from_string(chat_template).render(**fields)
 
 
@@ -217,27 +199,19 @@ def test_chat_with_a_template_and_tools() -> None:
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool])[1]
         want = expected_text("tools 1\n[user] How deep?\n[assistant] ", 20)
         assert answer["choices"][0]["message"]["content"] == want
-        none = server.post(
-            "/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none"
-        )
-        assert none[1]["choices"][0]["message"]["content"] == expected_text(
-            "[user] How deep?\n[assistant] ", 20
-        )
+        none = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool], tool_choice="none")
+        assert none[1]["choices"][0]["message"]["content"] == expected_text("[user] How deep?\n[assistant] ", 20)
         refused = [*messages, {"role": "tool", "content": "7", "tool_call_id": "x"}]
         status, answer = server.post("/v1/chat/completions", messages=refused)
         assert status == 400 and "no tool results here" in answer["error"]["message"]
         for key in ("tokenize", "chat_template", "tools", "messages"):
-            status, answer = server.post(
-                "/v1/chat/completions", messages=messages, chat_template_kwargs={key: True}
-            )
+            status, answer = server.post("/v1/chat/completions", messages=messages, chat_template_kwargs={key: True})
             assert status == 400, key
 
 
 def test_tools_without_a_template_that_knows_them_are_refused(server: ServerThread) -> None:
     tool = {"type": "function", "function": {"name": "depth"}}
-    status, answer = server.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": "?"}], tools=[tool]
-    )
+    status, answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "?"}], tools=[tool])
     assert status == 400 and "leave them out" in answer["error"]["message"]
 
 
@@ -284,17 +258,11 @@ def test_the_page_needs_nothing_from_elsewhere(server: ServerThread) -> None:
 def test_the_openai_client_understands_it(server: ServerThread) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[
-        0
-    ].text == expected_text("sdk", 8)
+    assert client.completions.create(model="toy", prompt="sdk", max_tokens=8).choices[0].text == expected_text("sdk", 8)
     messages = [{"role": "user", "content": "sdk"}]
-    chunks = list(
-        client.chat.completions.create(model="toy", messages=messages, max_tokens=30, stream=True, seed=2)
-    )
+    chunks = list(client.chat.completions.create(model="toy", messages=messages, max_tokens=30, stream=True, seed=2))
     whole = client.chat.completions.create(model="toy", messages=messages, max_tokens=30, seed=2, user="me")
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert [model.id for model in client.models.list()] == ["toy", "tuned"]
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="toy", prompt="x", temperature=7.0)

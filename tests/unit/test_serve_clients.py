@@ -43,9 +43,7 @@ class Spelling(ToyTokenizer):
     def __init__(self) -> None:
         self.chat_template: Any = {"default": "plain", "tool_use": "with tools"}
 
-    def apply_chat_template(
-        self, messages: Any, tools: Any = None, chat_template: Any = None, **_: Any
-    ) -> str:
+    def apply_chat_template(self, messages: Any, tools: Any = None, chat_template: Any = None, **_: Any) -> str:
         return json.dumps([chat_template, messages])
 
 
@@ -131,27 +129,20 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(server: ServerThr
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {upgrade}\r\nHTTP2-Settings: AAMAAABk\r\n"
     sized = f"{head}{offer}Content-Length: {len(body)}\r\n\r\n".encode()
-    chunked = (
-        f"{head}{offer}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
-    )
+    chunked = f"{head}{offer}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
     whole = sized + body + chunked + last
     for pieces in ([whole], [sized, body, chunked + last], [whole[:30], whole[30:-9], whole[-9:]]):
         answers = exchange(server, *pieces)
         assert [answer[:3] for answer in answers] == [b"200"] * 3
         for answer in answers[:2]:
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected_text(
-                "java", 6
-            )
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected_text("java", 6)
     many = sized.replace(b"Host", b"A: " + b"x" * 40_000 + b"\r\nHost")
     assert exchange(server, many[:36_000])[0].startswith(b"431"), "the limits hold"
 
 
 def test_a_byte_order_mark(server: ServerThread) -> None:
-    assert (
-        server.request_raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0]
-        == 200
-    )
+    assert server.request_raw("POST", "/v1/completions", b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2}')[0] == 200
 
 
 def test_many_texts_are_embedded_in_parts() -> None:

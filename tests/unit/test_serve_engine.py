@@ -83,9 +83,7 @@ def greedy(model: tuple[Path, Any, Any], prompt: str, count: int) -> tuple[str, 
     return tokenizer.decode(tokens), tokens, scores
 
 
-def test_row41_the_server_gives_what_hugging_face_gives(
-    server: ServerThread, model: tuple[Path, Any, Any]
-) -> None:
+def test_row41_the_server_gives_what_hugging_face_gives(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
     """Prompts of unequal lengths, all at once, streamed and whole: the tokens of one-by-one generation."""
 
     def one(prompt: str) -> tuple[Any, Any]:
@@ -123,9 +121,7 @@ def test_an_echoed_prompt_has_its_own_logprobs(server: ServerThread, model: tupl
     assert streamed == pytest.approx(found["token_logprobs"])
 
 
-_TEMPLATE = (
-    "{% if tools %}tools {{ tools | length }} {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
-)
+_TEMPLATE = "{% if tools %}tools {{ tools | length }} {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
 _TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {
         "type": "object", "properties": {"metres": {"$ref": "#/$defs/depth"}}, "required": ["metres"],
@@ -157,9 +153,7 @@ def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
             again = [*messages, {**found["message"], "annotations": [], "audio": None, "function_call": None},
                      {"role": "tool", "content": "2", "tool_call_id": call["id"]}]  # fmt: skip
             assert s.post("/v1/chat/completions", messages=again, max_tokens=2)[0] == 200
-        free = s.post("/v1/chat/completions", messages=messages, tools=_TOOLS, max_tokens=40, temperature=0)[
-            1
-        ]
+        free = s.post("/v1/chat/completions", messages=messages, tools=_TOOLS, max_tokens=40, temperature=0)[1]
         assert "tool_calls" not in free["choices"][0]["message"], "control: left free it does not call"
         for bad in ("always", {"type": "function", "function": {"name": "width"}}, {"name": 3}):
             assert s.post("/v1/chat/completions", messages=messages, tools=_TOOLS, tool_choice=bad)[0] == 400
@@ -237,15 +231,11 @@ def test_what_the_engine_refuses_is_a_400(server: ServerThread) -> None:
 def test_pipeline_in_miis_form(model: tuple[Path, Any, Any]) -> None:
     pipe = thalweg.pipeline(str(model[0]), dtype="fp32", max_batch=8, kv_memory=2**20)
     responses = pipe(PROMPTS[:3], max_new_tokens=16, do_sample=False)
-    assert [response.generated_text for response in responses] == [
-        greedy(model, p, 16)[0] for p in PROMPTS[:3]
-    ]
+    assert [response.generated_text for response in responses] == [greedy(model, p, 16)[0] for p in PROMPTS[:3]]
     assert [response.generated_length for response in responses] == [16] * 3
     assert responses[0].finish_reason == "length" and str(responses[0]) == responses[0].generated_text
     pieces: list[str] = []
-    whole = pipe(
-        "x", lambda part: pieces.append(part[0].generated_text), max_new_tokens=9, return_full_text=True
-    )
+    whole = pipe("x", lambda part: pieces.append(part[0].generated_text), max_new_tokens=9, return_full_text=True)
     assert whole[0].generated_text == "x" + "".join(pieces) and len(pieces) > 3
     with pytest.raises(ValueError, match="did you mean max_new_tokens"):
         pipe("x", max_new_token=9)

@@ -144,9 +144,7 @@ def test_row42_a_dead_engine_thread_fails_health() -> None:
         assert len(events) > 1
         until(lambda: health(server) == 200)
         assert len(server.engines) == 2 and server.engines[0].closed
-        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text(
-            "again", 4
-        )
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
         assert "thalweg_replica_restarts_total 1.0" in metrics(server)
 
 
@@ -187,19 +185,13 @@ def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
         until(lambda: health(server) == 200, 20)
         client.join(10)
         assert events[-1]["error"]["code"] == "lost"  # type: ignore[index]
-        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text(
-            "again", 4
-        )
+        assert server.create_completion("again", max_tokens=4)["choices"][0]["text"] == expected_text("again", 4)
 
 
 def children() -> list[int]:
     """The replicas that this process started."""
-    found = {
-        int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
-    }
-    return sorted(
-        pid for pid in found if "thalweg.serve.replicas.launcher" in Path(f"/proc/{pid}/cmdline").read_text()
-    )
+    found = {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return sorted(pid for pid in found if "thalweg.serve.replicas.launcher" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def test_replicas_share_the_load_and_a_killed_one_is_replaced() -> None:
@@ -304,9 +296,7 @@ def test_names_of_other_hosts_are_refused_without_a_key() -> None:
         for name in ("localhost", "127.0.0.1:1234", "[::1]:80", "LOCALHOST:1"):
             assert server.request("GET", "/v1/models", Host=name)[0] == 200
     with run_toy_server(api_keys=("first-secret",)) as server:
-        assert (
-            server.request("GET", "/v1/models", Host="proxy", Authorization="Bearer first-secret")[0] == 200
-        )
+        assert server.request("GET", "/v1/models", Host="proxy", Authorization="Bearer first-secret")[0] == 200
 
 
 def test_options_that_cannot_be() -> None:

@@ -45,11 +45,7 @@ def in_form(status: int, answer: object) -> bool:
     if status == 200:
         return True
     error = answer["error"] if isinstance(answer, dict) else {}
-    return (
-        400 <= status < 500
-        and bool(error.get("message"))
-        and set(error) == {"message", "type", "param", "code"}
-    )
+    return 400 <= status < 500 and bool(error.get("message")) and set(error) == {"message", "type", "param", "code"}
 
 
 values = st.recursive(
@@ -183,9 +179,7 @@ def test_a_body_over_the_limit(server: ServerThread) -> None:
     assert status == 413 and in_form(status, answer)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     chunks = (b"x" * 65536 for _ in range(64))  # no Content-Length: counted as it comes
-    connection.request(
-        "POST", "/v1/completions", chunks, {"Content-Type": "application/json"}, encode_chunked=True
-    )
+    connection.request("POST", "/v1/completions", chunks, {"Content-Type": "application/json"}, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
 

@@ -42,9 +42,7 @@ def options(**fields: Any) -> EngineConfig:
 def test_a_model_that_listens(tmp_path: Path) -> None:
     model = tiny_encoder("flan_t5")
     folder = saved(tmp_path / "t5", model)
-    with run_server(
-        lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))
-    ) as server:
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         for text in TEXTS:
             want = model.generate(ids_of(text), max_new_tokens=9, do_sample=False)[0, 1:].tolist()
             said = " ".join(f"w{token}" for token in want)
@@ -53,9 +51,7 @@ def test_a_model_that_listens(tmp_path: Path) -> None:
             assert answer["usage"]["prompt_tokens"] == len(text.split())
             events = server.stream("/v1/completions", prompt=text, max_tokens=9, temperature=0)
             assert "".join(e["choices"][0]["text"] for e in events[:-1]).split() == said.split()
-        status, answer = server.post(
-            "/v1/chat/completions", messages=[{"role": "user", "content": "w5"}], max_tokens=3
-        )
+        status, answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}], max_tokens=3)
         assert status == 200 and answer["choices"][0]["message"]["content"]
         assert server.post("/v1/completions", prompt=[1] * 97)[0] == 400
     pipe: Any = thalweg.pipeline(folder, dtype="fp32", max_length=96, max_batch=2)
@@ -68,9 +64,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     folder = saved(tmp_path / "bert", model)
     with torch.no_grad():
         want = [model(ids_of(text)).last_hidden_state[0].mean(0).tolist() for text in TEXTS]
-    with run_server(
-        lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))
-    ) as server:
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         status, answer = server.post("/v1/embeddings", input=TEXTS)
         assert status == 200 and answer["usage"]["prompt_tokens"] == 11
         for row, data in zip(want, answer["data"], strict=True):
@@ -89,9 +83,7 @@ def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = tiny_decoder("llama")
     folder = saved(tmp_path / "llama", model)
-    made = peft.get_peft_model(
-        tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    )
+    made = peft.get_peft_model(tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:
@@ -104,9 +96,7 @@ def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     with run_server(load, lambda: ChatTokenizer(load_tokenizer(folder))) as server:
         said = []
         for name, live in ((None, model), ("poet", made.eval())):
-            tokens = live.generate(
-                input_ids=ids_of(TEXTS[0]), max_new_tokens=9, do_sample=False, pad_token_id=0
-            )
+            tokens = live.generate(input_ids=ids_of(TEXTS[0]), max_new_tokens=9, do_sample=False, pad_token_id=0)
             said.append(" ".join(f"w{token}" for token in tokens[0, 3:].tolist()))
             asked = {} if name is None else {"model": name}
             answer = server.create_completion(TEXTS[0], max_tokens=9, temperature=0, ignore_eos=True, **asked)

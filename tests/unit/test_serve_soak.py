@@ -45,9 +45,7 @@ def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
         assert {outcome.status for outcome in outcomes} <= {200, 429, 0}
         for outcome in done:
             body = outcome.body
-            want = [
-                expected_text(body["prompt"], body["max_tokens"], body["seed"], k) for k in range(body["n"])
-            ]
+            want = [expected_text(body["prompt"], body["max_tokens"], body["seed"], k) for k in range(body["n"])]
             assert outcome.texts == want
 
 

@@ -32,11 +32,7 @@ def _bytes(count: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 70_000), st.integers(0, 4097), st.integers(0, 5000)), min_size=1, max_size=8
-    )
-)
+@given(st.lists(st.tuples(st.integers(1, 70_000), st.integers(0, 4097), st.integers(0, 5000)), min_size=1, max_size=8))
 @settings(max_examples=30, deadline=None)
 def test_any_tensor_comes_back(tmp_path_factory: pytest.TempPathFactory, items: list) -> None:
     """Any size, at any offset in its region, from any address: aligned or not."""

@@ -22,9 +22,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def case(
-    rows: int = 37, width: int = 8, vocabulary: int = 53, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def case(rows: int = 37, width: int = 8, vocabulary: int = 53, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     g = torch.Generator().manual_seed(rows * 1000 + vocabulary)
     hidden = torch.randn(rows, width, generator=g).to(dtype)
     weight = torch.randn(vocabulary, width, generator=g).to(dtype)
@@ -143,9 +141,7 @@ def test_token_weights_and_shapes() -> None:
     options=st.sampled_from(OPTIONS),
     seed=st.integers(0, 1000),
 )
-def test_any_shape(
-    rows: int, vocabulary: int, tile: int, ignored: float, options: dict[str, Any], seed: int
-) -> None:
+def test_any_shape(rows: int, vocabulary: int, tile: int, ignored: float, options: dict[str, Any], seed: int) -> None:
     hidden, weight, labels = case(rows, 3, vocabulary)
     labels[torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < ignored] = -100
     if bool((labels == -100).all()) and options.get("reduction", "mean") == "mean":
@@ -161,9 +157,7 @@ def test_gradcheck_in_fp64() -> None:
     bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
 
     def loss(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return tiled_cross_entropy(
-            h, w, labels, b, tile_tokens=3, softcap=2.0, z_loss=1e-2, label_smoothing=0.1
-        )
+        return tiled_cross_entropy(h, w, labels, b, tile_tokens=3, softcap=2.0, z_loss=1e-2, label_smoothing=0.1)
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_(), bias))
 

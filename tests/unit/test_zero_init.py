@@ -304,9 +304,7 @@ def test_dtype_is_that_of_an_ordinary_build_in_it() -> None:
 
 
 def test_unknown_options_of_deepspeed_are_taken() -> None:
-    with Init(
-        config_dict_or_path={"zero_optimization": {}}, remote_device="cpu", zero_quantized_weights=False
-    ):
+    with Init(config_dict_or_path={"zero_optimization": {}}, remote_device="cpu", zero_quantized_weights=False):
         model = nn.Linear(100, 70)
     assert model.weight.is_meta
 

@@ -102,9 +102,7 @@ class Program(nn.Module):
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     small=st.sampled_from([0, 20, 10**6]),
 )
-def test_random_programs(
-    seed: int, length: int, shape: tuple[int, int], dtype: torch.dtype, small: int
-) -> None:
+def test_random_programs(seed: int, length: int, shape: tuple[int, int], dtype: torch.dtype, small: int) -> None:
     assert matches_plain(*build_plain_and_recorded(lambda: Program(seed, length, shape, dtype), small))
 
 

@@ -28,18 +28,14 @@ def setup_activation_checkpointing(
     policy = ActivationCheckpointPolicy(policy=section.policy, every=section.every)
     target = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
     base_offloader = (
-        build_activation_offloader(target, device, default_nvme_path(config))
-        if section.policy != "none"
-        else None
+        build_activation_offloader(target, device, default_nvme_path(config)) if section.policy != "none" else None
     )
     offloader = base_offloader
     if section.partition_activations and section.policy != "none":
         if axes.tp is not None:
             offloader = PartitionedActivationOffloader(axes.tp.get_group(), base_offloader)
         else:
-            config.add_note(
-                "activation_checkpointing.partition_activations", "idle: there is one tensor rank"
-            )
+            config.add_note("activation_checkpointing.partition_activations", "idle: there is one tensor rank")
     apply_activation_checkpointing(model, units, policy, offloader)
     return base_offloader.close if isinstance(base_offloader, NvmeActivationOffloader) else _noop
 

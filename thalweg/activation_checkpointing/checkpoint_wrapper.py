@@ -124,9 +124,7 @@ class _CheckpointedModule(DynamicSubclass):
         if storage is not None and not storage.nesting_guard.is_active:
             with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
                 both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
-                return checkpoint(
-                    offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both
-                )
+                return checkpoint(offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
@@ -176,9 +174,7 @@ def apply_activation_checkpointing(
         if isinstance(unit, torch.jit.ScriptModule):
             raise ValueError(f"{name} is a scripted module; checkpoint the Python module it was made from")
         if "forward" in unit.__dict__:
-            raise ValueError(
-                f"{name} has a replaced forward; apply activation checkpointing before replacing it"
-            )
+            raise ValueError(f"{name} has a replaced forward; apply activation checkpointing before replacing it")
     offload_state = None if offloader is None else OffloadState(offloader)
     for unit in selected:
         if not isinstance(unit, _CheckpointedModule):

@@ -91,9 +91,7 @@ class _SaveOrder:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._last_saved: weakref.ref[Any] | None = None
-        self._predecessor: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._predecessor: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
 
     def append(self, tensor: Any) -> None:
         self._predecessor[tensor] = self._last_saved
@@ -182,9 +180,7 @@ class NvmeActivationOffloader:
     on their way out, and how many are read ahead.
     """
 
-    def __init__(
-        self, open_file: Callable[[int], Any], *, depth: int = 2, segment_bytes: int = 2**28
-    ) -> None:
+    def __init__(self, open_file: Callable[[int], Any], *, depth: int = 2, segment_bytes: int = 2**28) -> None:
         self._open_file, self._segment_bytes = open_file, segment_bytes
         self._files: list[Any] = []
         self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}

@@ -47,9 +47,7 @@ class OffloadedForward:
     units share, stay.  The recomputation's own graph is thrown away, so fetched tensors need no history.
     """
 
-    def __init__(
-        self, offload_state: OffloadState, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> None:
+    def __init__(self, offload_state: OffloadState, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._offload_state, self._forward = offload_state, forward
         self._leaves, self._spec = _pytree.tree_flatten((args, kwargs))
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]

@@ -52,9 +52,7 @@ from thalweg.utils.log import get_logger
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAVING_PREFIX, _REMOVING_PREFIX, _LATEST_PREFIX = ".saving-", ".removing-", ".latest-"
-_FOREIGN_OWNER_TIMEOUT_S = (
-    3600.0  # a temporary of another host is taken for dead after this long without a change
-)
+_FOREIGN_OWNER_TIMEOUT_S = 3600.0  # a temporary of another host is taken for dead after this long without a change
 
 _log = get_logger(__name__)
 
@@ -76,9 +74,7 @@ class CheckpointEntry:
 def check_tag(tag: str) -> str:
     """Return ``tag`` if it can name a directory; ``ValueError`` otherwise."""
     text = str(tag)
-    is_file_name = (
-        text.isprintable() and not any(c in text for c in "/\\~\0") and len(os.fsencode(text)) <= 200
-    )
+    is_file_name = text.isprintable() and not any(c in text for c in "/\\~\0") and len(os.fsencode(text)) <= 200
     if not text or not is_file_name or text.startswith(".") or text == LATEST or text != text.strip():
         raise CheckpointMismatchError(
             f"the tag {text!r} cannot name a checkpoint: use a plain file name other than {LATEST!r}, "
@@ -102,9 +98,7 @@ def _read_manifest_bytes(io: FileSystem, path: Path) -> bytes:
         raise CorruptCheckpointError(f"{path} has no {MANIFEST}: it is not a committed checkpoint") from None
 
 
-def list_checkpoints(
-    io: FileSystem, directory: Path, *, ignore_read_errors: bool = False
-) -> list[CheckpointEntry]:
+def list_checkpoints(io: FileSystem, directory: Path, *, ignore_read_errors: bool = False) -> list[CheckpointEntry]:
     """Every committed or damaged checkpoint in ``directory``, newest first, the damaged last.
 
     Unless ``ignore_read_errors`` an ``OSError`` passes through: that a disk cannot read a manifest now
@@ -116,9 +110,7 @@ def list_checkpoints(
         return []
     paths = [directory / name for name in names if not name.startswith(".") and name != LATEST]
     entries = [
-        _read_entry(io, path, ignore_read_errors=ignore_read_errors)
-        for path in paths
-        if _is_checkpoint(io, path)
+        _read_entry(io, path, ignore_read_errors=ignore_read_errors) for path in paths if _is_checkpoint(io, path)
     ]
     return sorted(entries, key=_newest_first_key)
 
@@ -207,9 +199,7 @@ def list_load_candidates(io: FileSystem, directory: Path) -> list[CheckpointEntr
         if damaged.head is None and damaged is not pointed:
             _log.warning("a damaged checkpoint is passed over: %s", damaged.error)
     if tag is None:
-        _log.warning(
-            "%s has no %r file; the newest committed checkpoint is %s", directory, LATEST, newest.path.name
-        )
+        _log.warning("%s has no %r file; the newest committed checkpoint is %s", directory, LATEST, newest.path.name)
     elif pointed is None:
         _log.warning("%s names %r, which is not there; falling back", directory / LATEST, tag)
     elif pointed.head and pointed is not newest:
@@ -268,9 +258,7 @@ def _check_epoch(newest: ManifestHead | None, epoch: int, directory: Path) -> No
         )
 
 
-def commit(
-    io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, save_latest: bool = True
-) -> Path:
+def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, save_latest: bool = True) -> Path:
     """Commit a temporary directory whose shards are durable; returns its public path.
 
     Order: manifest to a temporary, fsync; rename; fsync the directory; rename the

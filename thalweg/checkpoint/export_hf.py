@@ -143,9 +143,7 @@ def _target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.d
     return requested if requested is not None and stored.is_floating_point else stored
 
 
-def _config_with_dtype(
-    config: Mapping[str, Any] | None, weights: list[_ExportTensor]
-) -> dict[str, Any] | None:
+def _config_with_dtype(config: Mapping[str, Any] | None, weights: list[_ExportTensor]) -> dict[str, Any] | None:
     if config is None:
         return None
     floating = next((w.dtype for w in weights if w.dtype.is_floating_point), None)
@@ -156,9 +154,7 @@ def _config_with_dtype(
 class _HfExportWriter:
     """Writes weights one by one, in ``order``, into one file or several."""
 
-    def __init__(
-        self, io: FileSystem, directory: Path, weights: list[_ExportTensor], max_shard_bytes: float
-    ) -> None:
+    def __init__(self, io: FileSystem, directory: Path, weights: list[_ExportTensor], max_shard_bytes: float) -> None:
         if max_shard_bytes <= 0:
             raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
         self.io, self.directory = io, directory
@@ -195,9 +191,7 @@ class _HfExportWriter:
         if not self._remaining:
             self._remaining = list(self.files[self._num_started])
             entries = [TensorEntry(w.name, DTYPE_NAMES[w.dtype], w.shape) for w in self._remaining]
-            self._shard_writer = ShardWriter(
-                self.io, self._temp_path(self.file_names[self._num_started]), entries
-            )
+            self._shard_writer = ShardWriter(self.io, self._temp_path(self.file_names[self._num_started]), entries)
             self._num_started += 1
         assert self._shard_writer is not None and self._remaining.pop(0) is weight
         self._shard_writer.write(weight.name, value.to(weight.dtype))
@@ -210,14 +204,10 @@ class _HfExportWriter:
         extra: dict[str, bytes] = {}
         if len(self.files) > 1:
             weight_map = {
-                w.name: name
-                for name, members in zip(self.file_names, self.files, strict=True)
-                for w in members
+                w.name: name for name, members in zip(self.file_names, self.files, strict=True) for w in members
             }
             total = sum(weight.nbytes for weight in self.weights)
-            extra[_INDEX_FILE_NAME] = _to_json_bytes(
-                {"metadata": {"total_size": total}, "weight_map": weight_map}
-            )
+            extra[_INDEX_FILE_NAME] = _to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
         if config is not None:
             extra["config.json"] = _to_json_bytes(config)
         for name, data in extra.items():
@@ -225,9 +215,7 @@ class _HfExportWriter:
         for name in self.file_names:
             self.io.rename(self._temp_path(name), self.directory / name)
         for name in self.io.listdir(self.directory):
-            weights = (
-                name.startswith("model") and name.endswith(".safetensors") and name not in self.file_names
-            )
+            weights = name.startswith("model") and name.endswith(".safetensors") and name not in self.file_names
             if weights or (name == _INDEX_FILE_NAME and name not in extra):
                 self.io.remove(self.directory / name)
         for name in extra:

@@ -83,9 +83,7 @@ def build_snapshot(
     tensors, aliases = to_canonical_names(*model_tensors(module), naming)
     own_state: dict[str, Any] = {}
     if not include_frozen:
-        own_state["left_out"] = [
-            n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad
-        ]
+        own_state["left_out"] = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
         tensors = {name: tensor for name, tensor in tensors.items() if name not in own_state["left_out"]}
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     stored = {f"model/{name}": tensor for name, tensor in tensors.items()}
@@ -114,9 +112,7 @@ def get_hf_config(module: nn.Module) -> dict[str, Any] | None:
     if not callable(to_json):
         return None
     tree = json.loads(str(to_json()))
-    model_class = next(
-        (c for c in type(module).__mro__ if not c.__module__.startswith("torch.")), type(module)
-    )
+    model_class = next((c for c in type(module).__mro__ if not c.__module__.startswith("torch.")), type(module))
     tree["architectures"] = [model_class.__name__]
     return tree
 
@@ -157,9 +153,7 @@ def restore_module(
         plan = OptimizerLoadPlan()
         if optimizer is not None:
             plan = plan_optimizer_load(checkpoint, module, optimizer, saved.get("optim"), strict, naming)
-        generators = (
-            checkpoint.per_rank(ranks.rank) if rng and checkpoint.world_size == ranks.world_size else None
-        )
+        generators = checkpoint.per_rank(ranks.rank) if rng and checkpoint.world_size == ranks.world_size else None
         prepared.append((tensors, extra_names, {"tree": tree, "own": saved}, plan, generators))
 
     ranks.all_or_raise(f"loading checkpoint {checkpoint.path}", prepare)

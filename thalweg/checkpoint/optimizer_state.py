@@ -35,9 +35,7 @@ def _param_names_by_id(module: nn.Module, naming: ParamNaming) -> dict[int, str]
 
 def _group_params(group: Mapping[str, Any], module: nn.Module, naming: ParamNaming) -> list[torch.Tensor]:
     """The parameters of a group that are part of the model."""
-    hidden = (
-        {id(p) for name, p in module.named_parameters() if name in naming.excluded} if naming.excluded else ()
-    )
+    hidden = {id(p) for name, p in module.named_parameters() if name in naming.excluded} if naming.excluded else ()
     return [parameter for parameter in group["params"] if id(parameter) not in hidden]
 
 
@@ -51,9 +49,7 @@ def collect_optimizer_state(
     names = _param_names_by_id(module, naming)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        members = [
-            _get_param_name(parameter, names, index) for parameter in _group_params(group, module, naming)
-        ]
+        members = [_get_param_name(parameter, names, index) for parameter in _group_params(group, module, naming)]
         hyper = {key: value for key, value in group.items() if key not in _PARAM_KEYS}
         groups.append({"params": members, "hyper": hyper})
     tensors: dict[str, torch.Tensor] = {}
@@ -93,9 +89,7 @@ def _tensor_kind(value: torch.Tensor, parameter: torch.Tensor) -> str:
     """How a state tensor is kept: as a DTensor, as the plain local shard of one, or plain and whole."""
     if isinstance(value, DTensor):
         return "dtensor"
-    is_shard = (
-        isinstance(parameter, DTensor) and value.dim() > 0 and value.shape == parameter.to_local().shape
-    )
+    is_shard = isinstance(parameter, DTensor) and value.dim() > 0 and value.shape == parameter.to_local().shape
     return "shard" if is_shard else "plain"
 
 
@@ -141,8 +135,7 @@ def plan_optimizer_load(
     plan = OptimizerLoadPlan(unkeyed_state=saved["loose"])
     groups = [{**group, "params": _group_params(group, module, naming)} for group in optimizer.param_groups]
     plan.hyperparams = [
-        _match_group(checkpoint, group, index, names, saved["groups"], strict)
-        for index, group in enumerate(groups)
+        _match_group(checkpoint, group, index, names, saved["groups"], strict) for index, group in enumerate(groups)
     ]
     for index, group in enumerate(groups):
         for parameter in group["params"]:
@@ -199,9 +192,7 @@ def _match_group(
         group_indices = [index]  # a stage without members of this group
     if not group_indices:
         return {}
-    choices = [
-        {k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION_KEYS} for n in group_indices
-    ]
+    choices = [{k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION_KEYS} for n in group_indices]
     if any(choice != choices[0] for choice in choices[1:]):
         raise CheckpointMismatchError(
             f"the optimiser's group {index} joins parameters of the saved groups {group_indices}, whose "

@@ -120,9 +120,7 @@ def iter_full_tensors(
             yield name, DTYPES[dtype], tuple(shape), _make_fetch(local, DTYPES[dtype], shape, src, group)
 
 
-def _make_fetch(
-    local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any
-) -> FetchTensor:
+def _make_fetch(local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any) -> FetchTensor:
     def fetch() -> torch.Tensor:
         value = torch.empty(shape, dtype=dtype) if local is None else _full_tensor(local).cpu().contiguous()
         dist.broadcast(value, src=src, group=group)

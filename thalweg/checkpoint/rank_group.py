@@ -74,9 +74,7 @@ class RankGroup:
         if not failed:
             return [o["value"] for o in outcomes]
         first = next(iter(failed.values()))
-        raise ERRORS_BY_NAME.get(first["kind"], CheckpointError)(
-            _format_failures(failed, self.world_size)
-        ) from cause
+        raise ERRORS_BY_NAME.get(first["kind"], CheckpointError)(_format_failures(failed, self.world_size)) from cause
 
 
 def _format_failures(failed: dict[int, dict[str, str]], world_size: int) -> str:

@@ -63,15 +63,11 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest, io: FileSystem) -> None:
         self.path, self.manifest, self._io = path, manifest, io
-        self._shard_readers = {
-            name: ShardReader(io, path / name, record) for name, record in manifest.files.items()
-        }
+        self._shard_readers = {name: ShardReader(io, path / name, record) for name, record in manifest.files.items()}
         self._verified = False
 
     @classmethod
-    def open(
-        cls, checkpoint_dir: str | Path, tag: str | None = None, *, io: FileSystem | None = None
-    ) -> Checkpoint:
+    def open(cls, checkpoint_dir: str | Path, tag: str | None = None, *, io: FileSystem | None = None) -> Checkpoint:
         """Open ``directory/tag``; without a tag (or with "latest") the newest whose manifest is intact.
 
         ``directory`` may also be that of one checkpoint.
@@ -91,9 +87,7 @@ class Checkpoint:
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
         if problems:
-            raise CorruptCheckpointError(
-                f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}"
-            )
+            raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
         )
@@ -135,15 +129,9 @@ class Checkpoint:
 
     def per_rank(self, rank: int) -> Any:
         """The tree that ``rank`` of the saving job stored, or None if that job had no such rank."""
-        return (
-            decode_tree(self.manifest.ranks[rank], self.read)
-            if 0 <= rank < len(self.manifest.ranks)
-            else None
-        )
+        return decode_tree(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor, or the box of it at ``offsets`` of ``sizes``, on the CPU; reads only the pieces it needs.
 
         Raises ``CheckpointMismatchError`` for an unknown name or a box outside the shape,
@@ -259,15 +247,11 @@ class Checkpoint:
             if not self._verified:
                 self._map_concurrently(
                     read_items,
-                    lambda w: self._get_reader(w.piece).verify_chunk(
-                        w.name, w.piece, self._get_dtype(w.name)
-                    ),
+                    lambda w: self._get_reader(w.piece).verify_chunk(w.name, w.piece, self._get_dtype(w.name)),
                 )
 
         ranks.all_or_raise(operation, check)
-        ranks.all_or_raise(
-            operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release))
-        )
+        ranks.all_or_raise(operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release)))
         return sorted(missing)
 
     def _match_request(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
@@ -290,9 +274,7 @@ class Checkpoint:
                     )
                 cast.append(name)
         if missing and strict:
-            problems.append(
-                "not in the checkpoint: " + format_list([self._suggest_names(name) for name in missing])
-            )
+            problems.append("not in the checkpoint: " + format_list([self._suggest_names(name) for name in missing]))
         if problems:
             raise CheckpointMismatchError(
                 f"{format_list(problems, 6)}; load with strict=False to skip what is not there"
@@ -310,9 +292,7 @@ class Checkpoint:
         }
         top_level_names = {name.partition("/")[0] for name in used}
         unused = [
-            name
-            for name in self.manifest.tensors
-            if name.partition("/")[0] in top_level_names and name not in used
+            name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
         ]
         if unused:
             requested = [name for name, _ in tensors]

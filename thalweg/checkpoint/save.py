@@ -43,9 +43,7 @@ from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry, sort_for_
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
-MAX_CHUNK_BYTES = (
-    32 << 20
-)  # a load that needs one row of a piece reads and hashes all of it, so not too large
+MAX_CHUNK_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
 
 _log = get_logger(__name__)
 
@@ -170,9 +168,7 @@ def _check_keep_latest_k(keep_latest_k: int | None) -> None:
     if keep_latest_k is not None and (
         isinstance(keep_latest_k, bool) or not isinstance(keep_latest_k, int) or keep_latest_k < 1
     ):
-        raise CheckpointMismatchError(
-            f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on"
-        )
+        raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
 
 
 def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
@@ -199,9 +195,7 @@ def _encode_snapshot(snapshot: Snapshot, rank: int) -> _EncodedSnapshot:
             )
     for alias, target in snapshot.aliases.items():
         if target not in tensors or alias in tensors:
-            raise UnserializableStateError(
-                f"the alias {alias} of {target} must be a new name of a stored tensor"
-            )
+            raise UnserializableStateError(f"the alias {alias} of {target} must be a new name of a stored tensor")
     state, from_state = encode_tree(dict(snapshot.state), "state")
     per_rank, from_rank = encode_tree(dict(snapshot.per_rank), f"rank{rank}")
     if rank != 0:  # rank 0's state is kept, so its plain tensors are; of DTensors every rank has a part
@@ -239,9 +233,7 @@ def _plan_writes(inventories: list[dict[str, Any]]) -> tuple[list[_WriteItem], d
                     f"{list(first_record.shape)} on a rank before it; all ranks must save the same logical tensors"
                 )
             for offset, size in boxes:
-                holders.setdefault(name, {}).setdefault(TensorChunk(tuple(offset), tuple(size)), []).append(
-                    rank
-                )
+                holders.setdefault(name, {}).setdefault(TensorChunk(tuple(offset), tuple(size)), []).append(rank)
     for name in {name for description in inventories for name in description["unsynced"]}:
         for box, owners in holders.get(name, {}).items():
             holders[name][box] = owners[:1]
@@ -328,9 +320,7 @@ def _write_shards(
 def _read_local_chunk(item: _WriteItem, tensor: torch.Tensor) -> torch.Tensor:
     for local_chunk in local_chunks(item.name, tensor):
         if local_chunk.chunk.intersect(item.chunk) == item.chunk:
-            origin = tuple(
-                g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True)
-            )
+            origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
             return local_tensor(tensor)[item.chunk.slices(origin)]
     raise AssertionError(f"{item.name} has no {item.chunk} here")
 
@@ -362,9 +352,7 @@ def _build_manifest(
     for item in plan:
         digest = files[item.file]["digests"][item.key]
         pieces[item.name].append(
-            ChunkRecord(
-                file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest
-            )
+            ChunkRecord(file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest)
         )
     return Manifest(
         head=head,

@@ -107,9 +107,7 @@ class TrainingState:
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
         self.components.sharded.finalize_grads()
         components = self.components
-        save_16bit(
-            components.module, directory, dtype, components.meshes.world_group, naming=components.param_naming
-        )
+        save_16bit(components.module, directory, dtype, components.meshes.world_group, naming=components.param_naming)
 
     def get_model_state_dict(self) -> dict[str, Any]:
         """The whole model's tensors on the CPU, under the names of the plain model."""
@@ -117,9 +115,7 @@ class TrainingState:
         if naming.group is None:
             return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
         tensors, aliases = to_canonical_names(*model_tensors(module), naming)
-        full = {
-            name: fetch().detach().cpu().clone() for name, *_, fetch in iter_full_tensors(tensors, naming)
-        }
+        full = {name: fetch().detach().cpu().clone() for name, *_, fetch in iter_full_tensors(tensors, naming)}
         named = [
             alias
             for part in RankGroup.from_group(naming.group).all_gather_json(list(aliases.items()))
@@ -133,8 +129,7 @@ class TrainingState:
         if naming.group is not None:
             local_names = {name for name in module.state_dict() if name not in naming.excluded}
             selected = {
-                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name)))
-                for name in local_names
+                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in local_names
             }
             missing = sorted(name for name in local_names if selected[name] is None)
             if strict and missing:

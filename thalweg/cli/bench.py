@@ -40,9 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="a run of less than a minute")
 
 
-def split_passthrough(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
-) -> tuple[list[str], list[str]]:
+def split_passthrough(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Set apart what follows NAME: it is the script's."""
     for index, argument in enumerate(arguments):
         if not argument.startswith("-"):

@@ -125,9 +125,7 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
         max_new_tokens = engine.facts.max_length - len(tokens)
         if max_new_tokens < 1:
-            raise ValueError(
-                f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new"
-            )
+            raise ValueError(f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new")
         stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         params = SamplingParams(
             max_tokens=min(args.max_tokens, max_new_tokens),

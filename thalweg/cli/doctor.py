@@ -102,9 +102,7 @@ def _check_torch() -> CheckResult:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if _TORCH_VERSIONS[0] <= version < _TORCH_VERSIONS[1]:
         return CheckResult("torch", "ok", torch.__version__)
-    return CheckResult(
-        "torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)"
-    )
+    return CheckResult("torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)")
 
 
 def _check_devices() -> CheckResult:
@@ -149,9 +147,7 @@ def _check_cpu_features() -> CheckResult:
         pass
     found = [flag for flag in _CPU_FLAGS if flag in flags]
     if not found:
-        return CheckResult(
-            "processor features", "ok", f"{platform.machine()}, nothing known of its vector units"
-        )
+        return CheckResult("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
     if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags:
         return CheckResult("processor features", "ok", ", ".join(found))
     return CheckResult("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
@@ -172,9 +168,7 @@ def _check_memory() -> CheckResult:
     except (OSError, ValueError):
         pass
     if available < 2 * _GIB:
-        return CheckResult(
-            "memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs"
-        )
+        return CheckResult("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
     return CheckResult("memory", "ok", found)
 
 
@@ -182,14 +176,10 @@ def _check_shared_memory() -> CheckResult:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return CheckResult(
-            "shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower"
-        )
+        return CheckResult("shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower")
     found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} in /dev/shm"
     if not os.access("/dev/shm", os.W_OK):
-        return CheckResult(
-            "shared memory", "warn", f"{found}, not writable", "make /dev/shm writable for this user"
-        )
+        return CheckResult("shared memory", "warn", f"{found}, not writable", "make /dev/shm writable for this user")
     if usage.free < 512 * _MIB:
         cure = "in a container: --shm-size=8g; shared-memory collectives want the model's size in bytes"
         return CheckResult("shared memory", "warn", found, cure)
@@ -228,9 +218,7 @@ def _check_two_ranks() -> CheckResult:
 
     start = time.monotonic()
     try:
-        outcome = run_local(
-            LocalJob(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0)
-        )
+        outcome = run_local(LocalJob(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0))
     except (ImportError, OSError, RuntimeError) as error:
         return CheckResult("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
     seconds = time.monotonic() - start
@@ -246,9 +234,7 @@ def _check_extras() -> CheckResult:
     for extra, names in _EXTRAS.items():
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         (absent if missing else present).append(extra)
-    found = f"installed: {', '.join(present) or 'none'}" + (
-        f"; not installed: {', '.join(absent)}" if absent else ""
-    )
+    found = f"installed: {', '.join(present) or 'none'}" + (f"; not installed: {', '.join(absent)}" if absent else "")
     if "demo" in absent:
         return CheckResult("extras", "warn", found, "`thalweg demo` wants pip install 'thalweg[demo]'")
     return CheckResult("extras", "ok", found)
@@ -262,9 +248,7 @@ def _check_core_packages() -> CheckResult:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return CheckResult(
-            "packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
-        )
+        return CheckResult("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     return CheckResult("packages", "ok", ", ".join(found))
 
 
@@ -278,9 +262,7 @@ def _check_disk() -> CheckResult:
             refused.append(f"{label} ({folder}): {error.strerror}")
     free = shutil.disk_usage(os.getcwd()).free / _GIB
     if refused:
-        return CheckResult(
-            "disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR"
-        )
+        return CheckResult("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
     if free < 1:
         return CheckResult(
             "disk", "warn", f"{free:.2f} GiB free here", "checkpoints want three times the model: free some"

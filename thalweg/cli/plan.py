@@ -44,9 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_model_options(parser, required=False)
     add_pipeline_options(parser)
-    parser.add_argument(
-        "--html", metavar="FILE", help="also write one page with the memory timeline of a step"
-    )
+    parser.add_argument("--html", metavar="FILE", help="also write one page with the memory timeline of a step")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.set_defaults(run=run)
 
@@ -56,9 +54,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument(
         "--model", required=required, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0"
-    )
+    parser.add_argument("--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
     parser.add_argument("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
     parser.add_argument("--device", metavar="KIND", help="cpu, h100, h200, a100, v100, rtx4090")

@@ -76,20 +76,14 @@ def _choose_schedule(args: argparse.Namespace, config: Any) -> Any:
         num_micro_batches = accumulation_steps if isinstance(accumulation_steps, int) else 2 * stages
     name = args.schedule or section.schedule
     if name != "auto" and name not in SCHEDULE_NAMES:
-        raise ValueError(
-            f"unknown pipeline schedule {name!r}: choose one of auto, {', '.join(SCHEDULE_NAMES)}"
-        )
+        raise ValueError(f"unknown pipeline schedule {name!r}: choose one of auto, {', '.join(SCHEDULE_NAMES)}")
     if stages < 1 or num_micro_batches < 1:
         raise ValueError(f"a pipeline needs stages and micro-batches, got {stages} and {num_micro_batches}")
     chunks = max(2, section.virtual_stages)
-    evaluated = rank_schedules(
-        stages, num_micro_batches, max_stages=stages * chunks, num_virtual_stages=chunks
-    )
+    evaluated = rank_schedules(stages, num_micro_batches, max_stages=stages * chunks, num_virtual_stages=chunks)
     if name == "auto":
         return choose_schedule(evaluated), evaluated
     chosen = next((one for one in evaluated if one.name == name), None)
     if chosen is None:
-        raise ValueError(
-            f"{name} does not take {num_micro_batches} micro-batches on {stages} ranks: take more of them"
-        )
+        raise ValueError(f"{name} does not take {num_micro_batches} micro-batches on {stages} ranks: take more of them")
     return chosen, evaluated

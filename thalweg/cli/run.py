@@ -65,14 +65,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
     # fmt: on
-    manual_group = parser.add_argument_group(
-        "started by hand on each host (PET_NNODES and the like are read too)"
-    )
+    manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
-    manual_group.add_argument(
-        "--master-addr", "--master_addr", metavar="HOST", help="where the first host listens"
-    )
+    manual_group.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
     compat_group = parser.add_argument_group("taken for the sake of habit")
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
                   ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
@@ -103,16 +99,12 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
 def run(args: argparse.Namespace) -> int:
     """Start the job and return its exit code."""
     if args.as_deepspeed:
-        raise ValueError(
-            "--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`"
-        )
+        raise ValueError("--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`")
     request = _build_request(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
         outcome = _run_with_scheduler(args, request, hosts)
-    elif len(hosts) > 1 or (
-        hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))
-    ):
+    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
         outcome = _run_over_ssh(args, request, hosts)
     else:
         outcome = _run_on_this_host(args, request, hosts)
@@ -180,11 +172,7 @@ def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Ho
 def _run_with_scheduler(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     from thalweg.launch import schedulers
 
-    num_nodes = (
-        None
-        if args.num_nodes is None
-        else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
-    )
+    num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
     tasks = schedulers.SchedulerJob(
         request,

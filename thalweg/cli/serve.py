@@ -261,9 +261,7 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
         if args.replicas == 0 and args.workers:
             return ()
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
-    plan = assign_cores(
-        args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1
-    )
+    plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)
     environ = {"OMP_NUM_THREADS": threads}
     if sys.platform.startswith("linux"):

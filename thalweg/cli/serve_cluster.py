@@ -94,9 +94,7 @@ def _bind_address(host: str) -> str:
         return host
     try:
         address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-        socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        ).close()
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
     except OSError:  # a cluster's name for it
         return ""
     return "" if address.startswith("127.") else address  # Debian's 127.0.1.1 for its own name
@@ -108,7 +106,5 @@ def read_join_key(args: argparse.Namespace) -> bytes:
         return args.join_key_file.read_bytes().strip()
     key = os.environ.get("THALWEG_JOIN_KEY", "").encode()
     if not key:
-        raise ValueError(
-            "server and workers share a secret: --join-key-file, or the variable THALWEG_JOIN_KEY"
-        )
+        raise ValueError("server and workers share a secret: --join-key-file, or the variable THALWEG_JOIN_KEY")
     return key

@@ -43,9 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="candidates to measure (3; 0 measures none)",
     )
-    parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)"
-    )
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)")
     parser.add_argument("--output", metavar="FILE", help="write the best config there")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
@@ -66,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(
         load(source), world_size=planner.cluster.world_size, model=get_model_size(planner.meta_model.model)
     )
-    result = tune(
-        planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress
-    )
+    result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress)
     if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
         return 1

@@ -33,11 +33,7 @@ class ReusableBuffer:
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)
-        if (
-            self._block is None
-            or len(self._block) < num_bytes
-            or sys.getrefcount(self._block) > _FREE_REFCOUNT
-        ):
+        if self._block is None or len(self._block) < num_bytes or sys.getrefcount(self._block) > _FREE_REFCOUNT:
             self._block = _map_anonymous(num_bytes)
         return torch.frombuffer(self._block, dtype=dtype, count=prod(shape)).view(*shape)
 

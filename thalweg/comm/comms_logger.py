@@ -103,9 +103,7 @@ class CommsLog:
         start, call = time.perf_counter(), CollectiveCall()
         yield call
         seconds = time.perf_counter() - start
-        self.record(
-            kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call
-        )
+        self.record(kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call)
 
     def entries(self) -> list[CommsLogEntry]:
         """All entries, the slowest first."""

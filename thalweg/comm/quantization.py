@@ -158,9 +158,7 @@ class PayloadFormat:
                 segment.copy_(_view_as_dtype(segment_payload, self.raw_dtype, segment.numel()))
 
     def _segment_bytes(self, length: int, is_quantized: bool) -> int:
-        return (
-            self.quantizer.num_bytes(length) if is_quantized else _align_up(length * self.raw_dtype.itemsize)
-        )
+        return self.quantizer.num_bytes(length) if is_quantized else _align_up(length * self.raw_dtype.itemsize)
 
     def _iter_segments(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
         value_start = byte_start = 0

@@ -86,9 +86,7 @@ class SharedMemoryArena:
         self._store(PID, os.getpid())
 
     @classmethod
-    def create(
-        cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0
-    ) -> SharedMemoryArena | None:
+    def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> SharedMemoryArena | None:
         """Map an arena with room for ``num_bytes`` of buffers; collective over ``group``."""
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         total_bytes = _control_bytes(world_size) + _round_up(num_bytes, _ALIGN) + _ALIGN
@@ -206,9 +204,7 @@ class SharedMemoryArena:
         if self.read(rank, CLOSED):
             raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine")
         if not _is_process_alive(pid):
-            raise CommError(
-                f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died"
-            )
+            raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died")
         if waited_seconds > self.timeout:
             raise CommError(
                 f"rank {self.rank} waited {waited_seconds:.0f} s in {operation} for rank {rank}, which has done "
@@ -245,11 +241,7 @@ def _map_memfd(header: list[int], local_fd: int) -> mmap.mmap | None:
         return None
     token = b"".join(word.to_bytes(7, "little") for word in words)
     try:
-        fd = (
-            os.dup(local_fd)
-            if local_fd >= 0
-            else os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
-        )
+        fd = os.dup(local_fd) if local_fd >= 0 else os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -100,9 +100,7 @@ def _find_parent(tree: dict[str, Any], path: str, make: bool = False) -> tuple[d
     return (node if isinstance(node, dict) else None), name
 
 
-def _move(
-    tree: dict[str, Any], old: str, new: str, aliases: KeyAliases, problems: list[ConfigProblem]
-) -> None:
+def _move(tree: dict[str, Any], old: str, new: str, aliases: KeyAliases, problems: list[ConfigProblem]) -> None:
     parent, name = _find_parent(tree, old)
     if parent is None or name not in parent:
         return

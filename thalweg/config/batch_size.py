@@ -48,18 +48,14 @@ def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProble
     dp_size = world_size // degree
     stated = get_by_path(config, "data_parallel_size")
     if isinstance(stated, int) and stated != dp_size:
-        expected = (
-            f"{dp_size}, which is world_size = {world_size}{''.join(f' / {term}' for term in nontrivial)}"
-        )
+        expected = f"{dp_size}, which is world_size = {world_size}{''.join(f' / {term}' for term in nontrivial)}"
         return dp_size, ConfigProblem(
             "data_parallel_size", stated, expected + _launcher_hint(world_size, stated * degree)
         )
     return dp_size, None
 
 
-def resolve_batch_sizes(
-    config: Section, world_size: int
-) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
+def resolve_batch_sizes(config: Section, world_size: int) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     """The values of the three and of ``data_parallel_size``, how each was found, and what contradicts."""
     dp_size, dp_problem = resolve_dp_size(config, world_size)
     total, micro, steps = (_as_int(get_by_path(config, path)) for path in (TOTAL, MICRO, STEPS))

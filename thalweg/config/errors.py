@@ -94,6 +94,4 @@ class UnsupportedOption(ConfigProblem):
 
     def __str__(self) -> str:
         where = f" (line {self.line})" if self.line is not None else ""
-        return escape_surrogates(
-            f"not built yet: {self.path}{where} = {to_json_snippet(self.value)}; {self.expected}"
-        )
+        return escape_surrogates(f"not built yet: {self.path}{where} = {to_json_snippet(self.value)}; {self.expected}")

@@ -45,16 +45,12 @@ def format_config(config: Section, provenance: Any) -> str:
             block = head
             lines.append(f"  {head}" if head else "")
         indent = "    " if head else "  "
-        lines.append(
-            f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{_origin(path, provenance, derived)}"
-        )
+        lines.append(f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{_origin(path, provenance, derived)}")
     if provenance.notes:
         lines += ["  older spellings", *(f"    {note}" for note in provenance.notes)]
     if ignored:
         lines.append("  accepted, no effect")
-        lines += [
-            f"    {path} = {_format_value(get_by_path(config, path))}: {why}" for path, why in ignored.items()
-        ]
+        lines += [f"    {path} = {_format_value(get_by_path(config, path))}: {why}" for path, why in ignored.items()]
     return escape_surrogates("\n".join(lines))
 
 

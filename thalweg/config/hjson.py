@@ -67,11 +67,7 @@ class _Parser:
         if self.pos == len(self.text):
             self._fail("a config; the text is empty")
         braces = self.text[self.pos] == "{"
-        tree = (
-            self._parse_value((), 0)
-            if braces or self.text[self.pos] == "["
-            else self._parse_members((), 0, end="")
-        )
+        tree = self._parse_value((), 0) if braces or self.text[self.pos] == "[" else self._parse_members((), 0, end="")
         self._skip_blanks()
         if self.pos < len(self.text):
             self._fail("nothing after the end of the config")
@@ -196,9 +192,7 @@ class _Parser:
             if len(lines) > 1:
                 line_numbers = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
                 expected = f"the key once; it is on lines {line_numbers}"
-                problems.append(
-                    ConfigProblem(join_path(*path), self._last_value[path], expected, None, lines[-1])
-                )
+                problems.append(ConfigProblem(join_path(*path), self._last_value[path], expected, None, lines[-1]))
         return sorted(problems, key=lambda problem: problem.line or 0)
 
     def _skip_blanks(self) -> int:

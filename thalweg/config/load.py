@@ -53,9 +53,7 @@ class PartialConfig:
     @property
     def invalid_paths(self) -> tuple[str, ...]:
         """The options whose values are unknown, in today's spelling."""
-        paths = (
-            problem.path.partition("[")[0] for problem in self.problems if type(problem) is not UnknownKey
-        )
+        paths = (problem.path.partition("[")[0] for problem in self.problems if type(problem) is not UnknownKey)
         return tuple(dict.fromkeys(self.aliases.to_schema_path(path) for path in paths))
 
     def raise_if_any(self, more: Iterable[ConfigProblem]) -> None:
@@ -101,9 +99,7 @@ def load_config(
     ``world_size`` is the number of ranks in all (1 if not given).
     """
     partial = read_partial_config(source)
-    config, more = try_resolve(
-        partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths
-    )
+    config, more = try_resolve(partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths)
     partial.raise_if_any(more)
     return config
 
@@ -120,9 +116,7 @@ def read_partial_config(source: ConfigSource) -> PartialConfig:
     partial.problems += alias_problems
     user_set = frozenset(_leaf_paths(tree))
     derived = tuple(
-        (f"{block}.type", "asked for without a name")
-        for block in _PARAM_SCHEMAS
-        if _get_type(tree, block) == AUTO
+        (f"{block}.type", "asked for without a name") for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO
     )
     partial.problems += _validate_params_blocks(tree)
     config = _validate(tree, partial.problems)
@@ -165,9 +159,7 @@ def _to_problem(fault: Any, hint: bool) -> ConfigProblem:
             annotation, metadata = inner, ()
         path.append(key)
     value = fault["input"]
-    return ConfigProblem(
-        join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value)
-    )
+    return ConfigProblem(join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value))
 
 
 def _item_type(annotation: Any, key: str | int) -> Any:
@@ -232,9 +224,7 @@ def _get_type(tree: dict[str, Any], block: str) -> Any:
     return section.get("type") if isinstance(section, dict) else None
 
 
-def _validate_params(
-    block: str, name: str, params: dict[str, Any], problems: list[ConfigProblem]
-) -> dict[str, Any]:
+def _validate_params(block: str, name: str, params: dict[str, Any], problems: list[ConfigProblem]) -> dict[str, Any]:
     model = get_params_schema(block, name)
     assert model is not None
     try:

@@ -51,9 +51,7 @@ def _read_text(source: str | os.PathLike[str]) -> tuple[ParsedText, str]:
         if os.path.exists(name):
             return _parse_bytes(_read_bytes(path)), name
     except OSError as error:
-        return ParsedText(
-            problems=[ConfigProblem("", name, f"a readable file ({error.strerror or error})")]
-        ), name
+        return ParsedText(problems=[ConfigProblem("", name, f"a readable file ({error.strerror or error})")]), name
     decoded = _decode_base64(name) if isinstance(source, str) else None
     if decoded is not None:
         return _parse_bytes(decoded), "base64"
@@ -72,9 +70,7 @@ def _parse_bytes(raw: bytes) -> ParsedText:
     try:
         return parse(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        problem = ConfigProblem(
-            "", raw[error.start : error.start + 8], f"UTF-8 text; byte {error.start} is not"
-        )
+        problem = ConfigProblem("", raw[error.start : error.start + 8], f"UTF-8 text; byte {error.start} is not")
         return ParsedText(problems=[problem])
 
 
@@ -125,9 +121,7 @@ class _PlainTypeConverter:
         if self.num_nodes > MAX_VALUES or len(path) > MAX_DEPTH:
             limit = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values"
             return (
-                self._add_problem(path[:4], type(value).__name__, limit)
-                if self.num_nodes <= MAX_VALUES + 1
-                else _SKIP
+                self._add_problem(path[:4], type(value).__name__, limit) if self.num_nodes <= MAX_VALUES + 1 else _SKIP
             )
         if value is None or isinstance(value, bool):
             return value
@@ -158,11 +152,7 @@ class _PlainTypeConverter:
         return tree
 
     def _check_str(self, value: str, path: tuple[str | int, ...]) -> Any:
-        return (
-            str(value)
-            if _is_valid_unicode(value)
-            else self._add_problem(path, value, "a text of valid Unicode")
-        )
+        return str(value) if _is_valid_unicode(value) else self._add_problem(path, value, "a text of valid Unicode")
 
     def _scalar_to_plain(self, value: Any, path: tuple[str | int, ...]) -> Any:
         if isinstance(value, os.PathLike):

@@ -51,9 +51,7 @@ AutoDefault = Callable[[ResolveContext], tuple[Any, str] | None]
 
 def _from_hidden_size(size: Callable[[int], int], formula: str) -> AutoDefault:
     return lambda known: (
-        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}")
-        if known.hidden_size
-        else None
+        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}") if known.hidden_size else None
     )
 
 
@@ -76,9 +74,7 @@ AUTO_DEFAULTS: dict[str, AutoDefault] = {
     ),
     "zero_optimization.overlap_comm": lambda known: (True, "communication always overlaps"),
     "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
-    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(
-        lambda h: int(0.9 * h * h), "0.9 x hidden^2"
-    ),
+    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
     "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(
         lambda hidden: 10 * hidden, "10 x hidden"
     ),
@@ -119,9 +115,7 @@ def try_resolve(
         for p in problems
         if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)
     ]
-    reasons["data_parallel_size"] = (
-        f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
-    )
+    reasons["data_parallel_size"] = f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
     solved = replace_by_path(config, values)
     assert isinstance(solved, Config)
     context = ResolveContext(solved, world_size, model)
@@ -140,9 +134,7 @@ def try_resolve(
     return resolved, _dedupe(problems)
 
 
-def find_batch_problems(
-    config: Config, world_size: int, skip_paths: Iterable[str] = ()
-) -> list[ConfigProblem]:
+def find_batch_problems(config: Config, world_size: int, skip_paths: Iterable[str] = ()) -> list[ConfigProblem]:
     """What contradicts itself in the batch equation, unless one of its terms could not be read."""
     if any(skipped_path in _BATCH_PATHS for skipped_path in skip_paths):
         return []
@@ -159,9 +151,7 @@ def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
         # The total comes first, since other parameters follow from it.
         for name in sorted(params, key=lambda key: key != "total_num_steps"):
             if params[name] == AUTO:
-                paths.append(
-                    (f"{block}.params.{name}", fields[name].get_default() if name in fields else None)
-                )
+                paths.append((f"{block}.params.{name}", fields[name].get_default() if name in fields else None))
     return paths
 
 

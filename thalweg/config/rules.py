@@ -312,9 +312,7 @@ def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Ite
         path = f"zero_optimization.{block}"
         on_disk = get_by_path(config, f"{path}.device") == "nvme"
         if on_disk and not get_by_path(config, f"{path}.nvme_path") and not _overlaps((path,), skipped):
-            yield ConfigProblem(
-                f"{path}.nvme_path", None, f'a folder on the disk to use, as {path}.device is "nvme"'
-            )
+            yield ConfigProblem(f"{path}.nvme_path", None, f'a folder on the disk to use, as {path}.device is "nvme"')
 
 
 def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Iterator[ConfigProblem]:
@@ -347,7 +345,5 @@ def list_ignored(user_set: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _overlaps(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:
     return any(
-        is_under(path, skipped_path) or is_under(skipped_path, path)
-        for path in paths
-        for skipped_path in skipped
+        is_under(path, skipped_path) or is_under(skipped_path, path) for path in paths for skipped_path in skipped
     )

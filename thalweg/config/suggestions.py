@@ -25,9 +25,7 @@ _TYPE_NAMES = {
 def describe_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
     """What an annotation takes, such as ``a whole number, at least 1``."""
     members = [
-        _describe_member(option)
-        for option in _split_union(annotation)
-        if option is not NoneType and option is not None
+        _describe_member(option) for option in _split_union(annotation) if option is not NoneType and option is not None
     ]
     text = _append_bounds(" or ".join(dict.fromkeys(members)), metadata)
     if NoneType in union_members(annotation):

@@ -97,9 +97,7 @@ UNSUPPORTED = (
         "comet.enabled", bool, f"{_REMOVE_BLOCK}; csv_monitor, jsonl_monitor, tensorboard and wandb are built"
     ),
     UnsupportedFeature("amp.enabled", bool, f"{_REMOVE_BLOCK}; use bf16, fp16 or torch_autocast"),
-    UnsupportedFeature(
-        "nebula.enabled", bool, f"{_REMOVE_BLOCK}; checkpoints are safe against a crash without it"
-    ),
+    UnsupportedFeature("nebula.enabled", bool, f"{_REMOVE_BLOCK}; checkpoints are safe against a crash without it"),
     UnsupportedFeature("datastates_ckpt", is_given, "remove it"),
     UnsupportedFeature("graph_harvesting", bool, "set it to false; compile.enabled is built"),
     UnsupportedFeature(
@@ -119,16 +117,10 @@ UNSUPPORTED = (
         )
     ),
     UnsupportedFeature("checkpoint.asynchronous", bool, "set it to false; saving then waits for the disk"),
-    UnsupportedFeature(
-        "checkpoint.use_node_local_storage", bool, "set it to false and save to a shared folder"
-    ),
-    UnsupportedFeature(
-        "checkpoint.writer.decoupled", bool, "set it to false; saving then waits for the disk"
-    ),
+    UnsupportedFeature("checkpoint.use_node_local_storage", bool, "set it to false and save to a shared folder"),
+    UnsupportedFeature("checkpoint.writer.decoupled", bool, "set it to false; saving then waits for the disk"),
     UnsupportedFeature("health.heartbeat_seconds", is_given, "remove it"),
-    UnsupportedFeature(
-        "health.hang_seconds", is_given, "remove it; the process group's timeout still ends a hung run"
-    ),
+    UnsupportedFeature("health.hang_seconds", is_given, "remove it; the process group's timeout still ends a hung run"),
     UnsupportedFeature("health.non_finite", is_not_skip, 'set it to "skip"'),
     UnsupportedFeature("health.spike", is_not_skip, 'set it to "ignore"'),
 )

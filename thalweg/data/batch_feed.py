@@ -31,9 +31,7 @@ class BatchFeed:
         """
         if data_iter is None:
             if self._loader is None:
-                raise ValueError(
-                    "train_batch() needs data: pass data_iter=, or training_data= to initialize()"
-                )
+                raise ValueError("train_batch() needs data: pass data_iter=, or training_data= to initialize()")
             if self._batches is None:
                 self._batches = cycle(self._loader)
             data_iter = self._batches

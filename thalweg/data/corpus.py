@@ -23,9 +23,7 @@ class Document:
     text: str
 
 
-def read_folder(
-    root: str | Path, *, suffixes: tuple[str, ...] = (".py", ".txt", ".md")
-) -> Iterator[Document]:
+def read_folder(root: str | Path, *, suffixes: tuple[str, ...] = (".py", ".txt", ".md")) -> Iterator[Document]:
     """Yield the text files below ``root``, ordered by relative path, whatever the file system's order.
 
     A file that is not text (undecodable in UTF-8 or in the encoding that a Python source

@@ -151,9 +151,7 @@ class StatefulLoader:
     def _iter_batches(self, pass_number: int) -> Iterator[Any]:
         self._pending_slices.clear()
         # Worker processes seed their own libraries from this; nothing else reads it.
-        self._generator.manual_seed(
-            hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63)
-        )
+        self._generator.manual_seed(hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63))
         source = iter(self._build_dataloader())
         while True:
             if pass_number != self._pass_number:
@@ -173,9 +171,7 @@ class StatefulLoader:
 
     def _build_dataloader(self) -> DataLoader:
         if self._is_iterable:
-            sharded_dataset = ShardedIterableDataset(
-                self.dataset, self.epoch_sampler, self._position, self.collate_fn
-            )
+            sharded_dataset = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
             return DataLoader(
                 sharded_dataset,
                 batch_size=None,
@@ -252,9 +248,7 @@ def build_loader(
     options = {"num_workers": num_workers, **dataloader_options}
     if is_iterable_dataset(dataset):
         if shuffle:
-            raise ValueError(
-                "the loader cannot shuffle an IterableDataset: shuffle inside it, or pass shuffle=False"
-            )
+            raise ValueError("the loader cannot shuffle an IterableDataset: shuffle inside it, or pass shuffle=False")
         if num_workers > 1:
             raise ValueError(
                 f"an IterableDataset with {num_workers} workers would be read {num_workers} times: "

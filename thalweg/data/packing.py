@@ -114,9 +114,7 @@ def pack(
     few tokens for one block.
     """
     tokens, starts = concatenate_sequences(sequences, end_id=end_id)
-    return PackedDataset(
-        tokens, block_size, document_starts=starts, pad_id=pad_id, separate=separate, tail=tail
-    )
+    return PackedDataset(tokens, block_size, document_starts=starts, pad_id=pad_id, separate=separate, tail=tail)
 
 
 def concatenate_sequences(
@@ -129,9 +127,7 @@ def concatenate_sequences(
     for index, sequence in enumerate(sequences):
         array = np.asarray(sequence)
         array = (
-            array.astype(np.int64)
-            if array.dtype.kind in "iu" or not array.size
-            else _raise_not_integer(array, index)
+            array.astype(np.int64) if array.dtype.kind in "iu" or not array.size else _raise_not_integer(array, index)
         )
         if array.size and array.min() < 0:
             raise ValueError(f"sequence {index} holds the negative token {array.min()}")
@@ -164,6 +160,4 @@ def open_tokens(path: str | Path) -> np.ndarray:
 
 
 def _raise_not_integer(array: np.ndarray, index: int) -> np.ndarray:
-    raise ValueError(
-        f"sequence {index} holds {array.dtype}, not whole numbers: encode text to token ids first"
-    )
+    raise ValueError(f"sequence {index} holds {array.dtype}, not whole numbers: encode text to token ids first")

@@ -66,9 +66,7 @@ class BytePairTokenizer:
         return BytePairTokenizer(tokenizer)
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, *, cache_dir: str | Path | None = None
-) -> BytePairTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, cache_dir: str | Path | None = None) -> BytePairTokenizer:
     """Return a tokenizer of ``vocab_size`` tokens trained on ``texts``.
 
     With a ``cache`` folder the result is kept there under a digest of the texts and the
@@ -79,9 +77,7 @@ def train_tokenizer(
     if vocab_size < _MIN_VOCAB_SIZE:
         raise ValueError(f"a byte-level vocabulary needs at least {_MIN_VOCAB_SIZE} tokens, not {vocab_size}")
     texts = list(texts)
-    cached_path = (
-        None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
-    )
+    cached_path = None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
     if cached_path is not None and cached_path.exists():
         return BytePairTokenizer.load(cached_path)
     tokenizers = _import_tokenizers()

@@ -118,16 +118,10 @@ def wrap_dataloader(
     sampler = loader.sampler
     options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
     if loader.num_workers == 0:
-        options = {
-            key: v for key, v in options.items() if key not in ("prefetch_factor", "persistent_workers")
-        }
+        options = {key: v for key, v in options.items() if key not in ("prefetch_factor", "persistent_workers")}
     has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
-    is_shuffled = type(sampler) is RandomSampler or (
-        isinstance(sampler, DistributedSampler) and sampler.shuffle
-    )
-    if type(sampler) is RandomSampler and (
-        sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))
-    ):
+    is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))):
         has_standard_order = False
     wrapped = build_loader(
         loader.dataset,

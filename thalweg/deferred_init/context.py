@@ -119,9 +119,7 @@ def materialize_module(module: nn.Module, sink: ValueSink, *, device: str | torc
             before the sink is called.
     """
     meta_tensors = _get_meta_tensors(module)
-    record_module_init(
-        module, {name: tensor for name, tensor in meta_tensors.items() if not is_deferred(tensor)}
-    )
+    record_module_init(module, {name: tensor for name, tensor in meta_tensors.items() if not is_deferred(tensor)})
     names, tensors = list(meta_tensors), list(meta_tensors.values())
 
     def emit(index: int, value: Tensor) -> None:

@@ -227,9 +227,7 @@ def defer_meta_tensor(tensor: Tensor) -> None:
 def drop_record(tensor: Tensor) -> None:
     """Make a pending tensor an ordinary meta tensor that remembers nothing; the object stays the same."""
     meta = _meta_like(tensor)
-    swap_tensors(
-        tensor, nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    )
+    swap_tensors(tensor, nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta)
     vars(tensor).pop("_is_param", None)
 
 
@@ -272,9 +270,7 @@ def dispatch_deferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     call.validate()
     rng_state = get_call_rng_state(call.leaves) if traits.is_random else None
     try:
-        result = call.run(
-            lambda tensor: _make_meta_alias(tensor) if is_deferred(tensor) else _meta_like(tensor)
-        )
+        result = call.run(lambda tensor: _make_meta_alias(tensor) if is_deferred(tensor) else _meta_like(tensor))
         is_shape_known = all(isinstance(leaf, Tensor | None) for leaf in get_leaves(result))
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         # No meta kernel, a shape that depends on values, or a mistake of the user: the real
@@ -296,9 +292,7 @@ class _OpCall:
         self.func, self.traits = func, traits
         self.leaves, self.spec = flatten_call(args, kwargs)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        written_values = [
-            value for key, value in [*enumerate(args), *kwargs.items()] if key in traits.written_args
-        ]
+        written_values = [value for key, value in [*enumerate(args), *kwargs.items()] if key in traits.written_args]
         self.written: list[Tensor] = [leaf for leaf in get_leaves(written_values) if isinstance(leaf, Tensor)]
         self.original_by_id: dict[int, Any] = {}  # id of what stood in for a tensor -> the tensor
 
@@ -306,9 +300,7 @@ class _OpCall:
         """Refuse what has no value, and a forward pass before the model has values."""
         for tensor in self.tensors:
             if is_meta(tensor) and not isinstance(tensor, DeferredTensor) and not self.traits.is_shape_only:
-                raise ValueError(
-                    f"{self.func}: a meta tensor without a value meets a pending one; {NO_VALUES_MESSAGE}"
-                )
+                raise ValueError(f"{self.func}: a meta tensor without a value meets a pending one; {NO_VALUES_MESSAGE}")
         real = any(tensor.ndim > 0 and not is_meta(tensor) for tensor in self.tensors)
         if real and not thread_state.is_recording and not self.written:
             raise ValueError(NO_VALUES_MESSAGE)
@@ -328,10 +320,7 @@ class _OpCall:
     def run_materialized(self, **device_kwargs: Any) -> Any:
         """Call the operator with forced values; what it writes of pending tensors is not kept."""
         deferred = [tensor for tensor in self.tensors if is_deferred(tensor)]
-        values = {
-            id(t): v
-            for t, v in zip(deferred, compute_values([make_view_ref(t) for t in deferred]), strict=True)
-        }
+        values = {id(t): v for t, v in zip(deferred, compute_values([make_view_ref(t) for t in deferred]), strict=True)}
         written_ids = {id(tensor) for tensor in self.written}
 
         def convert(tensor: Tensor) -> Tensor:

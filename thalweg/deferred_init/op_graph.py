@@ -182,8 +182,7 @@ def get_op_traits(func: Any) -> OpTraits:
     return OpTraits(
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         written_args=frozenset(written_args),
-        overwrites_first_arg=name in _OVERWRITING_OPS
-        and not (name == "bernoulli_" and func._overloadname == "Tensor"),
+        overwrites_first_arg=name in _OVERWRITING_OPS and not (name == "bernoulli_" and func._overloadname == "Tensor"),
         is_shape_only=name.startswith(_SHAPE_ONLY_PREFIXES),
         reshapes_in_place=torch.Tag.inplace_view in func.tags or name in _RESHAPING_OPS,
     )

@@ -104,9 +104,7 @@ class RecordMode(TorchDispatchMode):
 
     def _track_new_storages(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         """Remember the storages that ``result`` brought into being."""
-        known_storages = {
-            tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided
-        }
+        known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         for leaf in get_leaves(result):
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != CPU:
                 continue
@@ -151,9 +149,7 @@ class RecordMode(TorchDispatchMode):
         """Replace the big tensors of ``result`` by pending ones; the values just computed are dropped."""
         leaves: list[Any] = []
         spec = flatten(result, leaves)
-        known_storages = {
-            tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided
-        }
+        known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         new_tensors = {}
         for position, leaf in enumerate(leaves):
             if self._is_large(leaf) and leaf.untyped_storage()._cdata not in known_storages:

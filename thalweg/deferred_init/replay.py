@@ -64,9 +64,7 @@ def compute_values(refs: Sequence[ViewRef]) -> list[Tensor]:
     at a tensor again and again (rejection sampling) does not begin anew each time.
     """
     cached = (
-        dict(thread_state.cached_storages)
-        if thread_state.num_open_contexts and thread_state.cached_storages
-        else {}
+        dict(thread_state.cached_storages) if thread_state.num_open_contexts and thread_state.cached_storages else {}
     )
     ops = _collect_ops(refs, cached)
     while stale := _find_overwritten(ops, cached):
@@ -101,9 +99,7 @@ def _preserve_default_generator() -> Any:
         torch.set_rng_state(state)
 
 
-def _collect_ops(
-    refs: Iterable[ViewRef], cached: dict[StorageRecord, tuple[RecordedOp, Any]]
-) -> list[RecordedOp]:
+def _collect_ops(refs: Iterable[ViewRef], cached: dict[StorageRecord, tuple[RecordedOp, Any]]) -> list[RecordedOp]:
     """Return the operations behind ``refs`` in program order, up to what is known already."""
     ops: set[RecordedOp] = set()
     stack = list(refs)
@@ -117,9 +113,7 @@ def _collect_ops(
     return sorted(ops, key=lambda op: op.seq)
 
 
-def _find_overwritten(
-    ops: list[RecordedOp], cached: dict[StorageRecord, tuple[RecordedOp, Any]]
-) -> set[StorageRecord]:
+def _find_overwritten(ops: list[RecordedOp], cached: dict[StorageRecord, tuple[RecordedOp, Any]]) -> set[StorageRecord]:
     """Return the cells of ``known`` that some operation needs at an earlier version."""
     touched = ((op, cell) for op in ops for cell in _get_touched_storages(op))
     return {cell for op, cell in touched if cell in cached and op.seq < cached[cell][0].seq}
@@ -166,9 +160,7 @@ class _Executor:
     ) -> None:
         self.ops, self.retained = ops, retained
         self.storages = {cell: storage for cell, (_, storage) in (cached or {}).items()}
-        self.versions: dict[StorageRecord, RecordedOp] = {
-            cell: op for cell, (op, _) in (cached or {}).items()
-        }
+        self.versions: dict[StorageRecord, RecordedOp] = {cell: op for cell, (op, _) in (cached or {}).items()}
 
     def run(
         self,
@@ -220,11 +212,7 @@ class _Executor:
             return
         if get_op_traits(op.func).overwrites_first_arg:
             first = op.leaves[0]
-            if (
-                isinstance(first, ViewRef)
-                and first.version is None
-                and first.storage_record not in self.storages
-            ):
+            if isinstance(first, ViewRef) and first.version is None and first.storage_record not in self.storages:
                 empty = torch.empty(first.storage_record.nbytes, dtype=torch.uint8)
                 self.storages[first.storage_record] = empty.untyped_storage()
         leaves = [self.get_tensor(leaf) if isinstance(leaf, ViewRef) else leaf for leaf in op.leaves]

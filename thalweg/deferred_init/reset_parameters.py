@@ -59,9 +59,7 @@ def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> No
         for tied_locations in ties.values():
             _tie(tied_locations)
     missing = {
-        name
-        for name, tensor in meta_tensors.items()
-        if make_view_ref(tensor).version is None and tensor.numel()
+        name for name, tensor in meta_tensors.items() if make_view_ref(tensor).version is None and tensor.numel()
     }
     if missing:
         for tensor in meta_tensors.values():

@@ -82,9 +82,7 @@ class DiffusionEngine:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._compiled: list[nn.Module] = []
         components = {
-            key: component
-            for key, component in pipeline.components.items()
-            if isinstance(component, nn.Module)
+            key: component for key, component in pipeline.components.items() if isinstance(component, nn.Module)
         }
         if not components:
             raise ValueError(f"{type(pipeline).__name__} has no component with weights")
@@ -150,9 +148,7 @@ def parse_options(settings: dict[str, Any], bits: int | None, ignored_keys: set[
     Raises ValueError for keys that say nothing to a pipeline of diffusers.
     """
     fields: dict[str, Any] = {
-        key: settings.pop(key)
-        for key in ("stream", "stream_folder", "stream_memory", "device")
-        if key in settings
+        key: settings.pop(key) for key in ("stream", "stream_folder", "stream_memory", "device") if key in settings
     }
     requested_dtype = settings.pop("dtype", None)
     dtype_text = None if requested_dtype is None else str(requested_dtype).removeprefix("torch.").lower()

@@ -151,9 +151,7 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
     try:
         for row in range(len(tokens)):
             prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
-            params = _sampling_params(
-                config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row
-            )
+            params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
             ordered_ids.append(f"{tag}-{row}")
             engine.add(Request(ordered_ids[-1], prompt.tolist(), params))
         request_ids = set(ordered_ids)

@@ -81,9 +81,7 @@ class InferenceEngine(nn.Module):
             model_path, self._model_path = self._model_path, None
             workers = self._find_workers(model_path)
             if self._worker_loop is None:
-                core = load_engine(
-                    self.module, self.options, self.tokenizer, weights_id=weights_id, workers=workers
-                )
+                core = load_engine(self.module, self.options, self.tokenizer, weights_id=weights_id, workers=workers)
                 assert isinstance(core, LLMEngine)
                 self.core = core
 
@@ -91,9 +89,7 @@ class InferenceEngine(nn.Module):
         """Find the other ranks of tensor parallelism, or become one of them."""
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):
-            return (
-                spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None
-            )
+            return spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None
         joined = join_launched_group(num_ranks)
         if isinstance(joined, WorkerGroup):
             return joined
@@ -117,9 +113,7 @@ class InferenceEngine(nn.Module):
         module: Any = self.module
         cannot_generate = self.core is None and self._worker_loop is None
         # Nobody has asked for an end: the model's own code may go on where the engine's room ends.
-        may_exceed_length = (
-            self.core is not None and self.options.max_length is None and self.options.num_ranks == 1
-        )
+        may_exceed_length = self.core is not None and self.options.max_length is None and self.options.num_ranks == 1
         max_length = self.core.metadata.max_length if self.core is not None and may_exceed_length else 0
         decoder_start_ids = () if self.core is None else self.core.decoder_start_ids
         reason = (
@@ -177,16 +171,10 @@ def init_inference(
     if dtype is not None:
         settings["dtype"] = dtype
     settings |= _pop_zero_section(settings)
-    settings = {
-        key: value for key, value in settings.items() if key not in _NULLABLE_KEYS or value is not None
-    }
+    settings = {key: value for key, value in settings.items() if key not in _NULLABLE_KEYS or value is not None}
     if is_pipeline(model):
-        diffusion_options = parse_options(
-            settings, _parse_quant_bits(settings.pop("quant", None)), _IGNORED_KEYS
-        )
-        live_pipeline = (
-            load_pipeline(model, diffusion_options.dtype) if isinstance(model, str | Path) else model
-        )
+        diffusion_options = parse_options(settings, _parse_quant_bits(settings.pop("quant", None)), _IGNORED_KEYS)
+        live_pipeline = load_pipeline(model, diffusion_options.dtype) if isinstance(model, str | Path) else model
         return DiffusionEngine(live_pipeline, diffusion_options)
     weights_id = model_path = None
     if isinstance(model, str | Path):
@@ -221,9 +209,7 @@ def _build_engine_config(settings: dict[str, Any], model: nn.Module) -> EngineCo
     fields["device"] = "cpu" if first is None else str(first.device)
     requested_dtype = settings.pop("dtype", None)
     dtype_text = (
-        str(requested_dtype).removeprefix("torch.").lower()
-        if requested_dtype is not None
-        else dtype_name(model_dtype)
+        str(requested_dtype).removeprefix("torch.").lower() if requested_dtype is not None else dtype_name(model_dtype)
     )
     bits = _parse_quant_bits(settings.pop("quant", None))
     if dtype_text in ("int8", "int4"):

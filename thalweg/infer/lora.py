@@ -34,9 +34,7 @@ _UNSUPPORTED_SETTINGS = {
 class LoraManager:
     """Named adapters of one described model.  Raises ValueError for what is unknown or does not fit."""
 
-    def __init__(
-        self, folders: Mapping[str, str | Path], model: nn.Module, spec: DecoderSpec | EncoderSpec
-    ) -> None:
+    def __init__(self, folders: Mapping[str, str | Path], model: nn.Module, spec: DecoderSpec | EncoderSpec) -> None:
         self.names = tuple(folders)
         self._weights: dict[int, list[LoraWeights | None]] = {}
         modules = dict(model.named_modules())
@@ -92,11 +90,7 @@ def _load_adapter(name: str, folder: Path, model: nn.Module) -> dict[nn.Module, 
     loaded: dict[nn.Module, LoraWeights] = {}
     for label, pair in matrices.items():
         if label not in modules or len(pair) != 2:
-            why = (
-                "the model has no such module"
-                if label not in modules
-                else "one of its two matrices is missing"
-            )
+            why = "the model has no such module" if label not in modules else "one of its two matrices is missing"
             raise ValueError(f"adapter {name}: {label}: {why}")
         down, up = pair["lora_A"], pair["lora_B"]
         loaded[modules[label]] = (down, (up * _lora_scale(config, label, down.shape[0])).t().contiguous())
@@ -127,9 +121,7 @@ def _stack_weights(layer: LinearSpec, adapter: Mapping[nn.Module, LoraWeights]) 
         if pair is not None:
             if pair[1].shape[1] != size or pair[0].shape[1] != layer.in_features:
                 shapes = f"{tuple(pair[0].shape)} and {tuple(pair[1].shape)}"
-                raise ValueError(
-                    f"an adapter's matrices {shapes} do not fit a layer {(size, layer.in_features)}"
-                )
+                raise ValueError(f"an adapter's matrices {shapes} do not fit a layer {(size, layer.in_features)}")
             up[row : row + len(pair[0]), column : column + size] = pair[1] * layer.output_scale
             row += len(pair[0])
         column += size

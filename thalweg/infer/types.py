@@ -328,9 +328,7 @@ class EngineConfig:
         if self.quantize not in (None, "int8", "int4"):
             raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
         if self.kv_cache_dtype not in ("auto", "fp32", "bf16", "int8", "fp8"):
-            raise ValueError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto, fp32, bf16, int8 or fp8"
-            )
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto, fp32, bf16, int8 or fp8")
         if self.pooling not in ("auto", "mean", "cls"):
             raise ValueError(f"pooling is {self.pooling!r}; it must be mean, cls or auto")
         if self.speculate < 0:

@@ -53,9 +53,7 @@ def physical_cores(logical_cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tu
             siblings = (cpu,)
         nodes = [int(name.name[4:]) for name in folder.glob("node[0-9]*")]
         groups.setdefault((min(nodes, default=0), siblings), []).append(cpu)
-    return [
-        tuple(members) for _, members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0]))
-    ]
+    return [tuple(members) for _, members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0]))]
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

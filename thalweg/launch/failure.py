@@ -64,9 +64,7 @@ class Failure:
         return "no traceback: it called sys.exit or os._exit"
 
 
-def collect_failures(
-    folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]
-) -> list[Failure]:
+def collect_failures(folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
     """The failures of a job, the first one first.
 
     ``codes`` are the agent's, by rank, minus n for signal n, in the order in which it saw them.

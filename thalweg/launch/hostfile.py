@@ -98,14 +98,8 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         if _find_host(known, name) is None:
             raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {', '.join(known)}")
         host = known[_find_host(known, name) or name]
-        if (
-            slots is not None
-            and host.slots is not None
-            and (out_of_range := [s for s in slots if s >= host.slots])
-        ):
-            raise ValueError(
-                f"{flag} {text} names slot {out_of_range[0]}, but {name} has slots 0 to {host.slots - 1}"
-            )
+        if slots is not None and host.slots is not None and (out_of_range := [s for s in slots if s >= host.slots]):
+            raise ValueError(f"{flag} {text} names slot {out_of_range[0]}, but {name} has slots 0 to {host.slots - 1}")
     named = {_find_host(known, name) or name: slots for name, slots in filters.items()}
     if flag == "--include":
         chosen = [
@@ -115,9 +109,7 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         ]
     else:
         chosen = [
-            left
-            for name, host in known.items()
-            if (left := _exclude_slots(host, name in named, named.get(name)))
+            left for name, host in known.items() if (left := _exclude_slots(host, name in named, named.get(name)))
         ]
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")

@@ -141,9 +141,7 @@ def _build_result(
     elif stop_signal is not None and not (node_monitor and node_monitor.stopping):
         where = f" on {socket.gethostname()}" if node_monitor else ""
         name = signal.Signals(stop_signal).name
-        result = JobResult(
-            128 + stop_signal, f"thalweg run: stopped by {name}{where}, and the ranks with it\n"
-        )
+        result = JobResult(128 + stop_signal, f"thalweg run: stopped by {name}{where}, and the ranks with it\n")
     if node_monitor is not None and (failures or stop_signal is not None):
         lost_peer = bool(failures) and failures[0].is_peer_loss
         result = node_monitor.agree_result(result, lost_peer, timeout=job.grace + 3.0) or JobResult(

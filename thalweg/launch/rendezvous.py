@@ -43,9 +43,7 @@ def bind_listener(addr: str, port: int = 0, multi_node: bool = False) -> socket.
     except OSError as error:
         if error.errno != 99:  # EADDRNOTAVAIL: a service's address, which leads here from outside
             listener.close()
-            raise ValueError(
-                f"port {port} of {addr} is in use: leave out --master-port to get a free one"
-            ) from error
+            raise ValueError(f"port {port} of {addr} is in use: leave out --master-port to get a free one") from error
         listener.bind(("", port))
     return listener
 
@@ -53,18 +51,14 @@ def bind_listener(addr: str, port: int = 0, multi_node: bool = False) -> socket.
 class StaticRendezvous(RendezvousHandler):
     """The rendezvous of a fixed number of hosts; ``listener`` is host 0's socket (:func:`bind`)."""
 
-    def __init__(
-        self, addr: str, port: int, node_rank: int, num_nodes: int, listener: socket.socket | None
-    ) -> None:
+    def __init__(self, addr: str, port: int, node_rank: int, num_nodes: int, listener: socket.socket | None) -> None:
         self.addr, self.port = addr, port
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._server_store: Store | None = None
         if listener is not None:
             self.port = listener.getsockname()[1]
             self._server_store = TCPStore(
-                listener.getsockname()[0]
-                if listener.getsockname()[0] not in ("0.0.0.0", "::")
-                else "localhost",
+                listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else "localhost",
                 self.port,
                 is_master=True,
                 timeout=_STORE_TIMEOUT,
@@ -80,9 +74,7 @@ class StaticRendezvous(RendezvousHandler):
         """
         try:
             store_timeout = timedelta(seconds=timeout)
-            return TCPStore(
-                self.addr, self.port, is_master=False, timeout=store_timeout, wait_for_workers=False
-            )
+            return TCPStore(self.addr, self.port, is_master=False, timeout=store_timeout, wait_for_workers=False)
         except (DistNetworkError, RuntimeError) as error:
             raise ValueError(
                 f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host "
@@ -112,9 +104,7 @@ class StaticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """All hosts are known: no waiting."""
         store = PrefixStore("agents", self._server_store or self.connect(_STORE_TIMEOUT.total_seconds()))
-        return RendezvousInfo(
-            store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self.addr, self.port)
-        )
+        return RendezvousInfo(store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self.addr, self.port))
 
     def is_closed(self) -> bool:
         """Never: a job has one round."""

@@ -47,8 +47,7 @@ class SchedulerJob:
         if not self.hosts:
             raise ValueError("--nproc is needed: the number of ranks on each host")
         raise ValueError(
-            "the hosts have different numbers of slots: give --nproc, or use --launcher ssh, which takes "
-            "each as it is"
+            "the hosts have different numbers of slots: give --nproc, or use --launcher ssh, which takes each as it is"
         )
 
     def worker_command(self) -> list[str]:

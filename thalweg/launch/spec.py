@@ -65,9 +65,7 @@ def build_local_job(spec: LaunchSpec, node: NodeSpec | None = None) -> LocalJob:
     nproc = resolve_nproc(spec, num_gpus)
     cpus = parse_cpu_list(spec.cores) if spec.cores else usable_cpus()
     if not set(cpus) <= set(usable_cpus()):
-        raise ValueError(
-            f"--cores {spec.cores}: this process may use {','.join(map(str, usable_cpus()))} only"
-        )
+        raise ValueError(f"--cores {spec.cores}: this process may use {','.join(map(str, usable_cpus()))} only")
     bind = spec.bind and num_gpus == 0  # torch's agent binds the ranks of GPUs by their NUMA node
     environ = dict(spec.environ)
     if spec.threads is not None:
@@ -111,9 +109,7 @@ def resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
     if nproc < 1:
         raise ValueError(f"--nproc {requested} must be at least 1")
     if num_slots is not None and nproc > num_slots:
-        raise ValueError(
-            f"--nproc {nproc} is more than the {num_slots} slots that the hostfile or filter leaves"
-        )
+        raise ValueError(f"--nproc {nproc} is more than the {num_slots} slots that the hostfile or filter leaves")
     return nproc
 
 

@@ -63,16 +63,12 @@ def _split_args(args: Any, kwargs: Any, dim: int, num_tiles: int) -> _TiledArgs 
     length = first.shape[dim]
     leading_shape = first.shape[: dim + 1]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tiled = tuple(
-        i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape
-    )
+    tiled = tuple(i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape)
     untiled = tuple(i for i in tensors if i not in tiled)
     if length < 2 or num_tiles < 2:
         return None
     non_tensors = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return _TiledArgs(
-        spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length
-    )
+    return _TiledArgs(spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length)
 
 
 @dataclass
@@ -104,9 +100,7 @@ class _RngAutocastState:
             if self.cuda_rng_state is not None:
                 torch.cuda.set_rng_state(self.cuda_rng_state, self.device)
             enabled, dtype, caching = self.autocast
-            stack.enter_context(
-                torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=caching)
-            )
+            stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=caching))
             yield
 
 
@@ -140,17 +134,13 @@ class _TiledForward(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[4:]
         num = len(tiled_args.tiled)
         sums: list[Tensor | None] = [
-            None
-            if not want
-            else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
+            None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
             for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
         with ctx.around.again():
             for start, size in tiled_args.tile_bounds():
                 _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
-        grads_out = (
-            None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)
-        )
+        grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
         return (None, None, None, None, *grads_out)
 
 
@@ -158,17 +148,13 @@ def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _forward_in_tiles(
-    forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]
-) -> tuple[list[Tensor], Any]:
+def _forward_in_tiles(forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
     """The flat outputs put together from the tiles, and their structure."""
     tiled, untiled = inputs[: len(tiled_args.tiled)], inputs[len(tiled_args.tiled) :]
     outputs: list[Tensor] = []
     spec: Any = None
     for start, size in tiled_args.tile_bounds():
-        tile_inputs = [
-            t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled
-        ]  # as modules expect them
+        tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled]  # as modules expect them
         flat, spec = _pytree.tree_flatten(tiled_args.call(forward, tile_inputs, untiled))
         if not outputs:
             outputs = [_alloc_output(out, tiled_args, size) for out in flat]
@@ -189,9 +175,7 @@ def _backward_tile(
 ) -> None:
     """Run one tile again and add its gradients to ``sums``."""
     num, inputs = len(tiled_args.tiled), len(tiled_args.tiled) + len(tiled_args.untiled)
-    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(
-        tensors[num:]
-    )
+    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(tensors[num:])
     tile_inputs[:inputs] = [
         t.detach().requires_grad_(want) for t, want in zip(tile_inputs[:inputs], needs_grad, strict=False)
     ]
@@ -273,9 +257,7 @@ def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
     if type(tiles) is not int or tiles < 1:
         raise ValueError(f"tiles is {tiles!r}; it must be a whole number from 1 up")
     if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            f"{type(module).__name__} has a forward that cannot be tiled; tile before replacing it"
-        )
+        raise ValueError(f"{type(module).__name__} has a forward that cannot be tiled; tile before replacing it")
     if isinstance(module, _TiledModule):
         raise ValueError(f"{type(module).__name__} is tiled already")
     if tiles > 1:

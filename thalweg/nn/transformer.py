@@ -44,9 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         B, T, _ = x_BTD.shape
-        q, k, v = (
-            part.reshape(B, T, self.n_head, -1).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=2)
-        )
+        q, k, v = (part.reshape(B, T, self.n_head, -1).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=2))
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -116,9 +114,7 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(
-        self, tokens_BT: Tensor, labels_BT: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.drop(self.wte(tokens_BT) + self.wpe(position_ids))

@@ -92,9 +92,7 @@ class JsonlWriter:
         self._file = open_for_append(path)
 
     def step(self, record: StepRecord) -> None:
-        row: dict[str, Any] = {"kind": "step"} | {
-            name: to_json_scalar(v) for name, v in record.scalars().items()
-        }
+        row: dict[str, Any] = {"kind": "step"} | {name: to_json_scalar(v) for name, v in record.scalars().items()}
         if record.phases:
             row["phases"] = {name: to_json_scalar(seconds) for name, seconds in record.phases.items()}
         self._write_row(row)
@@ -132,11 +130,7 @@ def build_csv(config: Any) -> Writer | None:
 def build_jsonl(config: Any) -> Writer | None:
     """Return the writer that ``jsonl_monitor`` asks for."""
     section = getattr(config, "jsonl_monitor", None)
-    return (
-        JsonlWriter(job_folder(section, "jsonl_logs") / "metrics.jsonl")
-        if section and section.enabled
-        else None
-    )
+    return JsonlWriter(job_folder(section, "jsonl_logs") / "metrics.jsonl") if section and section.enabled else None
 
 
 def job_folder(section: Any, default: str) -> Path:

@@ -9,9 +9,7 @@ from thalweg.observe.step_record import StepRecord, Writer
 
 
 def _to_scalars(record: StepRecord) -> dict[str, float]:
-    row = {
-        f"train/{name}": float(v) for name, v in record.scalars().items() if v is not None and name != "step"
-    }
+    row = {f"train/{name}": float(v) for name, v in record.scalars().items() if v is not None and name != "step"}
     return row | {f"phase/{name}": seconds for name, seconds in record.phases.items()}
 
 

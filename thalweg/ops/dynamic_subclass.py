@@ -49,9 +49,7 @@ def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
         "__doc__": base_class.__doc__,
     }
     body = namespace | identity
-    return types.new_class(
-        base_class.__name__, (*mixins, base_class), exec_body=lambda scope: scope.update(body)
-    )
+    return types.new_class(base_class.__name__, (*mixins, base_class), exec_body=lambda scope: scope.update(body))
 
 
 def original_class(module: Any) -> type:

@@ -138,9 +138,9 @@ class _Permute(torch.autograd.Function):
         unpermuted = grad.index_select(0, permutation.row_of_choice)
         if permutation.valid_mask is not None:
             unpermuted.mul_(permutation.valid_mask.reshape(-1, 1))
-        return unpermuted if permutation.top_k == 1 else unpermuted.view(
-            -1, permutation.top_k, grad.shape[1]
-        ).sum(1), None
+        return unpermuted if permutation.top_k == 1 else unpermuted.view(-1, permutation.top_k, grad.shape[1]).sum(
+            1
+        ), None
 
 
 class _Unpermute(torch.autograd.Function):

@@ -47,9 +47,7 @@ class AccumulationWindow:
     def is_last(self) -> bool:
         """Whether the micro-batch at hand is expected to be the window's last."""
         return (
-            self._num_ended + 1 >= self.num_micro_batches
-            if self._is_last_override is None
-            else self._is_last_override
+            self._num_ended + 1 >= self.num_micro_batches if self._is_last_override is None else self._is_last_override
         )
 
     @property
@@ -61,9 +59,7 @@ class AccumulationWindow:
         """
         num_done = self._num_done
         return (
-            self.num_micro_batches / num_done
-            if self._loss_divided and 0 < num_done != self.num_micro_batches
-            else 1.0
+            self.num_micro_batches / num_done if self._loss_divided and 0 < num_done != self.num_micro_batches else 1.0
         )
 
     @property

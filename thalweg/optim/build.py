@@ -107,9 +107,7 @@ def build_optimizer(
     return cls(groups, **keywords)
 
 
-def build_lr_scheduler(
-    type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer
-) -> Any:
+def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """Return the schedule called ``type_name`` over ``optimizer``'s groups, the first update's rates
     already set.
 
@@ -131,18 +129,14 @@ def build_lr_scheduler(
     }
     classes: dict[str, Any] = {**torch_classes, **LR_SCHEDULERS}
     name = match_name("scheduler", type_name, classes)
-    check_keywords(
-        f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",))
-    )
+    check_keywords(f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",)))
     return classes[name](optimizer, **keywords)
 
 
 def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
     alternative = _ONEBIT_ALTERNATIVES.get(str(type_name).replace("_", "").lower())
     if alternative:
-        raise ValueError(
-            f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}"
-        )
+        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}")
     name = match_name("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
     if name not in _ADAM_NAMES:
         return name
@@ -154,9 +148,7 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
     return {
         name: cls
         for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, torch.optim.Optimizer)
-        and cls is not torch.optim.Optimizer
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
 
 
@@ -184,9 +176,7 @@ def _resolve_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple
     if dtype_name == "fp32":
         return cls, {key: value for key, value in hyper.items() if key != "state_dtype"}
     if name not in _LOW_BIT_CLASSES:
-        raise ValueError(
-            f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone"
-        )
+        raise ValueError(f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone")
     return _LOW_BIT_CLASSES[name], hyper
 
 
@@ -209,9 +199,7 @@ def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str
     check_keywords(where, keywords, known)
     if name in _ADAM_NAMES and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    checked = {
-        key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()
-    }
+    checked = {key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()}
     if cls in (LowBitAdam, ZenFlowAdam):
         checked["decoupled_weight_decay"] = name == "AdamW"
     return checked
@@ -238,9 +226,7 @@ def _tensors(members: Iterable[Any]) -> list[Tensor]:
     tensors = [get_param(member) for member in members]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"an optimiser works on tensors or (name, tensor) pairs, not on {type(tensor).__name__}"
-            )
+            raise ValueError(f"an optimiser works on tensors or (name, tensor) pairs, not on {type(tensor).__name__}")
     return tensors
 
 

@@ -114,9 +114,7 @@ def clip_grads_(params: Iterable[Tensor], max_norm: float, norm: Tensor | float)
     positive.
     """
     if not max_norm > 0:
-        raise ValueError(
-            f"gradient_clipping must be a positive norm, not {max_norm!r}; leave it out for no clipping"
-        )
+        raise ValueError(f"gradient_clipping must be a positive norm, not {max_norm!r}; leave it out for no clipping")
     value = float(norm)
     if not math.isfinite(value):
         raise ValueError(f"gradients with a norm of {value} cannot be clipped: skip the step")

@@ -162,9 +162,7 @@ class TokenMean:
         self._loss_used = True
         if self._reference_count is None:
             reference_count = self._all_reduce(num_tokens.clone()) * self._window.num_micro_batches
-            self._reference_count = torch.where(
-                reference_count > 0, reference_count, torch.ones_like(reference_count)
-            )
+            self._reference_count = torch.where(reference_count > 0, reference_count, torch.ones_like(reference_count))
         self._total_tokens += num_tokens
         self._num_losses += 1
         return num_tokens * (self._dp_size / self._reference_count)

@@ -44,18 +44,14 @@ class LossScalePolicy:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.static_scale) and self.static_scale >= 0):
-            raise ValueError(
-                f"fp16.loss_scale must be 0 (dynamic) or a positive number, not {self.static_scale!r}"
-            )
+            raise ValueError(f"fp16.loss_scale must be 0 (dynamic) or a positive number, not {self.static_scale!r}")
         if not (math.isfinite(self.min_scale) and self.min_scale > 0):
             raise ValueError(f"fp16.min_loss_scale must be a positive number, not {self.min_scale!r}")
         if self.growth_interval < 1:
             raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {self.growth_interval!r}")
         if self.hysteresis < 1:
             raise ValueError(f"fp16.hysteresis must be at least 1 overflow, not {self.hysteresis!r}")
-        if not self.static_scale and not (
-            math.isfinite(self.initial_scale) and self.initial_scale >= self.min_scale
-        ):
+        if not self.static_scale and not (math.isfinite(self.initial_scale) and self.initial_scale >= self.min_scale):
             raise ValueError(
                 f"fp16.initial_scale_power gives a first loss scale of {self.initial_scale:g}, below "
                 f"fp16.min_loss_scale = {self.min_scale:g}: raise the one or lower the other"

@@ -93,9 +93,7 @@ class LRScheduler:
     def _per_group(self, value: Rates, key: str, *, upper: float = math.inf) -> list[float]:
         """Return ``value`` once for each parameter group, checked to be finite numbers in [0, below)."""
         count = len(self.optimizer.param_groups)
-        values = (
-            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
-        )
+        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
         if len(values) != count:
             raise ValueError(f"{key} has {len(values)} entries, the optimiser has {count} parameter groups")
         return [_check_float(item, key, low=0.0, upper=upper) for item in values]
@@ -183,9 +181,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def gamma_after_warmup(self, n: int) -> float:
         """Return the share of the decay that is still to come."""
@@ -286,9 +282,7 @@ class OneCycle(LRScheduler):
         self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom", upper=1.0)
         self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom", upper=1.0)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        second_stairs = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.first_half_steps = _check_int(cycle_first_step_size, "cycle_first_step_size", low=1)
         self.second_half_steps = _check_int(second, "cycle_second_step_size", low=1)
         self.first_stairs = _check_int(cycle_first_stair_count, "cycle_first_stair_count", low=0)

@@ -42,9 +42,7 @@ class PartialNorm:
 
     def norm(self) -> Tensor:
         """The piece's norm, 0-dim fp64."""
-        return (
-            _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
-        )
+        return _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
 
     def numel(self) -> int:
         """Never 0, as it stands for a piece that counts."""
@@ -61,9 +59,7 @@ def compute_partial_norm(piece: Tensor) -> PartialNorm:
     total = _fast_square_sum([partial_norm], compute_row_norms)
     if total.isfinite() and total >= _MIN_ACCURATE_SUM:
         return partial_norm
-    return PartialNorm(
-        partial_norm.row_norms, torch.linalg.vector_norm(piece, dtype=_accumulation_dtype(piece))
-    )
+    return PartialNorm(partial_norm.row_norms, torch.linalg.vector_norm(piece, dtype=_accumulation_dtype(piece)))
 
 
 def power_sum(
@@ -99,9 +95,7 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     for piece in pieces:
         full, rest = compute_row_norms(piece)
         norms = [*full, *(torch.linalg.vector_norm(r).reshape(1) for r in rest if r.numel())]
-        sums.append(
-            torch.cat(norms).double().square().sum() if norms else piece.new_zeros((), dtype=torch.float64)
-        )
+        sums.append(torch.cat(norms).double().square().sum() if norms else piece.new_zeros((), dtype=torch.float64))
     return torch.stack(sums)
 
 

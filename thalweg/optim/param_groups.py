@@ -44,8 +44,6 @@ def rebind_params(
         for old, parameter in zip(group["params"], new_group_params, strict=True):
             entries = old_state.pop(old, None)
             if entries and parameter is not None:
-                optimizer.state[parameter] = {
-                    key: distribute_if_sharded(v, parameter) for key, v in entries.items()
-                }
+                optimizer.state[parameter] = {key: distribute_if_sharded(v, parameter) for key, v in entries.items()}
         group["params"] = [parameter for parameter in new_group_params if parameter is not None]
     return optimizer

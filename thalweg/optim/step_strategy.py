@@ -92,9 +92,7 @@ def restrict_params(optimizer: torch.optim.Optimizer, subset: Collection[Tensor]
         return
     groups = optimizer.param_groups
     restricted = [{**group, "params": [p for p in group["params"] if p in subset]} for group in groups]
-    optimizer.param_groups = [
-        restricted_group for restricted_group in restricted if restricted_group["params"]
-    ]
+    optimizer.param_groups = [restricted_group for restricted_group in restricted if restricted_group["params"]]
     try:
         yield
     finally:

@@ -99,9 +99,7 @@ class ParallelGroup:
         longest = max(sizes)
         chunks = [pad_to_length(part, dim, longest).contiguous() for part in tensor.split(sizes, dim)]
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
-        with self.ledger.timed(
-            "reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size
-        ):
+        with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
             dist.all_to_all_single(received, torch.stack(chunks), group=self.process_group)
             total = received.sum(0)

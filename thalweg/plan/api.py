@@ -151,12 +151,8 @@ class Planner:
         def measure(shallow_model: nn.Module) -> dict[str, Any]:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
             on_cpu = self.cluster.device == "cpu"
-            initial_param_bytes = (
-                [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
-            )
-            depths = {
-                name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks
-            }
+            initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
+            depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
             trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
             replay_args = {"process_bytes": self.process_bytes, "given_bytes": initial_param_bytes}
             replayed = replay_events(trace, run_spec, **replay_args)
@@ -193,13 +189,9 @@ class Planner:
             costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
         seconds, bottleneck = combine_times(costs["time"], self.cluster)
         is_full_depth, cluster = len(timelines) == 1, self.cluster
-        per_rank = (
-            MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["stretches"])
-        )
+        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["stretches"])
         if cluster.device == "cpu":
-            groups = (
-                cluster.devices_per_node // run_spec.topology.ranks_per_node
-            )  # each has an arena of its own
+            groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has an arena of its own
             host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["again"]["bytes"]
         else:
             host_bytes = cluster.devices_per_node * costs["tiers"]["host"]
@@ -232,14 +224,10 @@ class Planner:
     def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
         facts = get_model_size(self.meta_model.model)
         count = sum(parameter.numel() for parameter in self.meta_model.model.parameters())
-        formulas = {
-            "zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.zero_policy.stage)
-        }
+        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.zero_policy.stage)}
         if input_spec is not None and facts.hidden_size and facts.num_layers:
             tokens = input_spec.num_tokens
-            formulas["activations"] = transformer_activation_bytes(
-                facts.hidden_size, facts.num_layers, 1, tokens
-            )
+            formulas["activations"] = transformer_activation_bytes(facts.hidden_size, facts.num_layers, 1, tokens)
         return formulas
 
     def _input_spec(self, model: nn.Module, run_spec: RunSpec) -> InputSpec | None:

@@ -107,9 +107,7 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collecti
             yield _Collective("all_reduce", unit.reduce_bytes, 1, row_bytes, row_bytes)
         else:
             intra_row_bytes, inter_row_bytes = _gradient_row_bytes(unit, trace, run_spec)
-            yield _Collective(
-                "reduce_scatter", unit.reduce_bytes, num_reductions, intra_row_bytes, inter_row_bytes
-            )
+            yield _Collective("reduce_scatter", unit.reduce_bytes, num_reductions, intra_row_bytes, inter_row_bytes)
     if run_spec.replicates_states:
         return
     num_gathers = num_micro_batches if policy.reshards_after_use and run_spec.storage_kind == "wire" else 1
@@ -147,9 +145,7 @@ def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec
     total = 0
     for slot in (trace.param_specs[name] for name in unit.param_names):
         numel = prod(slot.padded_shape)
-        is_quantized = run_spec.traffic_policy.quantizes(
-            len(slot.shape), slot.name not in trace.frozen_params
-        )
+        is_quantized = run_spec.traffic_policy.quantizes(len(slot.shape), slot.name not in trace.frozen_params)
         total += codec.num_bytes(numel) if is_quantized else numel * slot.compute_dtype.itemsize
     return total
 
@@ -167,12 +163,8 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
         for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
             encoded_bytes[codec] += codec.num_bytes(numel) if len(slot.shape) >= 2 else numel * itemsize
     # Memory that ranks share needs no codes; on one node of GPUs there is one level, in 4 bits.
-    intra_codec = (
-        INTRA_HOST_GRADIENT_QUANTIZER if run_spec.shard_topology.num_nodes > 1 else GRADIENT_QUANTIZER
-    )
-    return raw_bytes if run_spec.uses_shared_memory else encoded_bytes[intra_codec], encoded_bytes[
-        GRADIENT_QUANTIZER
-    ]
+    intra_codec = INTRA_HOST_GRADIENT_QUANTIZER if run_spec.shard_topology.num_nodes > 1 else GRADIENT_QUANTIZER
+    return raw_bytes if run_spec.uses_shared_memory else encoded_bytes[intra_codec], encoded_bytes[GRADIENT_QUANTIZER]
 
 
 def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:

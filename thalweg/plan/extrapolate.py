@@ -55,9 +55,7 @@ def measure_extrapolated(
     """
     model = make_model()
     depths = {name: len(stack) for name, stack in find_repeated_blocks(model).items()}
-    is_shallow = (
-        max(depths.values(), default=0) <= MAX_FULL_DEPTH and sum(depths.values()) <= MAX_TOTAL_FULL_DEPTH
-    )
+    is_shallow = max(depths.values(), default=0) <= MAX_FULL_DEPTH and sum(depths.values()) <= MAX_TOTAL_FULL_DEPTH
     if full_model or is_shallow:
         return measure(model)
     all_short = dict.fromkeys(depths, _SHORT_DEPTH)
@@ -65,9 +63,7 @@ def measure_extrapolated(
     for depth in dict.fromkeys(depths.values()):
         longer_depths = {name: _LONGER_DEPTH for name in depths if depths[name] == depth}
         longer = measure(truncate_blocks(make_model(), all_short | longer_depths))
-        result = extrapolate_tree(
-            result, short, longer, (depth - _SHORT_DEPTH) / (_LONGER_DEPTH - _SHORT_DEPTH)
-        )
+        result = extrapolate_tree(result, short, longer, (depth - _SHORT_DEPTH) / (_LONGER_DEPTH - _SHORT_DEPTH))
     return result
 
 

@@ -49,9 +49,7 @@ def build_timeline(segments: dict[str, dict[str, float]]) -> list[MemorySample]:
         if stack and position[0] == previous_position[0] and (position[1] < 0) != (previous_position[1] < 0):
             for step in range(1, _NUM_INTERPOLATED):
                 fraction = step / _NUM_INTERPOLATED
-                interpolated = {
-                    k: round(previous_parts[k] + fraction * (parts[k] - previous_parts[k])) for k in parts
-                }
+                interpolated = {k: round(previous_parts[k] + fraction * (parts[k] - previous_parts[k])) for k in parts}
                 samples.append(_make_sample(phase, interpolated))
         previous_position, previous_parts = position, parts
         samples.append(_make_sample(phase, parts))

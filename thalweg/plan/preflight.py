@@ -150,17 +150,11 @@ class Preflight:
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state_itemsize = (
-            0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
-        )
+        state_itemsize = 0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
-        in_memory_specs = {
-            name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)
-        }
+        in_memory_specs = {name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)}
         shards_bytes = sum(shard_bytes(slot) for slot in in_memory_specs.values()) // run_spec.tp_size
-        updated = sum(
-            slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained
-        )
+        updated = sum(slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained)
         updated //= run_spec.tp_size
         unsharded_bytes = sum(slot.unsharded_bytes for slot in resident_specs.values())
         grads_leave_early = (
@@ -169,13 +163,10 @@ class Preflight:
         grads = 0 if grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
         if run_spec.storage_kind == "shared":
-            bytes_per_rank += (
-                0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
-            )
+            bytes_per_rank += 0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
             return self._num_local_ranks * (self._process_bytes + bytes_per_rank) + unsharded_bytes
         has_compute_copy = (
-            run_spec.storage_kind == "private"
-            and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
+            run_spec.storage_kind == "private" and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
         )
         copies = unsharded_bytes // run_spec.tp_size if has_compute_copy else 0
         return self._num_local_ranks * (self._process_bytes + bytes_per_rank + shards_bytes + copies)
@@ -212,9 +203,7 @@ class Preflight:
     def _explain_rejection(self, plan: Plan | None, input_spec: InputSpec | None) -> str:
         """What is needed, what there is, and what would fit."""
         assert self._limit_bytes is not None
-        subject = (
-            f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
-        )
+        subject = f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
         needed_bytes = self._state_bytes if plan is None else (plan.per_host or plan.per_rank.total)
         comparison = f"{format_bytes(needed_bytes)}, and there are {format_bytes(self._limit_bytes)}"
         lines = [f"this job does not fit: {subject} would need {comparison}"]
@@ -229,9 +218,7 @@ class Preflight:
                 lines.append("No configuration that was tried fits: take a smaller model, or more hosts.")
         else:
             lines.append("Parameters, gradients and optimizer state alone are too much.")
-        lines.append(
-            'To go on regardless: "memory": {"preflight": "warn"}; to set another limit: "host_limit".'
-        )
+        lines.append('To go on regardless: "memory": {"preflight": "warn"}; to set another limit: "host_limit".')
         return "\n".join(lines)
 
 

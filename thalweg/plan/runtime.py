@@ -77,13 +77,9 @@ def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> Ra
     world_size = mesh.size() * tp_size
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     local_world_size = (
-        local_world_size
-        if 0 < local_world_size <= world_size and world_size % local_world_size == 0
-        else world_size
+        local_world_size if 0 < local_world_size <= world_size and world_size % local_world_size == 0 else world_size
     )
-    return RankTopology(
-        world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda"
-    )
+    return RankTopology(world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda")
 
 
 def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
@@ -92,9 +88,7 @@ def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
     return max(0, int(resident_mib() * 2**20) - model_bytes) if device.type == "cpu" else 0
 
 
-def find_memory_limit(
-    config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int
-) -> int | None:
+def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int) -> int | None:
     """Bytes that the ranks of this host (or this device) may hold together, from the first byte on.
 
     ``resident``: what this rank holds already.
@@ -117,9 +111,7 @@ def find_memory_limit(
     return min(limits) if limits else None
 
 
-def build_job_cluster(
-    topology: RankTopology, device: torch.device, limit: int | None, config: Config
-) -> Cluster:
+def build_job_cluster(topology: RankTopology, device: torch.device, limit: int | None, config: Config) -> Cluster:
     """The job's machines: this one's speed, and ``limit`` in place of its memory."""
     if device.type == "cpu":
         machine = local_cluster(topology.ranks_per_node)

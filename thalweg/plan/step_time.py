@@ -50,13 +50,9 @@ def estimate_step_time(
         "calls": trace.num_ops * scale * cluster.call_seconds,
     }
     if comm_volume.bytes_by_link.get("inside a node"):
-        breakdown["links inside a node"] = (
-            comm_volume.bytes_by_link["inside a node"] / cluster.intra_bandwidth
-        )
+        breakdown["links inside a node"] = comm_volume.bytes_by_link["inside a node"] / cluster.intra_bandwidth
     if comm_volume.bytes_by_link.get("between nodes"):
-        breakdown["network between nodes"] = (
-            comm_volume.bytes_by_link["between nodes"] / cluster.inter_bandwidth
-        )
+        breakdown["network between nodes"] = comm_volume.bytes_by_link["between nodes"] / cluster.inter_bandwidth
     if run_spec.states_on_host:
         breakdown["host link"] = _host_link_bytes(trace, run_spec) / cluster.host_bandwidth
         breakdown["host update"] = _host_update_seconds(update_bytes, cluster)

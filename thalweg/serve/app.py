@@ -50,9 +50,7 @@ def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAP
     @app.post("/mii/{name:path}")
     async def mii(name: str, http_request: Request) -> Response:
         if name != (deployment_name or app_state.model_name):
-            raise ApiError(
-                404, f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}"
-            )
+            raise ApiError(404, f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
         return await _mii_response(app_state, http_request)
 
     return app
@@ -78,16 +76,12 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "chat", generative=True)
-        return await create_chat_completion(
-            app_state, parse_body(ChatRequest, await http_request.body()), http_request
-        )
+        return await create_chat_completion(app_state, parse_body(ChatRequest, await http_request.body()), http_request)
 
     @app.post("/v1/embeddings")
     async def embeddings_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "embeddings", generative=False)
-        return await create_embedding(
-            app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request
-        )
+        return await create_embedding(app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request)
 
 
 def _add_operations_routes(app: FastAPI, app_state: AppState) -> None:
@@ -116,13 +110,9 @@ def _add_error_handlers(app: FastAPI, app_state: AppState) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http_request: Request, error: HTTPException) -> Response:
-        known_paths = (
-            "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
-        )
+        known_paths = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
         text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
-        return JSONResponse(
-            ApiError(error.status_code, text).body(), error.status_code, headers=error.headers
-        )
+        return JSONResponse(ApiError(error.status_code, text).body(), error.status_code, headers=error.headers)
 
     @app.exception_handler(ClientDisconnected)
     async def client_disconnected(_: Request, __: ClientDisconnected) -> Response:
@@ -161,18 +151,14 @@ async def _mii_response(app_state: AppState, http_request: Request) -> Response:
     app_state.pool.check_capacity(len(texts))
     if request.stream and len(texts) > 1:
         raise bad_request("stream takes one prompt at a time: send the others apart", "stream")
-    prompts = await convert.tokenize_prompts(
-        list(texts), app_state.tokenizer, app_state.model_info, "prompts"
-    )
+    prompts = await convert.tokenize_prompts(list(texts), app_state.tokenizer, app_state.model_info, "prompts")
     requests = [
         convert.make_engine_request(p, convert.mii_sampling_params(request, len(p), app_state.model_info))
         for p in prompts
     ]
     if request.stream:
         prefix = texts[0] if request.return_full_text else ""
-        return await sse_response(
-            app_state, http_request.receive, _mii_chunks(Generation(app_state, requests), prefix)
-        )
+        return await sse_response(app_state, http_request.receive, _mii_chunks(Generation(app_state, requests), prefix))
     results = await run_until_disconnect(http_request.receive, Generation(app_state, requests).collect())
     responses = []
     for text, prompt, (result,) in zip(texts, prompts, results, strict=True):

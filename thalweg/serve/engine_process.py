@@ -71,9 +71,7 @@ class EngineLoop:
             known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
             is_user_error = known and self._engine is None and bool(str(error))
             text = str(error) if is_user_error else f"{type(error).__name__}: {error}".removesuffix(": ")
-            traceback_text = (
-                "" if is_user_error and not os.environ.get("THALWEG_TRACEBACK") else traceback.format_exc()
-            )
+            traceback_text = "" if is_user_error and not os.environ.get("THALWEG_TRACEBACK") else traceback.format_exc()
             self._send({"type": "fatal", "error": text, "traceback": traceback_text})
             return 1
         finally:
@@ -138,9 +136,7 @@ class EngineLoop:
 
     def _add_request(self, engine: EngineCore, request: Request) -> None:
         get_preparation: Any = getattr(engine, "preparation", None)
-        preparation: Callable[[], object] | None = (
-            None if get_preparation is None else get_preparation(request)
-        )
+        preparation: Callable[[], object] | None = None if get_preparation is None else get_preparation(request)
         if preparation is None:
             engine.add(request)
             return
@@ -154,9 +150,7 @@ class EngineLoop:
                 preparation()
         except BaseException as error:  # a panic of compiled code is no Exception
             is_exception = isinstance(error, Exception)
-            message["error"] = (
-                error if is_exception else ValueError(f"the request broke its preparation: {error}")
-            )
+            message["error"] = error if is_exception else ValueError(f"the request broke its preparation: {error}")
         self._inbox.put(message)
 
     def _record_progress(self, engine: EngineCore) -> None:
@@ -191,9 +185,7 @@ class EngineLoop:
     def _heartbeat_loop(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
             self._send(self._heartbeat_message())
-            if failure := getattr(
-                self._engine, "lost", ""
-            ):  # while it has nothing to do, nobody else would see
+            if failure := getattr(self._engine, "lost", ""):  # while it has nothing to do, nobody else would see
                 self._inbox.put({"type": "lost", "error": failure})
                 return
 

@@ -30,12 +30,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
-        error_type = _ERROR_TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-        return {
-            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
-        }
+        error_type = _ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

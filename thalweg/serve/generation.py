@@ -143,9 +143,7 @@ class Generation:
             raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
         self._counts_by_sequence[index, output.index] = output.num_generated_tokens, output.num_cached_tokens
         if output.finished:
-            self.usage.num_generated_tokens = sum(
-                generated for generated, _ in self._counts_by_sequence.values()
-            )
+            self.usage.num_generated_tokens = sum(generated for generated, _ in self._counts_by_sequence.values())
             self.usage.num_cached_tokens = sum(
                 c for (_, sample), (_, c) in self._counts_by_sequence.items() if sample == 0
             )

@@ -33,19 +33,13 @@ class Metrics:
                                   buckets=_ITL_BUCKETS, **registry_kwargs)  # fmt: skip
         self._e2e_latency = Histogram("thalweg_request_seconds", "From arrival to the last token",
                                 buckets=_E2E_LATENCY_BUCKETS, **registry_kwargs)  # fmt: skip
-        self._finished = Counter(
-            "thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs
-        )
-        self._responses = Counter(
-            "thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs
-        )
+        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs)
+        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs)
         self._prompt_tokens = Counter(
             "thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs
         )
         self._generated_tokens = Counter("thalweg_generated_tokens", "Tokens generated", **registry_kwargs)
-        self._cancelled = Counter(
-            "thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs
-        )
+        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs)
         self.registry.register(_EngineCollector(pool))
 
     def count_response(self, path: str, status: int) -> None:
@@ -99,15 +93,9 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Any]:
         pool = self._pool
-        yield GaugeMetricFamily(
-            "thalweg_outstanding", "Sequences admitted, not ended", value=pool.num_outstanding
-        )
-        yield GaugeMetricFamily(
-            "thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding
-        )
-        yield GaugeMetricFamily(
-            "thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas())
-        )
+        yield GaugeMetricFamily("thalweg_outstanding", "Sequences admitted, not ended", value=pool.num_outstanding)
+        yield GaugeMetricFamily("thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding)
+        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
         yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
         yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.num_restarts)
         families = [

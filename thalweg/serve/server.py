@@ -128,9 +128,7 @@ async def serve(
                 request_seconds=options.request_seconds,
                 aliases=options.aliases,
             )
-            server = _DrainingServer(
-                _uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds
-            )
+            server = _DrainingServer(_uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds)
             url = _url(options, sock.getsockname()[1])
             await server.serve_until(stop_event, sock, lambda: on_ready(url))
         finally:
@@ -160,9 +158,7 @@ def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=2048
-        if max_connections == HardenedProtocol.max_connections
-        else _MIN_CONNECTIONS,  # accepted at a time
+        backlog=2048 if max_connections == HardenedProtocol.max_connections else _MIN_CONNECTIONS,  # accepted at a time
         timeout_keep_alive=15,
         timeout_graceful_shutdown=None,
     )
@@ -225,9 +221,7 @@ def _bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(bare_host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise OSError(
-            f"{host} is no address of this machine ({error}): use 127.0.0.1, or one it has"
-        ) from None
+        raise OSError(f"{host} is no address of this machine ({error}): use 127.0.0.1, or one it has") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -269,7 +263,5 @@ def _raise_fd_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
     max_connections = min(max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FDS)
     if max_connections < _MIN_CONNECTIONS:
-        raise OSError(
-            f"{max_connections} descriptors are left for connections: raise the limit (ulimit -n 4096)"
-        )
+        raise OSError(f"{max_connections} descriptors are left for connections: raise the limit (ulimit -n 4096)")
     return max_connections

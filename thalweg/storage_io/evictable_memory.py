@@ -65,9 +65,7 @@ class EvictableMemory:
         """
         offset = self._allocator.allocate(nbytes)
         if offset is None:
-            raise ValueError(
-                f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left"
-            )
+            raise ValueError(f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left")
         return offset
 
     def free(self, offset: int) -> None:
@@ -78,9 +76,7 @@ class EvictableMemory:
         """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
         if prod(shape) == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
-            tuple(shape)
-        )
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(tuple(shape))
 
     def evict(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly within the range back to the system."""

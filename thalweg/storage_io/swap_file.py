@@ -172,9 +172,7 @@ class SwapFile:
         if prod(shape) == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         assert offset >= 0 and offset + prod(shape) * dtype.itemsize <= self.num_bytes, (offset, shape)
-        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(
-            tuple(shape)
-        )
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset).view(tuple(shape))
 
     def locate(self, tensor: Tensor) -> int | None:
         """The offset of a tensor that lies in the mapping (a view, or a part of one), or None."""
@@ -276,9 +274,7 @@ class SwapFile:
             ]
             for start, stop in pairwise(boundaries):
                 file_offset = extent.file_offset + start - begin
-                futures.append(
-                    self._threads.submit(transfer_block, data[start:stop], file_offset, stop <= aligned)
-                )
+                futures.append(self._threads.submit(transfer_block, data[start:stop], file_offset, stop <= aligned))
         return IoFuture(futures)
 
     def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
@@ -287,9 +283,7 @@ class SwapFile:
     def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
         self._transfer_block(self.writes, "write", data, offset, direct)
 
-    def _transfer_block(
-        self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool
-    ) -> None:
+    def _transfer_block(self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool) -> None:
         syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
         total, nbytes = 0, data.nbytes
         meter.begin()
@@ -361,9 +355,7 @@ class SwapFile:
             self._disk.fallocate(handle, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise ValueError(
-                    self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)
-                ) from error
+                raise ValueError(self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)) from error
             raise ValueError(
                 f"the swap folder {self.folder} refuses a file of {_format_bytes(num_bytes)}: {error.strerror}"
             ) from error

@@ -109,16 +109,10 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
     if has_rank and has_world:
         return _from_torchrun(environ, scheduler)
-    if (
-        scheduler is None
-        and not (has_rank or has_world)
-        and environ.get("PET_NNODES", "1") not in ("1", "1:1")
-    ):
+    if scheduler is None and not (has_rank or has_world) and environ.get("PET_NNODES", "1") not in ("1", "1:1"):
         return _from_kubeflow(environ)
     if scheduler is None:
-        set_names = [
-            name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ
-        ]
+        set_names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
         if set_names:
             missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
             raise ValueError(
@@ -158,9 +152,7 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
             )
         local_rank = local[0] if local_rank is None else local_rank
         local_world_size = local[1] if local_world_size is None else local_world_size
-    return _validate(
-        _TORCHRUN, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "torchrun")
-    )
+    return _validate(_TORCHRUN, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "torchrun"))
 
 
 def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
@@ -180,9 +172,7 @@ def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
     addr = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
     text = environ.get("PET_MASTER_PORT") or port or environ.get("MASTER_PORT") or "29500"
     if not addr:
-        raise ValueError(
-            "PET_NNODES is set but PET_MASTER_ADDR is not: set it to the address of the first pod"
-        )
+        raise ValueError("PET_NNODES is set but PET_MASTER_ADDR is not: set it to the address of the first pod")
     number = _parse_integer({"PET_MASTER_PORT": text}, "PET_MASTER_PORT")
     return _validate(_KUBEFLOW, RankInfo(rank, num_hosts, 0, 1, addr, number, "kubeflow"))
 
@@ -221,9 +211,7 @@ def _from_mpi(environ: Mapping[str, str], family: _LauncherVariables) -> RankInf
         port = port or _derive_port(environ, family, fallback=str(os.getppid()))
     elif addr is not None:
         port = port or _derive_port(environ, family, fallback=None)
-    return _validate(
-        family, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, family.source)
-    )
+    return _validate(family, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, family.source))
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
@@ -251,11 +239,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
         local_rank = 0
     addr, port = _read_master(environ)
     if addr is None:
-        nodes = (
-            environ.get("SLURM_STEP_NODELIST")
-            or environ.get("SLURM_JOB_NODELIST")
-            or environ.get("SLURM_NODELIST")
-        )
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
         addr = _first_host(nodes) if nodes else ("127.0.0.1" if local_world_size == world_size else None)
     port = port or _derive_port(environ, _SLURM, fallback=None)
     return _validate(_SLURM, RankInfo(rank, world_size, local_rank, local_world_size, addr, port, "slurm"))
@@ -320,9 +304,7 @@ def _read_master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     addr = environ.get("MASTER_ADDR") or None
     port = _first_integer(environ, ("MASTER_PORT",))
     if port is not None and not 0 < port < 65536:
-        raise ValueError(
-            f"MASTER_PORT={port} is not a port: set it to a number from 1 to 65535, the same on each rank"
-        )
+        raise ValueError(f"MASTER_PORT={port} is not a port: set it to a number from 1 to 65535, the same on each rank")
     return addr, port
 
 
@@ -334,17 +316,13 @@ def _validate(family: _LauncherVariables, info: RankInfo) -> RankInfo:
     if info.world_size < 1:
         problem = f"{name(family.world_size)}={info.world_size} must be at least 1"
     elif not 0 <= info.rank < info.world_size:
-        problem = (
-            f"{name(family.rank)}={info.rank} must be from 0 to {info.world_size - 1}, as the world size is "
-        )
+        problem = f"{name(family.rank)}={info.rank} must be from 0 to {info.world_size - 1}, as the world size is "
         problem += f"{info.world_size} ({name(family.world_size)})"
     elif not 1 <= info.local_world_size <= info.world_size:
         problem = f"{name(family.local_world_size)}={info.local_world_size} must be from 1 to "
         problem += f"{info.world_size}, the world size ({name(family.world_size)})"
     elif not 0 <= info.local_rank < info.local_world_size:
-        problem = (
-            f"{name(family.local_rank)}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
-        )
+        problem = f"{name(family.local_rank)}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
         problem += f"{info.local_world_size} ranks run on this host ({name(family.local_world_size)})"
     if problem is not None:
         raise ValueError(

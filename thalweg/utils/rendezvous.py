@@ -139,9 +139,7 @@ def _collect_messages(
     start, notified = time.monotonic(), False
     messages: list[RankMessage] = []
     while True:
-        while len(messages) < messages_store.add("count", 0) and messages_store.check(
-            [f"card/{len(messages)}"]
-        ):
+        while len(messages) < messages_store.add("count", 0) and messages_store.check([f"card/{len(messages)}"]):
             messages.append(json.loads(messages_store.get(f"card/{len(messages)}")))
             if problem := find_mismatch(messages, names):
                 return problem
@@ -164,16 +162,13 @@ def _collect_messages(
         time.sleep(0.02)
 
 
-def _wait_result(
-    messages_store: Store, info: RankInfo, names: dict[str, str], hostname: str, timeout: float
-) -> str:
+def _wait_result(messages_store: Store, info: RankInfo, names: dict[str, str], hostname: str, timeout: float) -> str:
     try:
         messages_store.wait(["verdict"], timedelta(seconds=timeout + _RESULT_TIMEOUT))
         return messages_store.get("verdict").decode()
     except RuntimeError as error:
         raise ValueError(
-            f"rank {info.rank} on {hostname}: {names['rank']}=0 went away before all ranks had come; its "
-            "error says why"
+            f"rank {info.rank} on {hostname}: {names['rank']}=0 went away before all ranks had come; its error says why"
         ) from error
 
 

@@ -184,9 +184,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
             "idle: zero_quantized_gradients, which it corrects, is off"
         )
     if spec.comm_policy.two_level_gather and spec.replicas is None:
-        collectives.option_messages["mics_hierarchical_params_gather"] = (
-            "idle: mics_shard_size makes no groups"
-        )
+        collectives.option_messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
     return collectives
 
 
@@ -226,9 +224,7 @@ def _select_collectives(spec: CollectivesSpec) -> Collectives:
     return _build_wire(spec, topology, hosts)
 
 
-def _build_shared_memory(
-    spec: CollectivesSpec, arena: SharedMemoryArena, ring: SharedMemoryRing
-) -> Collectives:
+def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: SharedMemoryRing) -> Collectives:
     ledger, dtype = spec.ledger, spec.output_dtype
     if spec.replicate:
         return Collectives(
@@ -295,9 +291,7 @@ def _build_hierarchical(
             if param_spec.compute_dtype.is_floating_point
             and comm_policy.quantizes(len(param_spec.shape), param_spec.requires_grad)
         )
-        collectives = Collectives(
-            "shared", ledger, arena, make_reducer=make_reduce_scatter, separate_masters=lossy
-        )
+        collectives = Collectives("shared", ledger, arena, make_reducer=make_reduce_scatter, separate_masters=lossy)
         collectives.cross_host_sync = CrossHostSync(hosts, rank, spec.group, ledger, lossy)
         if comm_policy.hpz_group_size > 1:
             collectives.option_messages["zero_hpz_partition_size"] = (
@@ -316,9 +310,7 @@ def _build_hierarchical(
     )
 
 
-def _build_wire(
-    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None
-) -> Collectives:
+def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None) -> Collectives:
     ledger, dtype, comm_policy, cpu = (
         spec.ledger,
         spec.output_dtype,
@@ -327,9 +319,7 @@ def _build_wire(
     )
     async_reduction = AsyncReduction() if cpu and spec.mesh.size() > 1 and spec.replicas is None else None
     # Of its own, as the thread's collectives and the main thread's come in no common order.
-    reduce_group = (
-        spec.group if async_reduction is None else make_subgroup(range(spec.mesh.size()), spec.group)
-    )
+    reduce_group = spec.group if async_reduction is None else make_subgroup(range(spec.mesh.size()), spec.group)
     if spec.replicate or spec.mesh.size() == 1:
         return Collectives(
             "private",
@@ -340,9 +330,7 @@ def _build_wire(
         )
     size = spec.mesh.size()
     hpz_group_size = (
-        comm_policy.hpz_group_size
-        if spec.policy.reshards_after_use and comm_policy.hpz_group_size < size
-        else 1
+        comm_policy.hpz_group_size if spec.policy.reshards_after_use and comm_policy.hpz_group_size < size else 1
     )
     collectives = Collectives("wire", ledger, hpz_group_size=hpz_group_size)
     quantized = comm_policy.quantized_weights or comm_policy.quantized_frozen_weights
@@ -417,9 +405,7 @@ def _make_gradient_all_to_all(
     group: FSDPGroupHandle,
     reducer: Any,
 ) -> QuantizedAllToAllReduce:
-    error_feedback = (
-        None if comm_policy.error_feedback is None else ErrorFeedback(*comm_policy.error_feedback)
-    )
+    error_feedback = None if comm_policy.error_feedback is None else ErrorFeedback(*comm_policy.error_feedback)
     return QuantizedAllToAllReduce(
         process_group, topology, _gradient_format_fn(group), error_feedback, lambda: reducer.divisor
     )
@@ -478,9 +464,7 @@ def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:
     if spec.all_replicas_agree(fits):
         return
     counts = [len(list(ranks)) for _, ranks in itertools.groupby(topology.host_ids)]
-    valid_sizes = [
-        number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)
-    ]
+    valid_sizes = [number for number in range(2, min(counts) + 1) if all(count % number == 0 for count in counts)]
     raise ValueError(
         f"zero_optimization.zero_hpz_partition_size = {size}: groups of {size} consecutive ranks must lie on "
         f"one host, and the hosts have {counts} ranks: use "

@@ -99,12 +99,7 @@ class _ShardedExpert(_ReplicatedExpert):
         *outer_placements, replica_placement = parameter.placements
         sharded_dims = {placement.dim for placement in outer_placements if isinstance(placement, Shard)}
         dims = [d for d in range(rows.ndim) if d not in sharded_dims and rows.size(d) >= num_replicas]
-        if (
-            num_replicas == 1
-            or not parameter.requires_grad
-            or not replica_placement.is_replicate()
-            or not dims
-        ):
+        if num_replicas == 1 or not parameter.requires_grad or not replica_placement.is_replicate() or not dims:
             return _ReplicatedExpert.from_parameter(parameter)
         dim = max(dims, key=lambda d: (rows.size(d) % num_replicas == 0, rows.size(d)))
         chunks = rows.split(-(-rows.size(dim) // num_replicas), dim)
@@ -136,9 +131,7 @@ class _ShardedExpert(_ReplicatedExpert):
 
     def set_rows(self, shards: Tensor) -> None:
         """Put together what :meth:`get_flat_shard` gave on each copy, (copies, elements)."""
-        gathered = (
-            shards.unflatten(1, self.padded_shape()).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        )
+        gathered = shards.unflatten(1, self.padded_shape()).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         self.rows.detach().copy_(gathered.narrow(self.dim, 0, self.rows.size(self.dim)))
         self.version = self.local_shard._version
 
@@ -147,9 +140,7 @@ class _ShardedExpert(_ReplicatedExpert):
         length = self.padded_shape()[self.dim]
         grad, self.rows.grad = self.rows.grad, None
         grad = torch.zeros_like(self.rows) if grad is None else grad
-        shards = _pad_to(grad, self.dim, self.num_replicas * length).unflatten(
-            self.dim, (self.num_replicas, length)
-        )
+        shards = _pad_to(grad, self.dim, self.num_replicas * length).unflatten(self.dim, (self.num_replicas, length))
         return shards.movedim(self.dim, 0).reshape(self.num_replicas, -1)
 
     def accumulate_mean(self, flat: Tensor) -> None:
@@ -226,9 +217,7 @@ class ZeroExpertParams:
             by_mesh.setdefault(expert.mesh, []).append(expert)
         for mesh, experts in by_mesh.items():
             with_grad = _select_with_grad(mesh, experts)
-            self._all_reduce_grads(
-                mesh, [one for one in with_grad if not isinstance(one, _ShardedExpert)], divisor
-            )
+            self._all_reduce_grads(mesh, [one for one in with_grad if not isinstance(one, _ShardedExpert)], divisor)
             sharded = [one for one in with_grad if isinstance(one, _ShardedExpert)]
             for bucket in _iter_buckets(sharded):
                 self._reduce_scatter_grads(bucket, divisor)

@@ -17,9 +17,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
     """Load full tensors (or shards of the live layout) into a sharded module."""
     live_state = module.state_dict()
-    sharded_state = {
-        name: distribute_if_sharded(value, live_state.get(name)) for name, value in state_dict.items()
-    }
+    sharded_state = {name: distribute_if_sharded(value, live_state.get(name)) for name, value in state_dict.items()}
     return module.load_state_dict(sharded_state, strict=strict)
 
 
@@ -41,9 +39,7 @@ def distribute_like(value: Tensor, reference: DTensor, src_rank: int | None = 0)
         return distribute_tensor(value, mesh, reference.placements, src_data_rank=src_rank)
     # distribute_tensor makes a plain Shard of every subclass
     local_value = value if src_rank is None else value.clone()  # the check writes into it
-    replicated = DTensor.from_local(
-        local_value, mesh, [Replicate()] * mesh.ndim, run_check=src_rank is not None
-    )
+    replicated = DTensor.from_local(local_value, mesh, [Replicate()] * mesh.ndim, run_check=src_rank is not None)
     return replicated.redistribute(placements=reference.placements)
 
 

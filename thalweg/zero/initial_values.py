@@ -95,9 +95,7 @@ def _make_broadcast(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor]
         full = full.detach().to(device)
         if mesh.size() > 1:
             full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(
-                full.view(-1).view(torch.uint8), src=src_rank, group=group
-            )  # gloo knows few dtypes
+            dist.broadcast(full.view(-1).view(torch.uint8), src=src_rank, group=group)  # gloo knows few dtypes
         return full
 
     return broadcast_from_rank0

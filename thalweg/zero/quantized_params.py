@@ -39,9 +39,7 @@ def unwrap_quantized_params(model: nn.Module) -> list[str]:
             if parameter is not None:
                 _copy_quant_state(module, parameter, f"{path}.{key}".lstrip("."))
             if parameter is not None and _is_tensor_wrapper(parameter):
-                locations_by_id.setdefault(id(parameter), []).append(
-                    (f"{path}.{key}".lstrip("."), module, key)
-                )
+                locations_by_id.setdefault(id(parameter), []).append((f"{path}.{key}".lstrip("."), module, key))
     names = []
     for locations in locations_by_id.values():
         (name, module, key), *others = locations
@@ -60,9 +58,7 @@ def unwrap_quantized_params(model: nn.Module) -> list[str]:
                 "here; keep this one in 16 bits"
             )
         leaves, build = _flatten_wrapper(parameter)
-        parametrize.register_parametrization(
-            module, key, _SubclassParametrization(leaves, build), unsafe=True
-        )
+        parametrize.register_parametrization(module, key, _SubclassParametrization(leaves, build), unsafe=True)
         names.append(name)
     return names
 

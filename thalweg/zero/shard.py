@@ -177,9 +177,7 @@ class ShardedModel:
         outputs, inputs = BufferPool(), BufferPool()
         for reducer in self._reducers:
             reducer.lender, reducer.inputs = outputs, inputs
-        self._backward_trackers = [
-            BackwardTracker(group, before_reduce, after_reduce) for group in self.groups
-        ]
+        self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
     @property
@@ -287,13 +285,9 @@ class ShardedModel:
             storages = [nvme_storage.storages[store.spec.name] for store in self._storages_by_group[name]]
             if all(store.unsharded is None for store in storages):
                 packed_shards = [store.packed_shard for store in storages]
-                group.all_gather_from(
-                    packed_shards, partial(pager.acquire, name), partial(pager.release, name)
-                )
+                group.all_gather_from(packed_shards, partial(pager.acquire, name), partial(pager.release, name))
             else:
-                prefetch, acquire, release = (
-                    partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release)
-                )
+                prefetch, acquire, release = (partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release))
                 group.use_pager(prefetch, acquire, release)
 
     @property
@@ -337,9 +331,7 @@ def shard_model(
     if not named_params:
         raise ValueError("the model has no parameters: there is nothing to train")
     mics_mesh = (
-        build_mics_mesh(mesh, options.comm_policy.mics_group_size)
-        if options.policy.shards_optimizer_states
-        else None
+        build_mics_mesh(mesh, options.comm_policy.mics_group_size) if options.policy.shards_optimizer_states else None
     )
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
     replicate = not options.policy.shards_optimizer_states or 1 in (
@@ -349,11 +341,7 @@ def shard_model(
     param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
-    units = (
-        blocks
-        if options.offload_policy.uses_nvme or tp_layout is not None
-        else with_large_leaves(model, blocks)
-    )
+    units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
     collectives = build_collectives(
         CollectivesSpec(
             shard_mesh,
@@ -401,15 +389,11 @@ def shard_model(
     load_initial_values(model, locations, storages, mesh, options.precision, device)
     # A home costs nothing to keep: only gathered copies and paged homes are worth freeing between uses.
     reshards = options.policy.reshards_after_use and collectives.storage_kind == "wire"
-    reshard_after_forward = (
-        collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
-    )
+    reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
     paged_units = set(nvme_storage.pager.units) if nvme_storage is not None else set()
     fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
     reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
-    expert_params = ZeroExpertParams(
-        model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states
-    )
+    expert_params = ZeroExpertParams(model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states)
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
     if options.offload_policy.uses_nvme:  # units are read while a gather would begin early
         collectives.async_reduction = None
@@ -475,13 +459,9 @@ def _apply_fully_shard(
             pin_memory=offload_policy.pin_memory and not offload_policy.uses_nvme
         )
     for name in options.fp32_modules:
-        fully_shard(
-            model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs
-        )
+        fully_shard(model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
     for name, module in units.items():
-        fully_shard(
-            module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs
-        )
+        fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
     fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
 
 

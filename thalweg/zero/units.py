@@ -100,15 +100,10 @@ def is_expert_list(name: str, module: nn.Module) -> bool:
     """Whether a list (or dict) of alike modules is called experts: a rank uses some of them only, so that
     none of them can be a unit."""
     list_name = name.rpartition(".")[2].lower()
-    if (
-        "expert" not in list_name
-        or "shared" in list_name
-        or not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    ):
+    if "expert" not in list_name or "shared" in list_name or not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     shapes = {
-        (type(child), *((key, p.shape, p.dtype) for key, p in child.named_parameters()))
-        for child in module.children()
+        (type(child), *((key, p.shape, p.dtype) for key, p in child.named_parameters())) for child in module.children()
     }
     return len(module) > 1 and len(shapes) == 1 and num_parameters(module) > 0
 

@@ -38,8 +38,7 @@ class TensorChunk:
         """The common box, or None where it would be empty."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stop = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
         )
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
         return TensorChunk(start, size) if all(n > 0 for n in size) else None
@@ -121,9 +120,7 @@ def _local_intervals(name: str, tensor: DTensor) -> list[list[Interval]]:
         dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
         spans = getattr(placement, "spans", None)  # a cut that names its indices
         if spans is not None:
-            selected = [
-                _intersect_intervals(per_dim[dim], start, stop) for start, stop in spans[coordinate[axis]]
-            ]
+            selected = [_intersect_intervals(per_dim[dim], start, stop) for start, stop in spans[coordinate[axis]]]
             per_dim[dim] = [span for cut in selected for span in cut]
             continue
         stride = int(getattr(placement, "split_factor", 1))

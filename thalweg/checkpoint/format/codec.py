@@ -36,9 +36,7 @@ TAG_KEY = "__thalweg__"
 MAX_DEPTH = 200
 _INLINE_BYTES = 1024  # longer byte strings are stored as tensors, not as text
 
-_SAFE_NUMPY_DTYPE = re.compile(
-    r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?"
-)  # plain bytes: no objects, no records
+_SAFE_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?")  # plain bytes: no objects, no records
 
 TensorLoader = Callable[[str], torch.Tensor]
 
@@ -156,9 +154,7 @@ class _TreeEncoder:
             return _make_tagged("tuple", [self.encode(item, (*path, str(i))) for i, item in enumerate(value)])
         if kind in (set, frozenset):
             items = [self.encode(item, (*path, repr(item))) for item in value]
-            return _make_tagged(
-                kind.__name__, sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
-            )
+            return _make_tagged(kind.__name__, sorted(items, key=lambda item: json.dumps(item, sort_keys=True)))
         if kind in (dict, collections.defaultdict):
             return self._encode_dict(value, path)
         if kind in _ENCODERS_BY_TYPE:

@@ -32,9 +32,7 @@ class DirectWriter:
     def __init__(self, io: FileSystem, path: Path, size: int) -> None:
         self._io, self._size = io, size
         self._use_direct_io = size >= SMALL_FILE_BYTES
-        self._buffers = [
-            memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(2 if self._use_direct_io else 1)
-        ]
+        self._buffers = [memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(2 if self._use_direct_io else 1)]
         self._num_buffered = 0  # bytes waiting in the first buffer
         self._num_written = 0  # bytes handed to the file
         self._executor = ThreadPoolExecutor(1) if self._use_direct_io else None
@@ -55,9 +53,7 @@ class DirectWriter:
     def finish(self) -> None:
         """Write what is left and make the file durable."""
         assert self._handle is not None and self._num_written + self._num_buffered == self._size
-        padded = (
-            -(-self._num_buffered // ALIGNMENT) * ALIGNMENT if self._use_direct_io else self._num_buffered
-        )
+        padded = -(-self._num_buffered // ALIGNMENT) * ALIGNMENT if self._use_direct_io else self._num_buffered
         self._buffers[0][self._num_buffered : padded] = bytes(padded - self._num_buffered)
         if padded:
             self._write_buffer(padded)

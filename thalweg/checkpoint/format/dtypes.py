@@ -28,9 +28,7 @@ _SAFETENSORS_DTYPES: dict[str, str | None] = {
     "complex128": None,
 }
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _SAFETENSORS_DTYPES if hasattr(torch, name)
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SAFETENSORS_DTYPES if hasattr(torch, name)}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -117,8 +117,7 @@ def _iter_body(manifest: Manifest) -> Iterator[bytes]:
         yield f'"{section}":{{'.encode()
         records = getattr(manifest, section)
         yield b",".join(
-            b"\n" + dump_json(name) + b":" + dump_json(record.model_dump())
-            for name, record in records.items()
+            b"\n" + dump_json(name) + b":" + dump_json(record.model_dump()) for name, record in records.items()
         )
         yield b"},\n"
     yield b'"aliases":' + dump_json(manifest.aliases) + b",\n"

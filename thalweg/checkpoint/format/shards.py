@@ -90,9 +90,7 @@ class ShardWriter:
         size = len(header) + sum(slot.nbytes for slot in entries)
         self._record = FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header))
         self._writer = DirectWriter(io, path, size)
-        self._pending_header: bytes | None = (
-            header  # written with the first slot, so that __init__ cannot half fail
-        )
+        self._pending_header: bytes | None = header  # written with the first slot, so that __init__ cannot half fail
 
     def write(self, key: str, value: torch.Tensor) -> None:
         """Write the values of the next slot, which must be ``key``."""
@@ -170,9 +168,7 @@ class ShardReader:
         self._check_digest(name, chunk, digest.hexdigest())
         return flat.view(DTYPES[dtype]).view(chunk.size)
 
-    def _read_and_hash(
-        self, name: str, handle: int, view: memoryview, offset: int, digest: hashlib._Hash
-    ) -> None:
+    def _read_and_hash(self, name: str, handle: int, view: memoryview, offset: int, digest: hashlib._Hash) -> None:
         try:
             done = self.io.pread_into(handle, view, offset)
         except OSError as error:
@@ -199,13 +195,9 @@ class ShardReader:
             or entry[:2] != safetensors_dtype_and_shape(dtype, chunk.size)
             or not 0 <= entry[2] <= entry[3] <= data_bytes
         ):
-            raise CorruptCheckpointError(
-                f"{self.path}: its header does not hold tensor {name} as the manifest says"
-            )
+            raise CorruptCheckpointError(f"{self.path}: its header does not hold tensor {name} as the manifest says")
         if entry[3] - entry[2] != nbytes:
-            raise CorruptCheckpointError(
-                f"{self.path}: its header gives tensor {name} another number of bytes"
-            )
+            raise CorruptCheckpointError(f"{self.path}: its header gives tensor {name} another number of bytes")
         return self.record.header_bytes + entry[2], nbytes
 
     @contextmanager
@@ -213,9 +205,7 @@ class ShardReader:
         try:
             actual = self.io.size(self.path)
             if actual != self.record.size:
-                raise CorruptCheckpointError(
-                    f"{self.path} has {actual} bytes; {self.record.size} were committed"
-                )
+                raise CorruptCheckpointError(f"{self.path} has {actual} bytes; {self.record.size} were committed")
             handle = self.io.open_read(self.path)
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{self.path} is missing") from None
@@ -244,6 +234,4 @@ def _parse_header(path: Path, header: bytes) -> Iterator[tuple[str, _HeaderEntry
                 start, stop = entry["data_offsets"]
                 yield key, (entry["dtype"], [int(n) for n in entry["shape"]], int(start), int(stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{path}: its header is not that of a safetensors file: {error}"
-        ) from error
+        raise CorruptCheckpointError(f"{path}: its header is not that of a safetensors file: {error}") from error

@@ -44,21 +44,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=default.steps, help="optimiser steps (%(default)s)")
     parser.add_argument("--stage", type=int, default=default.stage, help="ZeRO stage, 0 to 3 (%(default)s)")
     parser.add_argument("--nproc", type=int, default=default.nproc, help="processes (%(default)s)")
-    parser.add_argument(
-        "--out", default=default.out, metavar="DIR", help="folder for all files (%(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=default.seed, help="of weights, data and sample (%(default)s)"
-    )
+    parser.add_argument("--out", default=default.out, metavar="DIR", help="folder for all files (%(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights, data and sample (%(default)s)")
     parser.add_argument(
         "--precision",
         choices=("auto", "bf16", "fp32"),
         default="auto",
         help="of the arithmetic; auto: bf16 where this processor is fast at it, else fp32",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output, no more"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, no more")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,8 +116,7 @@ def _make_output_folder(name: str) -> Path:
             pass
     except OSError as error:
         raise ValueError(
-            f"--out {name} cannot be written to ({error.strerror or error}): "
-            "choose a folder that you can write to"
+            f"--out {name} cannot be written to ({error.strerror or error}): choose a folder that you can write to"
         ) from None
     return out
 
@@ -131,9 +124,7 @@ def _make_output_folder(name: str) -> Path:
 def _warn_if_oversubscribed(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > cores:
-        sys.stderr.write(
-            f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n"
-        )
+        sys.stderr.write(f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n")
 
 
 def _resolve_precision(requested: str) -> str:
@@ -195,9 +186,7 @@ def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
     return outcome.exit_code
 
 
-def _build_summary(
-    settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float
-) -> dict[str, Any]:
+def _build_summary(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
     from thalweg.cli.demo.plot import plot_losses
     from thalweg.observe.file_writers import read_jsonl
 
@@ -236,17 +225,13 @@ def _matches_after_reload(summary: dict[str, Any]) -> bool:
 
 def _print_summary(summary: dict[str, Any], log: Callable[[str], None]) -> None:
     ceiling = math.log(summary["vocabulary"])
-    comparison = (
-        "equal to the last digit, and so are all weights" if _matches_after_reload(summary) else "NOT EQUAL"
-    )
+    comparison = "equal to the last digit, and so are all weights" if _matches_after_reload(summary) else "NOT EQUAL"
     log(
         f"loss: {summary['loss_first']:.3f} at the start (ln of the vocabulary is {ceiling:.3f}), "
         f"{summary['loss_last']:.3f} at the end, {summary['loss_last'] / ceiling:.0%} of ln(vocabulary); "
         f"{summary['tokens_per_s']:,.0f} tokens/s"
     )
-    log(
-        f"held-out loss: {summary['loss_saved']!r} when saved, {summary['loss_reloaded']!r} reloaded: {comparison}"
-    )
+    log(f"held-out loss: {summary['loss_saved']!r} when saved, {summary['loss_reloaded']!r} reloaded: {comparison}")
     log(f"picture: {summary['picture']}")
     log(f"sample:\n{'-' * 72}\n{summary['sample'].rstrip()}\n{'-' * 72}")
     log(f"{summary['seconds']:.0f} s in all, {summary['seconds_training']:.0f} of them training")

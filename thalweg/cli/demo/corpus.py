@@ -57,9 +57,7 @@ def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> Co
         total += len(stream)
     corpus = CorpusInfo(key, len(documents), size, total, tokenizer.vocab_size)
     (out / "corpus.json").write_text(json.dumps(asdict(corpus)), encoding="utf-8")
-    log(
-        f"tokenizer: {corpus.vocabulary:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text"
-    )
+    log(f"tokenizer: {corpus.vocabulary:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text")
     return corpus
 
 

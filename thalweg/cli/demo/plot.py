@@ -21,9 +21,7 @@ def plot_losses(path: Path, losses: list[float], *, vocabulary: int, held_out: f
     ceiling = math.log(vocabulary)
     for height, label in ((ceiling, f"ln({vocabulary:,})"), (0.6 * ceiling, "60% of it")):
         axes.axhline(height, color="grey", linewidth=0.8, linestyle="--")
-        axes.annotate(
-            label, (0.995, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey"
-        )
+        axes.annotate(label, (0.995, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey")
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy, nats per token")
     axes.set_title("A GPT learns the Python standard library")

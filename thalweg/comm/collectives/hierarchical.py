@@ -158,9 +158,7 @@ class HierarchicalAllGather:
             "all_gather", self._name, "both", full_bytes=output_tensor.nbytes, world_size=world_size
         ) as call:
             rows = output_tensor.view(world_size, -1)
-            self._gather_across_hosts(
-                input_tensor.contiguous(), [rows[rank] for rank in self._peer_ranks], call
-            )
+            self._gather_across_hosts(input_tensor.contiguous(), [rows[rank] for rank in self._peer_ranks], call)
             self._ring.publish_shared_output(self._name)
             call.add_bytes((self._hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
         return None
@@ -206,9 +204,7 @@ class HierarchicalAllReduce(ReplicatedReducer):
         ) as call:
             numel = output.numel()
             length = -(-numel // (num_local_ranks * hosts.num_hosts)) * hosts.num_hosts
-            slot = ring.acquire_slot(
-                (num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}"
-            )
+            slot = ring.acquire_slot((num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}")
             slot.view(-1)[:numel].copy_(output)
             slot.view(-1)[numel:].zero_()
             slots = ring.exchange_slots(self._name, (num_local_ranks, length), output.dtype)

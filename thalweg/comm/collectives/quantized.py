@@ -64,11 +64,7 @@ class ErrorFeedback:
     def compensate(self, rows: Tensor, loss_scale: float) -> Tensor:
         """``rows`` in fp32 with what is owed; ``unit`` is the loss scale, which errors are kept without."""
         self._num_calls += 1
-        stale = (
-            self._residual is None
-            or self._residual.shape != rows.shape
-            or self._num_calls > self._reset_every
-        )
+        stale = self._residual is None or self._residual.shape != rows.shape or self._num_calls > self._reset_every
         if stale:
             self._residual, self._num_calls = torch.zeros_like(rows, dtype=torch.bfloat16), 1
             return rows.float()
@@ -147,9 +143,9 @@ class QuantizedAllReduceSum:
         rows = torch.zeros(world_size, length, dtype=torch.float32, device=tensor.device)
         rows.view(-1)[: tensor.numel()].copy_(tensor)
         local_sum = torch.empty(length, dtype=torch.float32, device=tensor.device)
-        QuantizedAllToAllReduce(
-            self.group, self.topology, single_segment_format(GRADIENT_QUANTIZER)
-        ).reduce_rows(rows, local_sum, 1.0, call, torch.float32)
+        QuantizedAllToAllReduce(self.group, self.topology, single_segment_format(GRADIENT_QUANTIZER)).reduce_rows(
+            rows, local_sum, 1.0, call, torch.float32
+        )
         gather_format = PayloadFormat(((length, True),), WEIGHT_QUANTIZER, torch.float32)
         payload = torch.empty(gather_format.num_bytes, dtype=torch.uint8, device=tensor.device)
         gather_format.pack(local_sum, payload)
@@ -227,9 +223,7 @@ class TwoLevelReduceScatter(Reducer):
         rows_by_local_rank = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)
         partial_sums = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
         self._inner_all_to_all.reduce_rows(rows_by_local_rank, partial_sums, 1.0, call, rows.dtype)
-        self.all_to_all.reduce_rows(
-            partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype
-        )
+        self.all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
 
 
 class TwoLevelAllGather:
@@ -268,9 +262,9 @@ class TwoLevelAllGather:
                 sent = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=input_tensor.device)
                 payload_format.pack(input_tensor, sent)
             peer_payloads = all_gather_payloads(sent, self._outer_group, len(outer.host_ids))
-            all_payloads = all_gather_payloads(
-                peer_payloads.view(-1), self._inner_group, len(inner.host_ids)
-            ).view(size, -1)
+            all_payloads = all_gather_payloads(peer_payloads.view(-1), self._inner_group, len(inner.host_ids)).view(
+                size, -1
+            )
             call.add_bytes(*outer.ring_bytes(sent.numel()))
             call.add_bytes(*inner.ring_bytes(peer_payloads.numel()))
             rows = output_tensor.view(size, numel)

@@ -45,9 +45,7 @@ class SharedMemoryRing:
     Two rings may share an arena if they use different ``counter_bank`` s (0 and 1) of its counters.
     """
 
-    def __init__(
-        self, arena: SharedMemoryArena, slot_bytes: int, depth: int = 2, counter_bank: int = 0
-    ) -> None:
+    def __init__(self, arena: SharedMemoryArena, slot_bytes: int, depth: int = 2, counter_bank: int = 0) -> None:
         self.arena, self.slot_bytes, self.depth = arena, slot_bytes, depth
         self._deposited_column, self._consumed_column, self._tag_column = (
             COUNTERS_PER_BANK * counter_bank + c for c in (DEPOSITED, CONSUMED, TAG)
@@ -178,9 +176,7 @@ class SharedMemoryAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         nbytes, world_size = output_tensor.nbytes, self._ring.arena.world_size
-        with self._ledger.timed(
-            "all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size
-        ) as call:
+        with self._ledger.timed("all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size) as call:
             self._ring.publish_shared_output(self._name)
             call.add_bytes((world_size - 1) * input_tensor.nbytes)
         return None

@@ -83,9 +83,7 @@ class AllReduceSum:
 class WireAllGather:
     """``all_gather_into_tensor`` with the ledger."""
 
-    def __init__(
-        self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None
-    ) -> None:
+    def __init__(self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None) -> None:
         self._name, self._ledger, self._topology = name, ledger or CommsLog(), topology
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -119,9 +119,7 @@ AnyDict = Annotated[dict[str, Any], Field(strict=True)]
 class Section(BaseModel):
     """A block of options; every field is an option of that name in the JSON."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="wrap")
     @classmethod

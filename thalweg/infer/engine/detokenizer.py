@@ -101,10 +101,7 @@ class IncrementalDetokenizer:
             prefix = self._decode(self._tokens[self._prefix_offset : split])
             if not decoded.startswith(prefix):  # ``cut`` is within a character
                 continue
-            num_sent = (
-                len(self._decode(self._tokens[self._prefix_offset : self._read_offset]))
-                + self._num_sent_chars
-            )
+            num_sent = len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
             self._prefix_offset, self._read_offset, self._num_sent_chars = (
                 split - 1,
                 split,

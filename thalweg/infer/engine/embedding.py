@@ -66,15 +66,11 @@ def load_pooling(folder: str | Path | None, options: EngineConfig) -> Pooling:
         for module in json.loads(modules.read_text(encoding="utf-8")):
             kind, path = str(module["type"]).rsplit(".", 1)[-1], Path(folder or "") / module["path"]
             if kind == "Pooling":
-                pooling = Pooling(
-                    _pooling_mode(json.loads((path / "config.json").read_text(encoding="utf-8")))
-                )
+                pooling = Pooling(_pooling_mode(json.loads((path / "config.json").read_text(encoding="utf-8"))))
             elif kind == "Normalize":
                 pooling = Pooling(pooling.mode, True)
             elif kind != "Transformer":
-                raise ValueError(
-                    f"{folder}: its vectors go through a module of type {kind}, which is unknown here"
-                )
+                raise ValueError(f"{folder}: its vectors go through a module of type {kind}, which is unknown here")
     mode = pooling.mode if options.pooling == "auto" else options.pooling
     return Pooling(mode, pooling.normalize if options.normalize is None else options.normalize)
 
@@ -150,9 +146,7 @@ def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
 class EmbeddingEngine:
     """An :class:`~thalweg.infer.types.EngineCore` that embeds and generates nothing."""
 
-    def __init__(
-        self, runner: EncoderRunner, metadata: ModelMetadata, tokenizer: Any, pooling: Pooling
-    ) -> None:
+    def __init__(self, runner: EncoderRunner, metadata: ModelMetadata, tokenizer: Any, pooling: Pooling) -> None:
         self.runner, self.metadata, self.tokenizer, self.pooling = runner, metadata, tokenizer, pooling
         self._counters: Counter[str] = Counter()
 
@@ -186,9 +180,7 @@ class EmbeddingEngine:
         if not 0 <= min(prompt) <= max(prompt) < self.metadata.vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
         if len(prompt) > self.metadata.max_length:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; this model takes {self.metadata.max_length}"
-            )
+            raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {self.metadata.max_length}")
 
     def add(self, request: Request) -> None:
         """Refuse: an encoder generates nothing."""

@@ -135,9 +135,7 @@ class LLMEngine:
             raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
         token_ids = [*params.logit_bias, *params.stop_token_ids]
         if not all(0 <= t < self.metadata.vocab_size for t in token_ids):
-            raise ValueError(
-                f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}"
-            )
+            raise ValueError(f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}")
         self._check_length(request)
         if self.decoder_start_ids and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: this model listens to its prompt and does not score it")
@@ -154,21 +152,15 @@ class LLMEngine:
         if self.decoder_start_ids and length > max_length:
             raise ValueError(f"the prompt has {length} tokens; this model takes {max_length}")
         if not self.decoder_start_ids and length >= max_length:
-            raise ValueError(
-                f"the prompt has {length} tokens; prompt and output together may have {max_length}"
-            )
+            raise ValueError(f"the prompt has {length} tokens; prompt and output together may have {max_length}")
         capacity = self._kv_token_capacity(request)
         if capacity <= (len(self.decoder_start_ids) or length):
             total = self._block_pool.num_blocks * self._block_pool.block_size
-            raise ValueError(
-                f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more"
-            )
+            raise ValueError(f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more")
 
     def _kv_token_capacity(self, request: Request) -> int:
         """Return how many tokens the KV cache holds of a request that runs alone, sources not counted."""
-        num_encoder_blocks = (
-            -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
-        )
+        num_encoder_blocks = -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
         return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
 
     def abort(self, request_id: str) -> None:
@@ -261,13 +253,9 @@ class LLMEngine:
             error=sampled.error,
         )
 
-    def _check_stop(
-        self, sequence: Sequence, token: int
-    ) -> tuple[FinishReason | None, int | str | None, str]:
+    def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
-        is_stop_token = (
-            token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
-        )
+        is_stop_token = token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
         text, stop = "", None
         if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
             text, stop = sequence.detokenizer.append(
@@ -334,9 +322,7 @@ class LLMEngine:
             total: Any = 0
             for start in range(0, len(tokens), self._max_num_batched_tokens):
                 chunk = tokens[start : start + self._max_num_batched_tokens]
-                states = self.runner.hidden_states(
-                    ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [])
-                )
+                states = self.runner.hidden_states(ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], []))
                 total = total + states.sum(0)
             return total / len(tokens)
         finally:

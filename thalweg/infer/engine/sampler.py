@@ -21,9 +21,7 @@ from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.types import SamplingParams, TokenLogprob
 
 _NUM_CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
-_MIN_TEMPERATURE = (
-    1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
-)
+_MIN_TEMPERATURE = 1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ def sample_token(row: Tensor, token: int, max_logit: float, sequence: Sequence) 
         _update_state(sequence, token)
     except GrammarError as error:
         return SampledToken(0, error=str(error))
-    return SampledToken(
-        token, None if params.logprobs is None else token_logprob(row, token, params.logprobs)
-    )
+    return SampledToken(token, None if params.logprobs is None else token_logprob(row, token, params.logprobs))
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -91,9 +87,7 @@ def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
     if sequence.num_generated_tokens < p.min_tokens and sequence.stop_ids:
         without_stops = row.clone()
         without_stops[list(sequence.stop_ids)] = -math.inf
-        row = (
-            without_stops if without_stops.max() > -math.inf else row
-        )  # a structure may allow nothing but the end
+        row = without_stops if without_stops.max() > -math.inf else row  # a structure may allow nothing but the end
     return row
 
 
@@ -123,9 +117,7 @@ def _draw(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:
     if p.top_k or p.top_p < 1 or p.min_p:
         row, token_ids = _filter_top(row, p)
     cumulative = row.softmax(dim=0).double().cumsum(dim=0)
-    position = torch.searchsorted(
-        cumulative, seeded_uniform(sequence, num_ahead) * cumulative[-1:], right=True
-    )
+    position = torch.searchsorted(cumulative, seeded_uniform(sequence, num_ahead) * cumulative[-1:], right=True)
     index = min(int(position), row.shape[0] - 1)
     return index if token_ids is None else int(token_ids[index])
 
@@ -137,11 +129,7 @@ def _filter_top(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
     values, token_ids = row.topk(num_candidates)
     log_total = values.logsumexp(0) if p.top_k else row.logsumexp(0)
     probs = (values - log_total).exp()
-    if (
-        not p.top_k
-        and num_candidates < vocab_size
-        and (probs.sum() < p.top_p or probs[-1] >= p.min_p * probs[0] > 0)
-    ):
+    if not p.top_k and num_candidates < vocab_size and (probs.sum() < p.top_p or probs[-1] >= p.min_p * probs[0] > 0):
         values, token_ids = row.sort(descending=True)
         probs = (values - log_total).exp()
     mask = torch.ones_like(probs, dtype=torch.bool)

@@ -117,9 +117,7 @@ class Scheduler:
         while len(sequence.blocks) < num_blocks_needed:
             if not self.block_pool.num_free:
                 scheduled_ids = {id(s) for s, _ in scheduled}
-                victim = max(
-                    (s for s in self.running if id(s) not in scheduled_ids), key=lambda s: s.sort_key
-                )
+                victim = max((s for s in self.running if id(s) not in scheduled_ids), key=lambda s: s.sort_key)
                 self._preempt(victim)
                 if victim is sequence:
                     return False
@@ -150,9 +148,7 @@ class Scheduler:
             self._runner.block_tables[sequence.slot, len(sequence.blocks)] = block
             sequence.blocks.append(block)
 
-    def _admit(
-        self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]
-    ) -> int:
+    def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
 
         Sources have a budget of their own, which one that comes first may exceed.
@@ -170,13 +166,9 @@ class Scheduler:
             if num_new_encoder_blocks and encoder_sequences and len(sequence.encoder_prompt) > encoder_budget:
                 return budget
             num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
-            num_blocks_needed = (
-                num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
-            )
+            num_blocks_needed = num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
             # One block for each that will still grow, lest it be put back a moment later.
-            num_growing = sum(
-                len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running
-            )
+            num_growing = sum(len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running)
             if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
                 return budget
             assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
@@ -200,9 +192,7 @@ class Scheduler:
                 encoder_budget -= len(sequence.encoder_prompt)
             sequence.num_computed_tokens = len(prefix_blocks) * self.block_pool.block_size
             if not sequence.admitted:
-                num_cached_tokens = (
-                    len(sequence.encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
-                )
+                num_cached_tokens = len(sequence.encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
                 sequence.admitted, sequence.num_cached_tokens = (
                     True,
                     min(num_cached_tokens, sequence.num_prompt_tokens),
@@ -217,9 +207,7 @@ class Scheduler:
         """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
         if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
             return [], 0
-        return self.block_pool.find_prefix(
-            sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True
-        )
+        return self.block_pool.find_prefix(sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True)
 
     def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
         """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
@@ -250,9 +238,7 @@ class Scheduler:
     def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
         """Return for how many of ``count`` guesses there are blocks, and assign these."""
         while count:
-            num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(
-                sequence.blocks
-            )
+            num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(sequence.blocks)
             if num_missing <= 0:
                 break
             if num_missing < self.block_pool.num_free:
@@ -269,12 +255,7 @@ class Scheduler:
     def _prefix_is_ready(self, sequence: Sequence) -> bool:
         """Whether it need not wait any more for the first sample of its request to compute the prompt."""
         owner = sequence.prefix_owner
-        return (
-            owner is None
-            or owner.done
-            or not self.block_pool.prefix_caching
-            or owner.num_generated_tokens > 0
-        )
+        return owner is None or owner.done or not self.block_pool.prefix_caching or owner.num_generated_tokens > 0
 
     def _build_output(
         self, scheduled: list[tuple[Sequence, int]], budget: int, encoder_sequences: list[Sequence]

@@ -60,9 +60,7 @@ class GrammarCompiler:
                 eos_token_ids = [token for token in self._eos_token_ids if token is not None]
                 self._llg_tokenizer = from_tokenizer(self._tokenizer, eos_token=eos_token_ids or None)
         source = _grammar_source(structure)
-        matcher = llguidance.LLMatcher(
-            self._llg_tokenizer, source, log_level=0
-        )  # other threads go on meanwhile
+        matcher = llguidance.LLMatcher(self._llg_tokenizer, source, log_level=0)  # other threads go on meanwhile
         if matcher.is_error():
             reason = str(matcher.get_error()).strip().splitlines()[0]
             raise ValueError(f"the structure is not understood: {reason}")
@@ -134,9 +132,7 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._check()
         # A model that cannot say that it ends does so with the first complete text.
-        self.finished = bool(
-            self._matcher.is_stopped() or (self._forbidden_ids and self._matcher.is_accepting())
-        )
+        self.finished = bool(self._matcher.is_stopped() or (self._forbidden_ids and self._matcher.is_accepting()))
 
     def _check(self) -> None:
         if self._matcher.is_error():

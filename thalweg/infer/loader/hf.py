@@ -81,18 +81,12 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
     auto_class: Any = {
         "causal": transformers.AutoModelForCausalLM,
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
-        "encoder": transformers.AutoModelForTextEncoding
-        if config.model_type in _T5_LIKE
-        else transformers.AutoModel,
+        "encoder": transformers.AutoModelForTextEncoding if config.model_type in _T5_LIKE else transformers.AutoModel,
     }[kind]
     if is_supported(config) and Path(model).is_dir():
-        compute_dtype = (
-            dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
-        )
+        compute_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
         return (
-            load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code)
-            .to(options.device)
-            .eval()
+            load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code).to(options.device).eval()
         )
     try:
         loaded, loading_info = auto_class.from_pretrained(
@@ -101,14 +95,10 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
         )  # fmt: skip
     except (ImportError, RuntimeError, *_LOAD_ERRORS) as error:
         if get_quant_method(config) is not None:
-            raise ValueError(
-                f"{model}: its weights are quantised by {get_quant_method(config)}: {error}"
-            ) from error
+            raise ValueError(f"{model}: its weights are quantised by {get_quant_method(config)}: {error}") from error
         if isinstance(error, ImportError):
             raise
-        raise ValueError(
-            f"{model}: {_find_corrupt_file(Path(model)) or f'{type(error).__name__} {error}'}"
-        ) from error
+        raise ValueError(f"{model}: {_find_corrupt_file(Path(model)) or f'{type(error).__name__} {error}'}") from error
     check_all_loaded(model, loading_info)
     return loaded.to(options.device).eval()
 

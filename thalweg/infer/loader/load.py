@@ -83,13 +83,10 @@ def load_engine(
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
-    if workers is not None and (
-        get_model_kind(model) != "causal" or options.adapters or draft_model or options.draft
-    ):
+    if workers is not None and (get_model_kind(model) != "causal" or options.adapters or draft_model or options.draft):
         workers.close()
         raise ValueError(
-            "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and"
-            " draft; use 1"
+            "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and draft; use 1"
         )
     if get_model_kind(model) == "encoder":
         return load_encoder(model, options, tokenizer, name=name, folder=folder, forced_runner=runner)
@@ -100,14 +97,8 @@ def load_engine(
 
 
 def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
-    if (
-        tokenizer is not None
-        and draft_tokenizer is not None
-        and tokenizer.get_vocab() != draft_tokenizer.get_vocab()
-    ):
-        raise ValueError(
-            f"draft: {draft_name} has another vocabulary than the model: take one of the same family"
-        )
+    if tokenizer is not None and draft_tokenizer is not None and tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+        raise ValueError(f"draft: {draft_name} has another vocabulary than the model: take one of the same family")
 
 
 def _load_generator(
@@ -127,9 +118,7 @@ def _load_generator(
     if kind == "seq2seq" and options.stream:
         raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
     draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
-    runner, max_length = _choose_runner(
-        model, options, weight_format, forced_runner, weights_id, draft_spec, workers
-    )
+    runner, max_length = _choose_runner(model, options, weight_format, forced_runner, weights_id, draft_spec, workers)
     vocab_size = config.get_text_config().vocab_size
     proposer = (
         None
@@ -201,12 +190,8 @@ def _make_proposer(
     if isinstance(target_runner, TransformersRunner):
         raise ValueError("draft: a model that runs through its own code cannot take back wrong guesses")
     if draft_spec.max_length < max_length:
-        raise ValueError(
-            f"draft: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_length"
-        )
-    _max_length(
-        draft_spec, replace(options, max_length=max_length)
-    )  # refuses what the draft rotates otherwise
+        raise ValueError(f"draft: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_length")
+    _max_length(draft_spec, replace(options, max_length=max_length))  # refuses what the draft rotates otherwise
     runner, _ = _make_runner(
         draft_spec, options, weight_format, None, max_length=max_length, num_blocks=target_runner.num_blocks
     )
@@ -258,14 +243,10 @@ def _choose_runner(
         try:
             decoder = build_decoder_spec(model)
             if options.stream:
-                return _make_offloaded_runner(
-                    model, decoder, options, weight_format, forced_runner, weights_id
-                )
+                return _make_offloaded_runner(model, decoder, options, weight_format, forced_runner, weights_id)
             _verify_spec(model, decoder)
             lora = LoraManager(options.adapters, model, decoder) if options.adapters else None
-            return _make_runner(
-                decoder, options, weight_format, forced_runner, draft_spec=draft_spec, lora=lora
-            )
+            return _make_runner(decoder, options, weight_format, forced_runner, draft_spec=draft_spec, lora=lora)
         except UnsupportedModelError as reason:
             if forced_runner is not None:
                 raise
@@ -358,17 +339,14 @@ def _make_parallel_runner(
     ]
     unsupported_reason = kernel_gap(decoder, parallel_config, weight_format, kv_cache_dtype)
     on_cpu = torch.device(options.device).type == "cpu"
-    use_cpu_kernels = (
-        forced_runner != "eager" and on_cpu and weight_format != "fp16" and not unsupported_reason
-    )
+    use_cpu_kernels = forced_runner != "eager" and on_cpu and weight_format != "fp16" and not unsupported_reason
     if not use_cpu_kernels:
         if forced_runner == "native":
             raise UnsupportedModelError(unsupported_reason or "the native kernels are not for this")
         log.info("running on torch's operators: %s", unsupported_reason or "as asked")
     # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
     num_blocks = min(
-        _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.size)
-        for x in stage_specs
+        _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.size) for x in stage_specs
     )
     runner_config = RunnerConfig(
         use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length, options.max_step_tokens, parallel_config.tensor_parallel,
@@ -385,9 +363,7 @@ def _max_length(decoder: DecoderSpec, options: EngineConfig) -> int:
     rope_limits = [x.attention.rope.max_valid_length for x in decoder.layers if x.attention.rope is not None]
     rope_limit = min((x for x in rope_limits if x), default=max_length)
     if max_length > rope_limit:
-        raise UnsupportedModelError(
-            f"positions that change with lengths above {rope_limit}, which max_length may set"
-        )
+        raise UnsupportedModelError(f"positions that change with lengths above {rope_limit}, which max_length may set")
     return max_length
 
 
@@ -490,9 +466,7 @@ def _num_kv_blocks(
 def _verify_spec(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None:
     """Raise Unsupported unless the description gives the model's own logits."""
     parameter = next(model.parameters())
-    tokens = torch.randint(
-        decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    tokens = torch.randint(decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor([tokens], device=parameter.device)
     extra_inputs = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
     with eval_mode(model):

@@ -122,9 +122,7 @@ def build_mlp(module: Any, c: Any) -> MLPSpec | MoESpec:
     if hasattr(module, "experts"):
         return _build_moe(module, c)
     act = activation_name(getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None))
-    return MLPSpec(
-        build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True
-    )
+    return MLPSpec(build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True)
 
 
 def _build_moe(module: Any, c: Any) -> MoESpec:

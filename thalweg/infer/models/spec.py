@@ -68,9 +68,7 @@ class LinearSpec:
         def copy(first: int, last: int, out: Tensor) -> None:
             self.copy_rows(start + first, start + last, out)
 
-        return LinearSpec(
-            lambda: self.weight[start:stop], bias, (stop - start, self.in_features), copy_rows_fn=copy
-        )
+        return LinearSpec(lambda: self.weight[start:stop], bias, (stop - start, self.in_features), copy_rows_fn=copy)
 
 
 @dataclass(frozen=True)
@@ -323,9 +321,7 @@ def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
 
 def deinterleave_qkv(layer: LinearSpec, num_heads: int, head_dim: int) -> LinearSpec:
     """Sort outputs that come as (head, q/k/v, dim) into all queries, all keys, all values."""
-    permutation = (
-        torch.arange(num_heads * 3 * head_dim).view(num_heads, 3, head_dim).transpose(0, 1).reshape(-1)
-    )
+    permutation = torch.arange(num_heads * 3 * head_dim).view(num_heads, 3, head_dim).transpose(0, 1).reshape(-1)
     return permute_outputs(layer, permutation)
 
 
@@ -366,6 +362,4 @@ def build_rope(module: Any, max_length: int, *args: Any, interleaved: bool = Fal
             # A module that has seen a longer sequence goes back to its first numbers with the short one.
             cos, sin = module(x, torch.arange(seq_len, device=device)[None], *args)
     dims = slice(None, None, 2) if interleaved else slice(cos.shape[-1] // 2)
-    return RopeTable(
-        cos[0, :, dims].contiguous(), sin[0, :, dims].contiguous(), interleaved, max_valid_length
-    )
+    return RopeTable(cos[0, :, dims].contiguous(), sin[0, :, dims].contiguous(), interleaved, max_valid_length)

@@ -104,9 +104,7 @@ class ModuleOffloader:
     ) -> None:
         self.device = torch.device(device)
         self.max_bytes = max_bytes or int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
-        self.units = [
-            unit for root in roots for unit in _partition(root, self.max_bytes // _MIN_UNITS_IN_MEMORY)
-        ]
+        self.units = [unit for root in roots for unit in _partition(root, self.max_bytes // _MIN_UNITS_IN_MEMORY)]
         self.resident_bytes = self.peak_resident_bytes = 0
         self._hooks: list[Any] = []
         self._next_unit: dict[OffloadUnit, OffloadUnit] = {}
@@ -265,9 +263,7 @@ def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:
                 visit(child)
 
     visit(root)
-    num_users: dict[int, int] = dict.fromkeys(
-        resident_ids, 2
-    )  # one that somebody else has too stays in memory
+    num_users: dict[int, int] = dict.fromkeys(resident_ids, 2)  # one that somebody else has too stays in memory
     for module in modules:
         for parameter in module.parameters():
             num_users[id(parameter)] = num_users.get(id(parameter), 0) + 1

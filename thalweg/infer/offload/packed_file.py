@@ -64,9 +64,7 @@ class PackedWeightsFile:
         self.folder, self.sizes, self._disk = Path(folder), list(sizes), disk or Disk()
         self.reads = IoThroughput()
         self._threads = IoThreadPool(_NUM_THREADS, "thalweg-weights")
-        self._description = json.dumps(
-            {"format": _FORMAT, "key": weights_id, "sizes": self.sizes}, sort_keys=True
-        )
+        self._description = json.dumps({"format": _FORMAT, "key": weights_id, "sizes": self.sizes}, sort_keys=True)
         digest = hashlib.sha256(self._description.encode()).hexdigest()[:20]
         self.path = None if weights_id is None else self.folder / f"thalweg-weights-{digest}.safetensors"
         self._header_bytes = round_up(2048 + 2 * len(self._description) + 100 * len(self.sizes))
@@ -82,9 +80,7 @@ class PackedWeightsFile:
         self._direct_fd = self._open_direct()
         # An engine that is dropped without being closed must not keep the disk's space.
         handles = [handle for handle in (self._direct_fd, self._fd) if handle is not None]
-        self._finalizer = weakref.finalize(
-            self, _release, self._disk, self._threads, handles, self._temp_path
-        )
+        self._finalizer = weakref.finalize(self, _release, self._disk, self._threads, handles, self._temp_path)
 
     @property
     def name(self) -> str:
@@ -98,10 +94,7 @@ class PackedWeightsFile:
         except OSError:
             return None
         metadata = self._read_metadata(handle)
-        if (
-            metadata.get("about") == self._description
-            and os.fstat(handle).st_size == self._segment_offsets[-1]
-        ):
+        if metadata.get("about") == self._description and os.fstat(handle).st_size == self._segment_offsets[-1]:
             self._checksums = json.loads(metadata["checksums"])
             return handle
         os.close(handle)
@@ -267,9 +260,7 @@ class PackedWeightsFile:
         if segment in self._verified:
             return
         if zlib.crc32(data) != self._checksums[segment]:
-            raise CorruptFileError(
-                f"segment {segment} of {self.name} is damaged: delete it to have it written anew"
-            )
+            raise CorruptFileError(f"segment {segment} of {self.name} is damaged: delete it to have it written anew")
         self._verified.add(segment)
 
     def close(self) -> None:

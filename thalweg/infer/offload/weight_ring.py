@@ -122,9 +122,7 @@ def plan_ring(sizes: Sequence[int], max_bytes: int) -> RingPlan:
     return min(fitting, key=lambda c: (c.read_bytes + (c.num_slots == 2) * c.slot_bytes, -c.num_slots))
 
 
-def split_into_segments(
-    decoder: DecoderSpec, weight_format: str
-) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+def split_into_segments(decoder: DecoderSpec, weight_format: str) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
     """Cut the weights: for each linear layer its ranges (start, stop, segment), and the segments' bytes.
 
     A segment is as much of consecutive weights as the largest layer has, or a part of the whole; the head
@@ -132,9 +130,7 @@ def split_into_segments(
     """
     layers = [[(x, weight_format) for x in layer_linears(layer)] for layer in decoder.layers]
     layers.append([(decoder.lm_head, lm_head_format(weight_format))])
-    layer_bytes = [
-        [packed_bytes(x.out_features, x.in_features, kind) for x, kind in layer] for layer in layers
-    ]
+    layer_bytes = [[packed_bytes(x.out_features, x.in_features, kind) for x, kind in layer] for layer in layers]
     total = sum(map(sum, layer_bytes))
     limit = min(max(map(sum, layer_bytes[:-1])), max(total // _MIN_SEGMENTS, _MIN_SEGMENT_BYTES))
     ranges: list[list[tuple[int, int, int]]] = []
@@ -344,14 +340,10 @@ def optimal_batch_size(
     return max(1, min(int(balance + 0.999), kv_memory // sequence_bytes))
 
 
-def throughput_batch_size(
-    decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int
-) -> int:
+def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int) -> int:
     """Return the batch for the most tokens a second on this machine: see :func:`optimal_batch_size`."""
     machine = local_cluster()
-    all_linears = [
-        x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)
-    ]
+    all_linears = [x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)]
     all_linears.append(decoder.lm_head)
     per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
     speed = machine.peak_flops(torch.float32 if weight_format == "fp32" else torch.bfloat16)

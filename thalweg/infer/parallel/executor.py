@@ -189,9 +189,7 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     runner.workers.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def start_driver(
-    decoder: DecoderSpec, config: RunnerConfig, workers: WorkerGroup, device: str
-) -> DriverRunner:
+def start_driver(decoder: DecoderSpec, config: RunnerConfig, workers: WorkerGroup, device: str) -> DriverRunner:
     """Return rank 0's runner of a decoder; every peer is in :func:`follow`."""
     shape = ShmShape(
         config.max_num_batched_tokens, decoder.hidden_size, decoder.vocab_size, config.num_slots, -(-config.max_length // _BLOCK_SIZE),
@@ -232,9 +230,7 @@ def start_worker(
         assert config.parallel_config.num_ranks == num_ranks, "the plan is for as many ranks as there are"
         stage, rank_in_stage = divmod(rank, config.parallel_config.ranks_per_stage)
         comm = ShmCommunicator(rank_in_stage, config.parallel_config.ranks_per_stage, shape, shm_fd, stage)
-        runner = _build_runner(
-            shard_for_rank(decoder, rank, config.parallel_config), config, comm, device, num_threads
-        )
+        runner = _build_runner(shard_for_rank(decoder, rank, config.parallel_config), config, comm, device, num_threads)
     except Exception as error:
         channel.send({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -244,9 +240,7 @@ def start_worker(
     return WorkerLoop(runner, comm, channel)
 
 
-def kernel_gap(
-    decoder: DecoderSpec, parallel_config: ParallelConfig, weight_format: str, kv_cache_dtype: str
-) -> str:
+def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_format: str, kv_cache_dtype: str) -> str:
     """Return why the native kernels cannot run the parts, or an empty text."""
     from thalweg.infer.runners.cpu_runner import check_supported
 

@@ -57,9 +57,7 @@ def shard_for_rank(decoder: DecoderSpec, rank: int, parallel_config: ParallelCon
     num_experts = min((len(m.up) for m in moe_specs), default=1)
     if parallel_config.expert_parallel > num_experts:
         has = num_experts if moe_specs else "no"
-        raise ValueError(
-            f"expert_parallel is {parallel_config.expert_parallel}; this model has {has} experts"
-        )
+        raise ValueError(f"expert_parallel is {parallel_config.expert_parallel}; this model has {has} experts")
     stage_spec = pipeline_stage(decoder, stage_index, parallel_config.pipeline_parallel)
     return shard_stage(
         stage_spec,
@@ -75,9 +73,7 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
     num_layers = len(decoder.layers)
     if num_stages > num_layers:
         raise ValueError(f"pipeline_parallel is {num_stages}; this model has {num_layers} layers")
-    layers = decoder.layers[
-        num_layers * stage_index // num_stages : num_layers * (stage_index + 1) // num_stages
-    ]
+    layers = decoder.layers[num_layers * stage_index // num_stages : num_layers * (stage_index + 1) // num_stages]
     spec = replace(decoder, layers=layers)
     if stage_index > 0:
         spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, positions=None)
@@ -100,9 +96,7 @@ def shard_stage(
     """
     tensor_parallel = tensor_parallel or num_ranks
     num_heads = min(x.attention.num_heads for x in decoder.layers)
-    if tensor_parallel > num_heads or any(
-        not _divides_heads(x.attention, tensor_parallel) for x in decoder.layers
-    ):
+    if tensor_parallel > num_heads or any(not _divides_heads(x.attention, tensor_parallel) for x in decoder.layers):
         valid_degrees = [
             n for n in range(1, num_heads + 1) if all(_divides_heads(x.attention, n) for x in decoder.layers)
         ]
@@ -142,9 +136,7 @@ def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: i
     if rank % ranks_per_head_shard == 0:
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
     out = _slice_columns(a.out, 0, 0, rank)
-    return replace(
-        a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative=None
-    )
+    return replace(a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative=None)
 
 
 def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSpec:
@@ -189,8 +181,7 @@ def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> M
         return m
     ranks_per_expert_shard = num_ranks // expert_parallel
     begin, end = (
-        len(m.up) * n // expert_parallel
-        for n in (rank // ranks_per_expert_shard, rank // ranks_per_expert_shard + 1)
+        len(m.up) * n // expert_parallel for n in (rank // ranks_per_expert_shard, rank // ranks_per_expert_shard + 1)
     )
     inner = m.down.shape[2]
     low, high = _intermediate_range(inner, rank % ranks_per_expert_shard, ranks_per_expert_shard)
@@ -203,9 +194,7 @@ def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> M
 def _intermediate_range(intermediate_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return a part of the inner units: whole groups of the quantised formats, where there are enough."""
     unit = next(
-        u
-        for u in (32, 16, 1)
-        if (intermediate_size % u == 0 and intermediate_size // u >= num_ranks) or u == 1
+        u for u in (32, 16, 1) if (intermediate_size % u == 0 and intermediate_size // u >= num_ranks) or u == 1
     )
     units = intermediate_size // unit
     if units < num_ranks:

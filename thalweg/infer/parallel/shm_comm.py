@@ -68,9 +68,7 @@ class ShmCommunicator:
         partial_bytes = _align_to_page(4 * shape.max_tokens * width)
         reduce_bytes = 2 * world_size * partial_bytes if world_size > 1 else 0
         activation_bytes = partial_bytes if shape.num_stages > 1 else 0
-        num_counters = 1 + shape.num_stages * (
-            1 + world_size
-        )  # a word for the end; each stage's steps and counters
+        num_counters = 1 + shape.num_stages * (1 + world_size)  # a word for the end; each stage's steps and counters
         sizes = [
             _align_to_page(num_counters * _COUNTER_STRIDE),
             _align_to_page(4 * shape.num_slots * shape.blocks_per_slot),
@@ -82,9 +80,7 @@ class ShmCommunicator:
         if os.fstat(fd).st_size < starts[-1]:
             os.ftruncate(fd, starts[-1])
         self._memory = mmap.mmap(fd, starts[-1])
-        counters = np.frombuffer(self._memory, np.int64, num_counters * _COUNTER_STRIDE // 8)[
-            :: _COUNTER_STRIDE // 8
-        ]
+        counters = np.frombuffer(self._memory, np.int64, num_counters * _COUNTER_STRIDE // 8)[:: _COUNTER_STRIDE // 8]
         self._aborted_flag, self._steps_done = counters[:1], counters[1 : 1 + shape.num_stages]
         first_counter = 1 + shape.num_stages + stage * world_size
         self._counters = counters[first_counter : first_counter + world_size]

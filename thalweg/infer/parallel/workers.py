@@ -140,12 +140,8 @@ class WorkerGroup:
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(2.0)
-            exit_status = (
-                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            )
-            return (
-                f"{name} (process {process.pid}) {exit_status}; its output says more. Load the engine again"
-            )
+            exit_status = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"{name} (process {process.pid}) {exit_status}; its output says more. Load the engine again"
         return f"{name} (process {process.pid}) has closed its line. Load the engine again"
 
     def failure_message(self) -> str:
@@ -183,9 +179,7 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> WorkerGroup:
             f"{num_ranks} ranks are to run one model on {options.device}: start a process for each GPU"
             f" (thalweg run --nproc {num_ranks}), each of which calls init_inference"
         )
-    num_threads = max(
-        1, torch.get_num_threads() * options.pipeline_parallel // num_ranks
-    )  # stages take turns
+    num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel // num_ranks)  # stages take turns
     worker_options = replace(options, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1)
     channels: list[WorkerChannel] = []
     processes: list[subprocess.Popen[bytes]] = []
@@ -232,9 +226,7 @@ def is_launched(num_ranks: int) -> bool:
     if num_ranks < 2 or world_size < 2 or ("RANK" not in os.environ and not dist.is_initialized()):
         return False
     if world_size % num_ranks:
-        raise ValueError(
-            f"{num_ranks} ranks are to run one model; that must divide the number of ranks, {world_size}"
-        )
+        raise ValueError(f"{num_ranks} ranks are to run one model; that must divide the number of ranks, {world_size}")
     return True
 
 

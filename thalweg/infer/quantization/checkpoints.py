@@ -33,12 +33,7 @@ def get_quant_method(config: Any) -> str | None:
     quant_config = _get_quant_config(config)
     if quant_config is None:
         return None
-    return (
-        str(quant_config.get("quant_method", "something unnamed"))
-        .rpartition(".")[2]
-        .lower()
-        .replace("_", "-")
-    )
+    return str(quant_config.get("quant_method", "something unnamed")).rpartition(".")[2].lower().replace("_", "-")
 
 
 def is_supported(config: Any) -> bool:
@@ -59,9 +54,7 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     Raises ValueError where the files are not what the config says.
     """
     quant_config, method = _get_quant_config(config), get_quant_method(config)
-    assert quant_config is not None and method is not None, (
-        "only for a model whose config tells of a quantisation"
-    )
+    assert quant_config is not None and method is not None, "only for a model whose config tells of a quantisation"
     dequantize, files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder}: its weights are quantised by {method}, and there is no safetensors file")
@@ -97,8 +90,7 @@ def check_all_loaded(model: str | Path, loading_info: Any) -> None:
     ``about``: what its loader says.  An encoder's pooler may be missing: nobody asks for its result.
     """
     mismatched = sorted(
-        f"{name} {tuple(actual)} not {tuple(expected)}"
-        for name, actual, expected in loading_info["mismatched_keys"]
+        f"{name} {tuple(actual)} not {tuple(expected)}" for name, actual, expected in loading_info["mismatched_keys"]
     )
     missing = sorted(name for name in loading_info["missing_keys"] if "pooler" not in name.split("."))
     for names, problem in ((mismatched, "other shapes than its config asks for"), (missing, "nothing")):
@@ -167,9 +159,7 @@ def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tens
         quant_config.get("version", "gemm"),
     )
     if bits != 4 or str(version).lower() != "gemm":
-        raise ValueError(
-            f"AWQ weights of {bits} bits in version {version} are not known here; 4 bits, gemm are"
-        )
+        raise ValueError(f"AWQ weights of {bits} bits in version {version} are not known here; 4 bits, gemm are")
     values, zeros = (
         _unpack_int32(tensors[name], bits).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         for name in ("qweight", "qzeros")
@@ -206,17 +196,11 @@ def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str
 
 def _infer_bits(quant_config: Mapping[str, Any], out_features: int, in_features: int, words: Tensor) -> int:
     """Return how many bits a packed weight has: of those that somebody names, what fits its shape."""
-    named = {
-        int(g["weights"]["num_bits"])
-        for g in quant_config.get("config_groups", {}).values()
-        if g.get("weights")
-    }
+    named = {int(g["weights"]["num_bits"]) for g in quant_config.get("config_groups", {}).values() if g.get("weights")}
     for bits in sorted(named or {4, 8}):
         if words.shape[-1] == -(-in_features * bits // 32):
             return bits
-    raise ValueError(
-        f"{tuple(words.shape)} words do not hold {out_features} x {in_features} numbers of {named} bits"
-    )
+    raise ValueError(f"{tuple(words.shape)} words do not hold {out_features} x {in_features} numbers of {named} bits")
 
 
 def _expand_scale(scale: Tensor, weight: Tensor) -> Tensor:

@@ -41,10 +41,7 @@ class BatchInvariantRunner:
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the last hidden states, fp32 (tokens, width)."""
         return torch.cat(
-            [
-                self.inner.hidden_states(ModelInput([t], [s], [0])).clone()
-                for t, s in self._single_tokens(batch)
-            ]
+            [self.inner.hidden_states(ModelInput([t], [s], [0])).clone() for t, s in self._single_tokens(batch)]
         )
 
     def _single_tokens(self, batch: ModelInput) -> list[tuple[int, QuerySpan]]:

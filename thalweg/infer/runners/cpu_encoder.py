@@ -56,9 +56,7 @@ class CpuEncoder:
         )
         self._owns_weights = weights is None
         self._weights = weights or InMemoryWeights(encoder, weight_format)
-        self._scratch_block_tables = np.zeros(
-            (max_num_seqs, -(-max_length // cpu_kernels.BLOCK_SIZE)), dtype=np.int32
-        )
+        self._scratch_block_tables = np.zeros((max_num_seqs, -(-max_length // cpu_kernels.BLOCK_SIZE)), dtype=np.int32)
         self._block_tables = block_tables
         program = _EncoderProgram(
             self._weights, encoder, weight_format, kv_cache_dtype=kv_cache_dtype, max_tokens=max_num_batched_tokens, max_length=max_length,
@@ -69,16 +67,13 @@ class CpuEncoder:
         self._tokens, self._positions, _, _ = program.inputs
         self._lora_ids, self._row_lora_ids = lora_ids, program.row_lora_ids.numpy()
         self._np_inputs = [
-            t.numpy()
-            for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
+            t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
         ]
         (self._programs,) = program.build(program.segments)
         self._encoder = encoder
         dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
         self._embed = encoder.embed.to(dtype)
-        self._position_embeddings = (
-            None if encoder.position_embeddings is None else encoder.position_embeddings.float()
-        )
+        self._position_embeddings = None if encoder.position_embeddings is None else encoder.position_embeddings.float()
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:

@@ -99,9 +99,7 @@ class ProgramBuilder:
         key = (width, OPERAND_KINDS[weight_format], label)
         if key not in self._operands:
             y = self.keep_alive(cpu_kernels.allocate_rows(self.max_tokens, width))
-            self._operands[key] = cpu_kernels.ActivationBuffer(
-                self.max_tokens, width, OPERAND_KINDS[weight_format], y
-            )
+            self._operands[key] = cpu_kernels.ActivationBuffer(self.max_tokens, width, OPERAND_KINDS[weight_format], y)
             self.refs.append(self._operands[key])
         return self._operands[key]
 
@@ -109,9 +107,7 @@ class ProgramBuilder:
         """Return the fp32 buffer of that name, its columns padded to whole panels."""
         key = (columns, label)
         if key not in self._buffers:
-            self._buffers[key] = self.keep_alive(
-                torch.zeros(self.max_tokens, cpu_kernels.round_up(columns, 32))
-            )
+            self._buffers[key] = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(columns, 32)))
         return self._buffers[key]
 
     def norm_and_quantize(
@@ -156,9 +152,7 @@ class ProgramBuilder:
             self.weight_bytes += packed.nbytes
             outputs = packed.stop - packed.start
             bias = None if layer.bias is None else layer.bias[packed.start : packed.stop]
-            panels = (
-                cpu_kernels.round_up(outputs, 32) // cpu_kernels.WEIGHT_FORMATS[weight_format].panel_columns
-            )
+            panels = cpu_kernels.round_up(outputs, 32) // cpu_kernels.WEIGHT_FORMATS[weight_format].panel_columns
             columns = out[:, packed.start :]
             self.emit_call(
                 self.kernels.gemm(weight_format),
@@ -217,9 +211,7 @@ class ProgramBuilder:
                 self._linear_all_reduce(self.comm, rows, layer, partial)
             if post_norm is not None:
                 self.norm_into(post_norm, partial[:, :width], partial)
-            self.emit_call(
-                self.kernels.add(), self.x, partial, self.count_address, width, partial.stride(0) * 4
-            )
+            self.emit_call(self.kernels.add(), self.x, partial, self.count_address, width, partial.stride(0) * 4)
         if residual_norm is not None:
             self.norm_into(residual_norm, self.x, self.x)
 
@@ -236,9 +228,7 @@ class ProgramBuilder:
             cpu_kernels.round_up(layer.out_features, 16),
         )  # fmt: skip
 
-    def emit_layer(
-        self, layer: LayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
-    ) -> None:
+    def emit_layer(self, layer: LayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False) -> None:
         """Lay a layer down whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
 
         ``last``: from its attention on, go on with the rows that are wanted.
@@ -254,16 +244,12 @@ class ProgramBuilder:
         up = self.buffer("up", m.up.out_features)
         rows = self.norm_and_quantize(None, attended, weight_format, "attended")
         if layer.parallel_residual:
-            self.linear(
-                self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format
-            )
+            self.linear(self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format)
         self.linear_residual(rows, a.out, layer.post_attn_norm, layer.attn_residual_norm)
         if layer.cross_attention is not None:
             self.cross_attention(layer.cross_attention, a, keys, values, stripe)
         if not layer.parallel_residual:
-            self.linear(
-                self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format
-            )
+            self.linear(self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format)
         rows = self.operand_buffer(m.down.in_features, weight_format, "inner")
         self.emit_call(
             self.kernels.activate(m.activation, m.gated, rows.kind),
@@ -343,9 +329,7 @@ class ProgramBuilder:
         if a.relative_bias is None:
             return self.padded_vector(a.alibi_slopes, a.num_heads)
         if id(a.relative_bias) not in self._relative_biases:
-            self._relative_biases[id(a.relative_bias)] = self.keep_alive(
-                a.relative_bias.build_table(self.max_length)
-            )
+            self._relative_biases[id(a.relative_bias)] = self.keep_alive(a.relative_bias.build_table(self.max_length))
         return self._relative_biases[id(a.relative_bias)]
 
     def attention_shape(self, a: AttentionSpec) -> cpu_kernels.AttentionShape:
@@ -368,17 +352,14 @@ class ProgramBuilder:
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         """
         sizes = [
-            a.num_kv_heads * cpu_kernels.BLOCKS_PER_STRIPE * self.attention_shape(a).head_bytes
-            for a in attention_specs
+            a.num_kv_heads * cpu_kernels.BLOCKS_PER_STRIPE * self.attention_shape(a).head_bytes for a in attention_specs
         ]
         stripe = 2 * sum(sizes)
         total = -(-num_blocks // cpu_kernels.BLOCKS_PER_STRIPE) * stripe
         memory, at, regions = EvictableMemory(total), 0, []
         self.refs.append(memory)
         for nbytes in sizes:
-            keys, values = (
-                memory.tensor(start, (total - start,), torch.uint8) for start in (at, at + nbytes)
-            )
+            keys, values = (memory.tensor(start, (total - start,), torch.uint8) for start in (at, at + nbytes))
             regions.append((keys, values, stripe))
             at += 2 * nbytes
         return memory, regions
@@ -397,8 +378,7 @@ class ProgramBuilder:
         library = self.kernels.compile()
         refs = [*self.refs, self.inputs, self.counts, self.x, self.embedded, self.scratch, library]
         return [
-            [cpu_kernels.build_program(calls, library, refs, self.num_threads) for calls in part]
-            for part in programs
+            [cpu_kernels.build_program(calls, library, refs, self.num_threads) for calls in part] for part in programs
         ]
 
 

@@ -38,9 +38,7 @@ from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter
 
 
-def check_supported(
-    decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32"
-) -> None:
+def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32") -> None:
     """Raise Unsupported unless this processor and this model suit the kernels."""
     for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
         if why := cpu_kernels.unsupported_reason(name):
@@ -112,9 +110,7 @@ class CpuRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
-        self._position_embeddings = (
-            None if decoder.position_embeddings is None else decoder.position_embeddings.float()
-        )
+        self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
         program = _DecoderProgram(
             self, decoder, weight_format, max_num_batched_tokens, max_length, kv_cache_dtype, lora
         )
@@ -280,9 +276,7 @@ class _DecoderProgram(ProgramBuilder):
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
         if runner.comm is None:
-            self.logits = self.keep_alive(
-                torch.empty(max_num_batched_tokens, cpu_kernels.round_up(d.vocab_size, 32))
-            )
+            self.logits = self.keep_alive(torch.empty(max_num_batched_tokens, cpu_kernels.round_up(d.vocab_size, 32)))
         else:
             self.logits = runner.comm.logits
         if not has_head:
@@ -342,9 +336,7 @@ class _DecoderProgram(ProgramBuilder):
         if self.lora is not None:
             self.row_lora_ids = self._gather_input(self.row_lora_ids)
         if self._has_encoder:
-            self._encoder_table_offsets, self._encoder_last_positions = map(
-                self._gather_input, self.encoder_inputs
-            )
+            self._encoder_table_offsets, self._encoder_last_positions = map(self._gather_input, self.encoder_inputs)
         return queries
 
     def _gather_input(self, values: Tensor) -> Tensor:

@@ -31,9 +31,7 @@ class KVCacheTensor:
         self._dtype, self._kv_cache_dtype = dtype, kv_cache_dtype
         storage_dtype = _STORAGE_DTYPES.get(kv_cache_dtype, dtype)
         self._rows = torch.zeros(num_positions, num_heads, head_dim, dtype=storage_dtype, device=device)
-        self._scales = torch.zeros(
-            num_positions if kv_cache_dtype == "int8" else 0, num_heads, 1, device=device
-        )
+        self._scales = torch.zeros(num_positions if kv_cache_dtype == "int8" else 0, num_heads, 1, device=device)
 
     def write(self, indices: Tensor, rows: Tensor) -> None:
         """Keep rows (T, heads, dim) at places (T,)."""

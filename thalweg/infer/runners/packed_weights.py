@@ -85,9 +85,7 @@ def all_linears(
     if spec.encoder is not None:
         linears += all_linears(spec.encoder, weight_format)
         linears += [
-            (layer.cross_attention.kv, weight_format)
-            for layer in spec.layers
-            if layer.cross_attention is not None
+            (layer.cross_attention.kv, weight_format) for layer in spec.layers if layer.cross_attention is not None
         ]
     return linears
 
@@ -104,19 +102,14 @@ def align_up(nbytes: int) -> int:
 
 def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int:
     """Return the bytes that a packed layer takes, its parts on lines of their own."""
-    return sum(
-        align_up(size)
-        for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values()
-    )
+    return sum(align_up(size) for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values())
 
 
 class InMemoryWeights:
     """All weights in one piece of memory, on huge pages where the system has them."""
 
     def __init__(self, spec: DecoderSpec | EncoderSpec, weight_format: str) -> None:
-        total = sum(
-            packed_bytes(x.out_features, x.in_features, kind) for x, kind in all_linears(spec, weight_format)
-        )
+        total = sum(packed_bytes(x.out_features, x.in_features, kind) for x, kind in all_linears(spec, weight_format))
         self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._offset = 0
@@ -124,9 +117,7 @@ class InMemoryWeights:
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Pack into the memory, in one range."""
         starts = {}
-        for name, size in cpu_kernels.packed_nbytes(
-            layer.out_features, layer.in_features, weight_format
-        ).items():
+        for name, size in cpu_kernels.packed_nbytes(layer.out_features, layer.in_features, weight_format).items():
             starts[name] = self._offset
             self._offset += align_up(size)
         cursors = dict(starts)

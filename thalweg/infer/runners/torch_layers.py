@@ -97,27 +97,19 @@ class TorchLayers:
             rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
-    def _attend(
-        self, a: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, causal: bool = True
-    ) -> Tensor:
+    def _attend(self, a: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, causal: bool = True) -> Tensor:
         """Attend q (T, heads, dim) at positions start.. to k, v (S, kv heads, dim); ``causal``: up to each
         one's own."""
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         count, length = q.shape[1], k.shape[1]
         query_pos = torch.arange(start, start + count, device=self.device)[:, None]
         key_pos = torch.arange(length, device=self.device)[None]
-        mask = (
-            key_pos <= query_pos
-            if causal
-            else torch.ones(count, length, dtype=torch.bool, device=self.device)
-        )
+        mask = key_pos <= query_pos if causal else torch.ones(count, length, dtype=torch.bool, device=self.device)
         if a.sliding_window:
             mask &= key_pos > query_pos - a.sliding_window
         bias = self._position_bias(a, query_pos, key_pos)
         if not a.softcap and bias is None:
-            needs_no_mask = not causal or (
-                count == 1 and (not a.sliding_window or length <= a.sliding_window)
-            )
+            needs_no_mask = not causal or (count == 1 and (not a.sliding_window or length <= a.sliding_window))
             enable_gqa = a.num_heads != a.num_kv_heads
             y = F.scaled_dot_product_attention(
                 q[None],
@@ -230,9 +222,7 @@ class TorchLayers:
                 q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
             if a.rope is not None:
                 q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
-            x = self._add_attention(
-                layer, x, self._linear(a.out, self._attend(a, q, k, v, 0, causal=False).flatten(1))
-            )
+            x = self._add_attention(layer, x, self._linear(a.out, self._attend(a, q, k, v, 0, causal=False).flatten(1)))
             inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, x))
             x = self._norm(
                 layer.mlp_residual_norm,

@@ -126,9 +126,7 @@ class TorchRunner(TorchLayers):
     def _forward(self, batch: ModelInput) -> Tensor:
         d = self.decoder
         tokens = torch.tensor(batch.tokens, device=self.device)
-        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in batch.spans]).to(
-            self.device
-        )
+        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in batch.spans]).to(self.device)
         self.row_lora_ids = torch.tensor(
             [int(self.lora_ids[s.slot]) for s in batch.spans for _ in range(s.num_tokens)], device=self.device
         )
@@ -139,8 +137,7 @@ class TorchRunner(TorchLayers):
         else:
             x = self.comm.activations(len(tokens)).to(self.device, self.dtype)
         cache_indices = [
-            self._cache_indices(self.block_tables, span.slot, span.start + span.num_tokens)
-            for span in batch.spans
+            self._cache_indices(self.block_tables, span.slot, span.start + span.num_tokens) for span in batch.spans
         ]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.attn_norm, x)
@@ -178,9 +175,7 @@ class TorchRunner(TorchLayers):
             for index, layer in enumerate(d.layers):
                 if layer.cross_attention is not None:
                     a = layer.attention
-                    kv = self._linear(layer.cross_attention.kv, states).view(
-                        len(states), 2, a.num_kv_heads, a.head_dim
-                    )
+                    kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2, a.num_kv_heads, a.head_dim)
                     self._keys[index].write(cache_indices, kv[:, 0])
                     self._values[index].write(cache_indices, kv[:, 1])
 

@@ -44,9 +44,7 @@ class TransformersRunner:
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
         blocks_per_slot = -(-max_length // self.block_size)
-        self.num_blocks = (
-            num_slots * blocks_per_slot
-        )  # a count for the scheduler: no memory stands behind them
+        self.num_blocks = num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
         self.block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
         self.encoder_block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
         self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
@@ -125,17 +123,13 @@ class TransformersRunner:
         else:
             mask = torch.ones(1, stop, dtype=torch.int64, device=device)
             model_inputs = {"input_ids": tokens, "attention_mask": mask}
-        if (
-            self._takes_position_ids and slot not in self._encoder_outputs
-        ):  # not every model counts what it remembers
+        if self._takes_position_ids and slot not in self._encoder_outputs:  # not every model counts what it remembers
             model_inputs["position_ids"] = torch.arange(state.num_computed, stop, device=device)[None]
         if output_hidden_states:
             model_inputs["output_hidden_states"] = True
         model_inputs |= {"use_cache": True, **state.cache}
         if self._accepted_args is not None:  # a model of somebody's own, which takes less than others do
-            model_inputs = {
-                name: value for name, value in model_inputs.items() if name in self._accepted_args
-            }
+            model_inputs = {name: value for name, value in model_inputs.items() if name in self._accepted_args}
         with eval_mode(self._model):
             out = self._model(**model_inputs)
         if isinstance(out, tuple):  # without names, so without a memory: it sees everything anew each time

@@ -50,18 +50,14 @@ class DraftModelProposer:
         while active:
             for index, row in zip(active, rows, strict=True):
                 sequence = requests[index][0]
-                proposals[index].append(
-                    sample_draft_token(row[: self._vocab_size], sequence, len(proposals[index]))
-                )
+                proposals[index].append(sample_draft_token(row[: self._vocab_size], sequence, len(proposals[index])))
             active = [place for place in active if len(proposals[place]) < requests[place][1]]
             if active:
                 spans = [
                     QuerySpan(requests[p][0].slot, len(requests[p][0].tokens) + len(proposals[p]) - 1, 1)
                     for p in active
                 ]
-                rows = self._runner.run(
-                    ModelInput([proposals[p][-1] for p in active], spans, range(len(active)))
-                )
+                rows = self._runner.run(ModelInput([proposals[p][-1] for p in active], spans, range(len(active))))
         for (sequence, count), proposed in zip(requests, proposals, strict=True):
             assert len(proposed) == count
             sequence.num_draft_computed = len(sequence.tokens) + count - 1
@@ -78,9 +74,7 @@ class DraftModelProposer:
                 chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
                 batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
                 batch.tokens += (
-                    chunk
-                    if max(chunk) < self._draft_vocab_size
-                    else [t * (t < self._draft_vocab_size) for t in chunk]
+                    chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
                 )
                 sequence.num_draft_computed += len(chunk)
                 if sequence.num_draft_computed == len(sequence.tokens):

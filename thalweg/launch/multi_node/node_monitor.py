@@ -69,9 +69,7 @@ class NodeMonitor(threading.Thread):
         self._start_time = 0.0
         self._lost_nodes: set[int] = set()
 
-    def join_job(
-        self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]
-    ) -> list[dict[str, Any]]:
+    def join_job(self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]) -> list[dict[str, Any]]:
         """Lay down this host's ``card`` and wait for everyone's.
 
         Raises:
@@ -86,9 +84,7 @@ class NodeMonitor(threading.Thread):
                 "had come: see what that host says"
             ) from error
 
-    def _join_job(
-        self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]
-    ) -> list[dict[str, Any]]:
+    def _join_job(self, node_info: Mapping[str, Any], on_wait: Callable[[str], object]) -> list[dict[str, Any]]:
         node, store = self._node, self._store
         number = store.add("arrived", 1) - 1
         message = {**node_info, "index": node.node_rank, "num_hosts": node.num_nodes, "number": number}
@@ -150,9 +146,7 @@ class NodeMonitor(threading.Thread):
 
     def run(self) -> None:
         node = self._node
-        last_beats = {
-            index: (0, time.monotonic()) for index in range(node.num_nodes) if index != node.node_rank
-        }
+        last_beats = {index: (0, time.monotonic()) for index in range(node.num_nodes) if index != node.node_rank}
         last_answer = time.monotonic()
         while not self._done.wait(_HEARTBEAT_INTERVAL if not self._failed.is_set() else 0.1):
             try:
@@ -230,9 +224,7 @@ class NodeMonitor(threading.Thread):
         text = self._store.compare_set("verdict", "", json.dumps([result.exit_code, result.report]))
         return JobResult(*json.loads(text))
 
-    def agree_result(
-        self, local_result: JobResult | None, is_peer_loss: bool, timeout: float
-    ) -> JobResult | None:
+    def agree_result(self, local_result: JobResult | None, is_peer_loss: bool, timeout: float) -> JobResult | None:
         """The job's verdict.  ``own`` is None where this host's ranks were only stopped."""
         self._done.set()
         if self.result is not None:

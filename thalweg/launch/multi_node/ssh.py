@@ -80,9 +80,7 @@ class RemoteNode:
         self._marked = False
         pipe = subprocess.PIPE
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
-        self.process = subprocess.Popen(
-            list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
+        self.process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         for read in (self._read_frames, self._read_stderr):
             threading.Thread(target=read, daemon=True).start()
 
@@ -162,9 +160,7 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
                 node.send(_job_message(job, node_rank, host))
             stop_signal, address = _wait_ready(job, nodes, inbox)
             if stop_signal:
-                return JobResult(
-                    128 + stop_signal, f"thalweg run: stopped by {signal.Signals(stop_signal).name}\n"
-                )
+                return JobResult(128 + stop_signal, f"thalweg run: stopped by {signal.Signals(stop_signal).name}\n")
             for node in nodes:
                 node.send({"meet": address})
             result = _wait_finished(job, nodes, inbox)
@@ -188,9 +184,7 @@ def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any
     listen_address = job.master_addr
     if listen_address is None and is_this_host(host.address):
         listen_address = (
-            local_address_for(job.hosts[1 - node_rank].address)
-            if len(job.hosts) > 1 and node_rank == 0
-            else None
+            local_address_for(job.hosts[1 - node_rank].address) if len(job.hosts) > 1 and node_rank == 0 else None
         )
     return {
         "index": node_rank,
@@ -290,8 +284,7 @@ def _queue_signals(inbox: queue.Queue[Any]) -> Iterator[None]:
         return
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     previous_handlers = {
-        number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)})))
-        for number in numbers
+        number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)}))) for number in numbers
     }
     try:
         yield

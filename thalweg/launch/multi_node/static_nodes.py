@@ -43,16 +43,12 @@ def resolve_node(
     index = 0 if node_rank_text is None else _parse_int(rank_name, node_rank_text)
     if num_hosts == 1:
         if index:
-            raise ValueError(
-                f"{rank_name} {index} is given, but not how many hosts there are: add --num-nodes N"
-            )
+            raise ValueError(f"{rank_name} {index} is given, but not how many hosts there are: add --num-nodes N")
         if addr is not None and not is_this_host(addr):
             raise ValueError(f"--master-addr {addr} is another host: add --num-nodes N and --node-rank I")
         return spec, None
     if index >= num_hosts:
-        raise ValueError(
-            f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}"
-        )
+        raise ValueError(f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}")
     if node_rank_text is None:
         raise ValueError(
             f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank "
@@ -63,9 +59,7 @@ def resolve_node(
     addr = addr or host or environ.get("MASTER_ADDR")
     port_text = environ.get("PET_MASTER_PORT") or port_text or environ.get("MASTER_PORT") or str(DEFAULT_PORT)
     if addr is None:
-        raise ValueError(
-            f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host"
-        )
+        raise ValueError(f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host")
     port = spec.master_port or _parse_int("the port to meet at,", port_text)
     return spec, _make_node(addr, port, index, num_hosts)
 
@@ -78,15 +72,9 @@ def _make_node(addr: str, port: int, node_rank: int, num_nodes: int) -> NodeSpec
     return NodeSpec(node_rank, num_nodes, StaticRendezvous(addr, port, node_rank, num_nodes, listener))
 
 
-def _option_or_env(
-    flag: str, value: str | None, name: str, environ: Mapping[str, str]
-) -> tuple[str | None, str]:
+def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """An option or the variable in its place, and which of the two to name in an error."""
-    return (
-        (value, flag)
-        if value is not None
-        else (environ.get(name) or None, f"{name}=" if name in environ else flag)
-    )
+    return (value, flag) if value is not None else (environ.get(name) or None, f"{name}=" if name in environ else flag)
 
 
 def _parse_num_nodes(name: str, text: str | None) -> int:

@@ -142,9 +142,7 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         """``parent``: what this was made of, by which function, and whether of its rows some are left out."""
         shape = (*hidden.shape[:-1], head_call.head.out_features)
-        requires_grad = torch.is_grad_enabled() and (
-            hidden.requires_grad or head_call.head.weight.requires_grad
-        )
+        requires_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_call.head.weight.requires_grad)
         lazy = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
@@ -185,9 +183,7 @@ class LazyLogits(Tensor):
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and first._value is None:
             handler = _handlers().get(func)
-            if handler is not None and not any(
-                contains_lazy_logits(a) for a in (*args[1:], *kwargs.values())
-            ):
+            if handler is not None and not any(contains_lazy_logits(a) for a in (*args[1:], *kwargs.values())):
                 result = handler(first, func, args, kwargs)
                 if result is not NotImplemented:
                     return result

@@ -40,9 +40,7 @@ class _LazyHead(DynamicSubclass):
         autocast_context: Any = nullcontext
         if autocast:
             autocast_context = lambda: torch.autocast(hidden.device.type, dtype=dtype)
-        head_call = HeadCall(
-            self, hidden, autocast_context, self._thalweg_tiling.generation, is_patched(head)
-        )
+        head_call = HeadCall(self, hidden, autocast_context, self._thalweg_tiling.generation, is_patched(head))
         return LazyLogits(head_call, hidden, dtype)
 
     def forward(self, hidden: Tensor, run_head: RunHead | None = None) -> Tensor:
@@ -88,9 +86,7 @@ def _is_plain_linear(head: nn.Module) -> bool:
     return original_class is nn.Linear
 
 
-def make_logits_lazy(
-    model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None
-) -> LossTiling:
+def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None) -> LossTiling:
     """Let ``model`` take its cross-entropy tile by tile; comes before sharding.  Undo: :func:`undo_lazy_logits`.
 
     ``head``: the linear layer that makes the logits, by default :func:`find_lm_head`'s.  Raises ValueError where

@@ -140,9 +140,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def _run_tiles(inputs: _LossInputs, losses: Tensor | None, sums: _GradSums | None) -> None:
     """Fill ``losses`` and add to ``sums``, whichever is there.  Tiles of ignored rows are passed over."""
     options, hidden = inputs.options, inputs.hidden
-    product = get_linear_kernels(
-        hidden[: options.num_rows], inputs.weight, autotuned=options.measured_kernels
-    )
+    product = get_linear_kernels(hidden[: options.num_rows], inputs.weight, autotuned=options.measured_kernels)
     for start in range(0, hidden.shape[0], options.num_rows):
         rows = slice(start, start + options.num_rows)
         valid = inputs.labels[rows] != options.ignore_index
@@ -196,9 +194,7 @@ def _run_tile(
     return grad if options.logit_transform is None else torch.autograd.grad(logits, raw, grad)[0]
 
 
-def _add_gradients(
-    sums: _GradSums, product: LinearKernels, grad: Tensor, inputs: _LossInputs, rows: slice
-) -> None:
+def _add_gradients(sums: _GradSums, product: LinearKernels, grad: Tensor, inputs: _LossInputs, rows: slice) -> None:
     if sums.hidden is not None:
         sums.hidden[rows] = product.grad_x(grad, inputs.weight)
     if sums.weight is not None:
@@ -213,9 +209,7 @@ def _row_weights(
     """What each row's loss is multiplied with: its weight, divided by their sum for a mean."""
     valid = labels != ignore_index
     row_weights = (
-        valid.to(dtype)
-        if token_weights is None
-        else torch.where(valid, token_weights.detach().to(dtype), 0.0)
+        valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
     )
     return row_weights / row_weights.sum() if reduction == "mean" else row_weights
 
@@ -253,9 +247,7 @@ def tiled_cross_entropy(
     ``token_weights`` get no gradient, and there is no second derivative.  Raises ValueError for shapes that
     do not belong together.
     """
-    _check_arguments(
-        hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients
-    )
+    _check_arguments(hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

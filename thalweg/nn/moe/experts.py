@@ -51,9 +51,7 @@ class Experts(nn.Module):
         get_local_weight: Callable[[Tensor, torch.dtype], Tensor] = local_rows,
     ) -> Tensor:
         """``rows`` (M, D) sorted by own expert -> (M, D); ``get_local_weight`` says what stands for a parameter."""
-        weights = {
-            name: get_local_weight(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()
-        }
+        weights = {name: get_local_weight(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}
         self._template[0].train(self.training)
         if self._use_grouped is None and len(rows) and not rows.is_meta:
             self._use_grouped = self._grouped_matches_looped(rows, groups, weights)
@@ -83,9 +81,7 @@ class Experts(nn.Module):
         rows_by_expert = rows.split(groups.counts_list)
         sample_rows = torch.cat([part[:size] for part, size in zip(rows_by_expert, sizes, strict=True)])
         counts = torch.tensor(sizes, device=rows.device)
-        sample_groups = RowGroups(
-            counts, torch.arange(len(sizes), device=rows.device).repeat_interleave(counts)
-        )
+        sample_groups = RowGroups(counts, torch.arange(len(sizes), device=rows.device).repeat_interleave(counts))
         self._template[0].eval()
         try:
             actual = self._forward_grouped(sample_rows, sample_groups, weights)

@@ -66,9 +66,7 @@ class GatePolicy:
         return max(math.ceil(self.k * num_tokens / num_experts * factor), self.min_capacity)
 
 
-def route(
-    logits: Tensor, policy: GatePolicy, training: bool = True, used_token: Tensor | None = None
-) -> Routing:
+def route(logits: Tensor, policy: GatePolicy, training: bool = True, used_token: Tensor | None = None) -> Routing:
     """Choose experts by ``logits`` (N, E); ``used_token`` (N,) is false for tokens to leave out."""
     num_tokens, num_experts = logits.shape
     logits = logits.float()
@@ -88,9 +86,7 @@ def route(
     capacity = policy.capacity(num_tokens, num_experts, training)
     all_in_capacity = capacity is None and used_token is None
     in_capacity = (
-        used
-        if capacity is None
-        else used & _within_capacity(experts, used, capacity, num_experts, policy, training)
+        used if capacity is None else used & _within_capacity(experts, used, capacity, num_experts, policy, training)
     )
     weights = gates.gather(1, experts) * in_capacity
     if policy.k > 1:
@@ -99,9 +95,7 @@ def route(
     dispatched = dispatch_mask[:, 0] if policy.k <= 2 else dispatch_mask.sum(1) / policy.k
     balance_loss = (gates.mean(0) * dispatched.float().mean(0)).sum() * num_experts
     z_loss = logits.logsumexp(-1).square().mean()
-    return Routing(
-        experts, weights, in_capacity, all_in_capacity, dispatch_mask.sum((0, 1)), balance_loss, z_loss
-    )
+    return Routing(experts, weights, in_capacity, all_in_capacity, dispatch_mask.sum((0, 1)), balance_loss, z_loss)
 
 
 def _gumbel_like(logits: Tensor) -> Tensor:
@@ -197,17 +191,13 @@ class MoE(nn.Module):
         """Let the experts of a team of ranks work together; each has its rows of the stack by now."""
         self._dispatcher = dispatcher
 
-    def forward(
-        self, hidden_states: Tensor, used_token: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden_states`` (..., D) -> output (..., D), ``l_aux`` (0-dim), ``exp_counts`` (E,)."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         gate_input = x
         if self.training and self.policy.noisy_gate_policy == "Jitter":
             gate_input = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
-        routing = route(
-            F.linear(gate_input, self.gate.weight).float(), self.policy, self.training, used_token
-        )
+        routing = route(F.linear(gate_input, self.gate.weight).float(), self.policy, self.training, used_token)
         y = self._run_experts(x, routing).view(hidden_states.shape)
         if self.shared is not None:
             y = y + self.shared(hidden_states)

@@ -81,9 +81,7 @@ def _has_cpu_flash(q: Tensor) -> bool:
 
 def _has_cuda_flash(q: Tensor) -> bool:
     available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention")
-    return (
-        available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    )
+    return available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def _to_additive_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -52,11 +52,7 @@ class ActivationBuffer:
 
     def sum_args(self, weight_format: str) -> list[Any]:
         """Return the sums that a product with weights of a form asks for, and their stride."""
-        return (
-            [self.group_sums, self.group_sums.stride(0) * 4]
-            if weight_format == "int4"
-            else [self.row_sums, 4]
-        )
+        return [self.group_sums, self.group_sums.stride(0) * 4] if weight_format == "int4" else [self.row_sums, 4]
 
 
 def allocate_rows(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:

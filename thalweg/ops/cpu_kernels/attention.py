@@ -61,9 +61,7 @@ def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
         token, head = code.div(item, per_token), code.rem(item, per_token)
         row = code.add(a["qkv"], code.mul(token, a["qkv_stride"]), code.mul(head, 4 * shape.head_dim))
         position = code.load(I64, code.add(a["positions"], code.mul(token, 8)))
-        with code.if_then(
-            code.builder.icmp_signed("<", head, code.int_const(shape.num_heads + shape.num_kv_heads))
-        ):
+        with code.if_then(code.builder.icmp_signed("<", head, code.int_const(shape.num_heads + shape.num_kv_heads))):
             is_query = code.builder.icmp_signed("<", head, code.int_const(shape.num_heads))
             if shape.qk_norm:
                 weight = code.builder.select(is_query, a["q_norm"], a["k_norm"])
@@ -91,9 +89,7 @@ def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
     return name
 
 
-def _apply_rope(
-    code: KernelBuilder, shape: AttentionShape, row: Any, position: Any, a: dict[str, Any]
-) -> None:
+def _apply_rope(code: KernelBuilder, shape: AttentionShape, row: Any, position: Any, a: dict[str, Any]) -> None:
     pairs = shape.rotary_dim // 2
     table = code.mul(position, 4 * pairs)
     width = 16 if pairs % 16 == 0 and not shape.rotary_interleaved else 1
@@ -121,21 +117,15 @@ def emit_paged_attention(module: Any, shape: AttentionShape) -> str:
         query = code.add(a["qkv"], code.mul(token, a["qkv_stride"]), code.mul(head, 4 * shape.head_dim))
         position = code.load(I64, code.add(a["positions"], code.mul(token, 8)))
         table = code.add(a["tables"], code.load(I64, code.add(a["table_of"], code.mul(token, 8))))
-        out = code.add(
-            a["out"], code.mul(code.add(code.mul(token, shape.num_heads), head), 4 * shape.head_dim)
-        )
+        out = code.add(a["out"], code.mul(code.add(code.mul(token, shape.num_heads), head), 4 * shape.head_dim))
         last_visible = code.load(I64, code.add(a["lasts"], code.mul(token, 8)))
-        slope = (
-            code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if shape.alibi else code.f32_const(0.0)
-        )
+        slope = code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if shape.alibi else code.f32_const(0.0)
         bias = (
             code.add(a["slopes"], code.mul(head, 4 * (2 * shape.bias_span + BLOCK_SIZE)))
             if shape.bias_span
             else code.int_const(0)
         )
-        kv = code.mul(
-            code.div(head, shape.num_heads // shape.num_kv_heads), BLOCKS_PER_STRIPE * shape.head_bytes
-        )
+        kv = code.mul(code.div(head, shape.num_heads // shape.num_kv_heads), BLOCKS_PER_STRIPE * shape.head_bytes)
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
         call_args = [query, position, last_visible, table, keys, values, a["stripe"], out, scratch, bias]
         code.builder.call(head_fn, [*call_args, slope])

@@ -21,9 +21,7 @@ GEMM_ARGS = (
 
 ``sums``: for int8 the int32 sum of each row, for int4 the fp32 sums of each row's groups of 32.
 """
-_CHUNK_BYTES = (
-    448 * 1024
-)  # bytes of rows that meet all panels before the next ones do: they stay in the cache
+_CHUNK_BYTES = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
 
 
 def emit_gemm(module: Any, weight_format: str) -> str:
@@ -81,9 +79,7 @@ def _emit_tile(module: Any, fmt: WeightFormat, rows: int) -> Any:
     code = KernelBuilder(module, f"tile_{fmt.name}_{rows}", ir.FunctionType(VOID, [I64] * 12))
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
-    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride = (
-        code.function.args
-    )
+    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride = code.function.args
     vectors = fmt.panel_columns // 16
     cells = [(r, c) for r in range(rows) for c in range(vectors)]
     a_rows = [code.add(a, code.mul(a_stride, r)) for r in range(rows)]

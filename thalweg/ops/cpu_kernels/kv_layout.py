@@ -111,9 +111,7 @@ class PlainKV:
             value = code.load(F32, code.add(row, code.mul(d, 4)))
             if shape.kv_dtype == "bf16":
                 value = code.builder.fptrunc(value, BF16)
-            code.store(
-                value, code.add(base, code.mul(d, BLOCK_SIZE * shape.element_bytes)), shape.element_bytes
-            )
+            code.store(value, code.add(base, code.mul(d, BLOCK_SIZE * shape.element_bytes)), shape.element_bytes)
 
     def store_value(self, row: Any, start: Any, slot: Any) -> None:
         """Store a row of fp32 as the value of a slot."""
@@ -156,9 +154,7 @@ class PlainKV:
             p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
             for c, cell in enumerate(acc):
                 v = self._load_fp32(
-                    code.add(
-                        block, code.mul(j, shape.head_dim * shape.element_bytes), 16 * shape.element_bytes * c
-                    )
+                    code.add(block, code.mul(j, shape.head_dim * shape.element_bytes), 16 * shape.element_bytes * c)
                 )
                 cell.value = code.fma(p, v, cell.value)
 
@@ -200,9 +196,7 @@ class Bf16PairKV(PlainKV):
         code, shape = self.code, self.shape
         query_buffer = _alloc_stack(code, shape.head_dim * 2)
         with code.range(0, shape.head_dim, 16) as d:
-            code.store(
-                self._load_bf16(code.add(query, code.mul(d, 4))), code.add(query_buffer, code.mul(d, 2))
-            )
+            code.store(self._load_bf16(code.add(query, code.mul(d, 4))), code.add(query_buffer, code.mul(d, 2)))
 
         def score_block(block: Any) -> Any:
             acc = [code.stack_var(code.f32_const(0.0, 16)) for _ in range(4)]
@@ -293,9 +287,7 @@ class Int8KV(PlainKV):
             quantized = _load_quantized(code, code.add(query, code.mul(d, 4)), inverse)
             total.value = code.builder.add(total.value, quantized)
             code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(query_buffer, d))
-        bias = code.splat(
-            code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-128, I32)), 16
-        )
+        bias = code.splat(code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-128, I32)), 16)
         query_scale = code.splat(code.builder.fdiv(row_max, code.f32_const(127.0)), 16)
 
         def score_block(block: Any) -> Any:
@@ -303,20 +295,14 @@ class Int8KV(PlainKV):
             with code.range(0, shape.head_dim, 16) as d:
                 for lane in range(4):
                     four = code.splat(code.load(I32, code.add(query_buffer, d, 4 * lane)), 16)
-                    key = code.load(
-                        vec(64, I8), code.add(block, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * lane)
-                    )
+                    key = code.load(vec(64, I8), code.add(block, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * lane))
                     acc[lane].value = code.call(
                         "llvm.x86.avx512.vpdpbusd.512",
                         zero.type,
                         [acc[lane].value, key, code.builder.bitcast(four, vec(64, I8))],
                     )
-            scale = code.builder.fmul(
-                code.load(vec(16), code.add(block, BLOCK_SIZE * shape.head_dim)), query_scale
-            )
-            return code.builder.fmul(
-                code.builder.sitofp(_combine_four(code.builder.add, acc), vec(16)), scale
-            )
+            scale = code.builder.fmul(code.load(vec(16), code.add(block, BLOCK_SIZE * shape.head_dim)), query_scale)
+            return code.builder.fmul(code.builder.sitofp(_combine_four(code.builder.add, acc), vec(16)), scale)
 
         return score_block
 
@@ -334,11 +320,7 @@ class Int8KV(PlainKV):
 def make_kv_layout(code: KernelBuilder, shape: AttentionShape) -> PlainKV:
     """Return the layout of a cache, for the code of one function."""
     kind = (
-        Int8KV
-        if shape.kv_dtype == "int8"
-        else Bf16PairKV
-        if shape.kv_dtype == "bf16" and shape.bf16_pairs
-        else PlainKV
+        Int8KV if shape.kv_dtype == "int8" else Bf16PairKV if shape.kv_dtype == "bf16" and shape.bf16_pairs else PlainKV
     )
     return kind(code, shape)
 
@@ -364,10 +346,6 @@ def _abs_max(code: KernelBuilder, row: Any, dim: int) -> Any:
 
 def _load_quantized(code: KernelBuilder, address: Any, inverse: Any) -> Any:
     """Return 16 floats, scaled and rounded to int32."""
-    magic = code.f32_const(
-        12582912.0, 16
-    )  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
+    magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
     value = code.fma(code.load(vec(16), address), inverse, magic)
-    return code.builder.sub(
-        code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16)
-    )
+    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16))

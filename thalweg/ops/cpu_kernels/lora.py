@@ -68,9 +68,7 @@ def emit_lora_expand(module: Any) -> str:
             low = code.add(a["low"], code.mul(row, a["low_stride"]))
             total = code.stack_var(code.f32_const(0.0, 16))
             with code.range(0, rank) as r:
-                weight = code.load(
-                    vec(16), code.add(up, code.mul(r, code.mul(a["columns"], 4)), vector_offset)
-                )
+                weight = code.load(vec(16), code.add(up, code.mul(r, code.mul(a["columns"], 4)), vector_offset))
                 scale = code.splat(code.load(F32, code.add(low, code.mul(r, 4))), 16)
                 total.value = code.fma(weight, scale, total.value)
             code.store(code.builder.fadd(code.load(vec(16), at), total.value), at)

@@ -91,9 +91,7 @@ def iter_packed_blocks(
     """
     n, k = shape
     kp = round_up(k)
-    max_bytes = _BLOCK_BYTES // (
-        8 if weight_format == "int4" else 1
-    )  # of which a 32nd goes to the heap several times
+    max_bytes = _BLOCK_BYTES // (8 if weight_format == "int4" else 1)  # of which a 32nd goes to the heap several times
     step = min(max(max_bytes // (4 * kp) // 32, 1) * 32, round_up(n, 32))
     dtype = torch.bfloat16 if weight_format == "bf16" else torch.float32
     full_buffer, packed_buffer = _MmapBuffer(4 * step * kp), _MmapBuffer(4 * step * kp)

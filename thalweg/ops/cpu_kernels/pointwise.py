@@ -52,9 +52,7 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
     return code.function
 
 
-def _quantize_int8(
-    code: KernelBuilder, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any
-) -> None:
+def _quantize_int8(code: KernelBuilder, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any) -> None:
     lane_max = code.stack_var(code.f32_const(0.0, 16))
     with code.range(0, width, 16) as i:
         value = code.call_intrinsic("fabs", code.load(vec(16), code.add(y, code.mul(i, 4))))
@@ -62,9 +60,7 @@ def _quantize_int8(
     row_max = code.fmax(code.reduce_max(lane_max.value), code.f32_const(1e-30))
     code.store(code.builder.fdiv(row_max, code.f32_const(127.0)), scale)
     inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
-    magic = code.f32_const(
-        12582912.0, 16
-    )  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
+    magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
     zero = code.splat(code.int_const(0, I32), 16)
     row_sum = code.stack_var(zero)
     group = code.stack_var(zero)
@@ -180,9 +176,7 @@ def emit_add(module: Any) -> str:
         of = code.add(addend, code.mul(row, stride))
         with code.range(0, width, 16) as i:
             at = code.mul(i, 4)
-            value = code.builder.fadd(
-                code.load(vec(16), code.add(to, at)), code.load(vec(16), code.add(of, at))
-            )
+            value = code.builder.fadd(code.load(vec(16), code.add(to, at)), code.load(vec(16), code.add(of, at)))
             code.store(value, code.add(to, at))
     code.ret()
     return "add"
@@ -256,9 +250,7 @@ def emit_argmax(module: Any) -> str:
             )
         with code.range(code.mul(code.div(a["width"], 16), 16), a["width"]) as i:
             value = code.load(F32, code.add(x, code.mul(i, 4)))
-            nan.value = code.builder.select(
-                code.builder.fcmp_unordered("uno", value, value), value, nan.value
-            )
+            nan.value = code.builder.select(code.builder.fcmp_unordered("uno", value, value), value, nan.value)
             update_best(value, code.builder.trunc(i, I32))
         code.store(code.builder.fadd(best_value.value, nan.value), code.add(a["value"], code.mul(row, 4)))
         code.store(best_index.value, code.add(a["place"], code.mul(row, 4)))
@@ -309,6 +301,4 @@ def exp(code: KernelBuilder, x: Any) -> Any:
     value = code.fma(code.builder.fmul(r, r), p, code.builder.fadd(r, code.f32_const(1.0, width)))
     # p * 2**n, rounded once where the result has no whole exponent left
     every = ir.Constant(ir.IntType(16), -1)
-    return code.call(
-        "llvm.x86.avx512.mask.scalef.ps.512", value.type, [value, n, value, every, code.int_const(4, I32)]
-    )
+    return code.call("llvm.x86.avx512.mask.scalef.ps.512", value.type, [value, n, value, every, code.int_const(4, I32)])

@@ -101,9 +101,7 @@ class AutotuneCache:
         name = self._resolved.get(product)
         if name is None:
             with self._lock:
-                name = self._limit_jit_shapes(
-                    self._resolve(product[0], kind, dtype, round_up_pow2(rows), k, n)
-                )
+                name = self._limit_jit_shapes(self._resolve(product[0], kind, dtype, round_up_pow2(rows), k, n))
                 self._resolved[product] = name
         return name
 

@@ -110,9 +110,7 @@ def must_use_plain_ops() -> bool:
     return torch.compiler.is_compiling() or is_jit_tracing() or functorch_active() or forward_ad_active()
 
 
-def _choose_kernels(
-    x: Tensor, weight: Tensor, k: int, n: int, out_features_first: bool, grad: bool
-) -> _KernelChoice:
+def _choose_kernels(x: Tensor, weight: Tensor, k: int, n: int, out_features_first: bool, grad: bool) -> _KernelChoice:
     rows = x.numel() // k
     autotune_cache, dtype = get_autotune_cache(), x.dtype
     forward, backward = ("nt", "nn") if out_features_first else ("nn", "nt")
@@ -121,9 +119,7 @@ def _choose_kernels(
         out_features_first,
         autotune_cache.best_kernel(forward, dtype, rows, k, n),
         autotune_cache.best_kernel(backward, dtype, rows, n, k) if grad and x.requires_grad else REFERENCE,
-        autotune_cache.best_kernel("tn", dtype, rows, *weight_dims)
-        if grad and weight.requires_grad
-        else REFERENCE,
+        autotune_cache.best_kernel("tn", dtype, rows, *weight_dims) if grad and weight.requires_grad else REFERENCE,
     )
 
 
@@ -148,11 +144,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x (..., K), weight (N, K), bias (N,) or None; the result (..., N) in the dtype of x.
     """
-    if (
-        torch.compiler.is_compiling()
-        or is_jit_tracing()
-        or not _is_eligible(x, weight, bias, weight.shape[-1])
-    ):
+    if torch.compiler.is_compiling() or is_jit_tracing() or not _is_eligible(x, weight, bias, weight.shape[-1]):
         return F.linear(x, weight, bias)
     y = _run_kernels(x, weight, bias, out_features_first=True)
     return F.linear(x, weight, bias) if y is None else y
@@ -160,11 +152,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``x @ weight + bias``, Hugging Face's Conv1D; x (..., K), weight (K, N), bias (N,)."""
-    if (
-        not torch.compiler.is_compiling()
-        and not is_jit_tracing()
-        and _is_eligible(x, weight, bias, weight.shape[0])
-    ):
+    if not torch.compiler.is_compiling() and not is_jit_tracing() and _is_eligible(x, weight, bias, weight.shape[0]):
         y = _run_kernels(x, weight, bias, out_features_first=False)
         if y is not None:
             return y

@@ -50,9 +50,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> Pack
         return _PACKERS[weight_format](weight, bias)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        log.warning(
-            "weights %s in %s stay with torch's own product: %s", tuple(weight.shape), weight_format, reason
-        )
+        log.warning("weights %s in %s stay with torch's own product: %s", tuple(weight.shape), weight_format, reason)
         return _pack_plain(weight, bias)
 
 

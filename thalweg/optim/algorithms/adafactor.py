@@ -188,17 +188,13 @@ def _factor_shape(param: Tensor, mean_dim: int) -> torch.Size:
 
 def _new_factor(param: Tensor, mean_dim: int) -> Tensor:
     """Return zeros for the factor that has ``param``'s dim ``averaged`` averaged away."""
-    piece = to_local(param).new_zeros(
-        _factor_shape(to_local(param), mean_dim), dtype=default_state_dtype(param)
-    )
+    piece = to_local(param).new_zeros(_factor_shape(to_local(param), mean_dim), dtype=default_state_dtype(param))
     if not isinstance(param, DTensor):
         return piece
     shape = _factor_shape(param, mean_dim)
     stride = torch.empty(shape, device="meta").stride()
     placements = _factor_placements(param, mean_dim)
-    return DTensor.from_local(
-        piece, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(piece, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _match_layout(factor: Tensor, param: Tensor, mean_dim: int) -> Tensor:
@@ -209,8 +205,4 @@ def _match_layout(factor: Tensor, param: Tensor, mean_dim: int) -> Tensor:
         mesh = param.device_mesh
         factor = DTensor.from_local(factor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements = _factor_placements(param, mean_dim)
-    return (
-        factor
-        if list(factor.placements) == placements
-        else factor.redistribute(param.device_mesh, placements)
-    )
+    return factor if list(factor.placements) == placements else factor.redistribute(param.device_mesh, placements)

@@ -89,9 +89,7 @@ def get_matrix_placement(param: Tensor, replicate_group: dist.ProcessGroup | Non
     )
     if len(sharded_axes) > 1 or not is_supported:
         return MatrixPlacement(None, MatrixSharding(param.shape, None, 1), needs_gather=True)
-    group, dim = (
-        sharded_axes[0] if sharded_axes else (None if isinstance(param, DTensor) else replicate_group, None)
-    )
+    group, dim = sharded_axes[0] if sharded_axes else (None if isinstance(param, DTensor) else replicate_group, None)
     world_size = 1 if group is None else dist.get_world_size(group)
     return MatrixPlacement(group, MatrixSharding(param.shape, dim, world_size))
 
@@ -163,13 +161,9 @@ def compute_on_owners(
     my_rank = dist.get_rank(group)
     for exchange_round in plan_rounds([sharding.shape for sharding in shardings], world_size):
         my_indices = [
-            i
-            for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True)
-            if owner == my_rank
+            i for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True) if owner == my_rank
         ]
-        matrices = _gather_to_owners(
-            exchange_round, my_indices, shardings, group, my_rank, get_shard, dtype, device
-        )
+        matrices = _gather_to_owners(exchange_round, my_indices, shardings, group, my_rank, get_shard, dtype, device)
         results = {i: compute(i, matrices.pop(i)) for i in my_indices}
         yield from _scatter_results(exchange_round, results, shardings, group, my_rank, dtype, device)
 

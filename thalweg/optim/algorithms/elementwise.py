@@ -137,8 +137,7 @@ class SGD(Fp32StateMixin, torch.optim.SGD):
 
 
 ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    cls.__name__: cls
-    for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+    cls.__name__: cls for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
 
 _FUSED_DEVICES = {

@@ -48,9 +48,7 @@ class Lamb(Fp32StateMixin, torch.optim.Optimizer):
     ) -> None:
         check_hyperparameters("Lamb", lr, betas, weight_decay)
         if not 0 <= min_coeff <= max_coeff:
-            raise ValueError(
-                f"Lamb: 0 <= min_coeff <= max_coeff must hold, got {min_coeff!r} and {max_coeff!r}"
-            )
+            raise ValueError(f"Lamb: 0 <= min_coeff <= max_coeff must hold, got {min_coeff!r} and {max_coeff!r}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -81,9 +79,7 @@ class Lamb(Fp32StateMixin, torch.optim.Optimizer):
             ratios = self._param_and_update_norms(stepped)
             for group, (params, work, directions) in zip(self.param_groups, stepped, strict=True):
                 if params:
-                    scales = [
-                        -float(group["lr"]) * self._clamped_trust_ratio(group, *ratios[id(p)]) for p in params
-                    ]
+                    scales = [-float(group["lr"]) * self._clamped_trust_ratio(group, *ratios[id(p)]) for p in params]
                     foreach.mul_(directions, scales)
                     foreach.add_(work, directions)
         return loss

@@ -42,9 +42,7 @@ class Lion(Fp32StateMixin, torch.optim.Optimizer):
             for param in params:
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = zeros_state_like(param)
-                convert_moments(
-                    param, self.state[param], "fp32", ADAM_MOMENTS[:1]
-                )  # a checkpoint may have less bits
+                convert_moments(param, self.state[param], "fp32", ADAM_MOMENTS[:1])  # a checkpoint may have less bits
             moments = [to_local(self.state[p]["exp_avg"]) for p in params]
             with working_copies(params) as (work, grads):
                 update = foreach.lerp(moments, grads, 1 - beta1)

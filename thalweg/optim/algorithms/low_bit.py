@@ -118,9 +118,7 @@ class LowBitLion(_LowBitOptimizer):
     ) -> None:
         check_hyperparameters("Lion", lr, betas, weight_decay)
         check_state_dtype("Lion", state_dtype)
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "state_dtype": state_dtype}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "state_dtype": state_dtype})
 
     def _update(self, group: dict[str, Any], chunk: _DecodedChunk, count: int) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]

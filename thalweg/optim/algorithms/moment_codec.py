@@ -57,9 +57,7 @@ def get_stored_dtype(param: Tensor, dtype_name: str) -> str:
     is_row_sharded = not isinstance(param, DTensor) or all(
         isinstance(p, Replicate) or (is_chunk_sharded(p) and sharded_dim(p) == 0) for p in param.placements
     )
-    return (
-        dtype_name if param.ndim > 1 and row_length(param) >= _MIN_ROW_LENGTH and is_row_sharded else "fp32"
-    )
+    return dtype_name if param.ndim > 1 and row_length(param) >= _MIN_ROW_LENGTH and is_row_sharded else "fp32"
 
 
 def row_length(param: Tensor) -> int:
@@ -123,9 +121,7 @@ def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) 
     full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
     torch.index_select(values, 0, codes.to(torch.int32).view(-1), out=out.view(-1))
     if full_columns:
-        out[:, :full_columns].view(rows, -1, BLOCK_SIZE).mul_(
-            scales[:, : full_columns // BLOCK_SIZE].unsqueeze(-1)
-        )
+        out[:, :full_columns].view(rows, -1, BLOCK_SIZE).mul_(scales[:, : full_columns // BLOCK_SIZE].unsqueeze(-1))
     if full_columns < columns:
         out[:, full_columns:].mul_(scales[:, full_columns // BLOCK_SIZE :])
 
@@ -194,9 +190,7 @@ def _new_scales(param: Tensor) -> Tensor:
 def is_stored_as(param: Tensor, state: Mapping[str, Any], moment: MomentSpec, dtype_name: str) -> bool:
     """Whether the moment is stored as ``kind`` wants it."""
     stored_dtype, stored = get_stored_dtype(param, dtype_name), state[moment.key]
-    expected_dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[
-        stored_dtype
-    ]
+    expected_dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[stored_dtype]
     return stored.dtype == expected_dtype and (stored_dtype == "int8") == (moment.key + SCALE_SUFFIX in state)
 
 

@@ -91,9 +91,7 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
         if ns_method not in METHODS:
             raise ValueError(f"Muon: ns_method must be one of {', '.join(METHODS)}, not {ns_method!r}")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', not {adjust_lr_fn!r}"
-            )
+            raise ValueError(f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', not {adjust_lr_fn!r}")
         if len(ns_coefficients) != 3 or not 1 <= ns_steps < 100:
             raise ValueError("Muon: ns_coefficients are three numbers and ns_steps is between 1 and 99")
         self._ns_dtype = None if ns_dtype == "auto" else parse_dtype(ns_dtype)

@@ -21,9 +21,7 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     if param.ndim < 2:
         return False
     name_parts = (name or "").lower().split(".")
-    if any("emb" in part for part in name_parts) or any(
-        part in _EMBEDDING_AND_HEAD_NAMES for part in name_parts[-2:]
-    ):
+    if any("emb" in part for part in name_parts) or any(part in _EMBEDDING_AND_HEAD_NAMES for part in name_parts[-2:]):
         return False
     return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
 
@@ -47,9 +45,7 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
         members = list(group["params"])
         matrix = [p.ndim >= 2 and id(p) not in excluded_ids for p in map(get_param, members)]
         for use_muon in (True, False):
-            half = [
-                member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon
-            ]
+            half = [member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon]
             halves.append({**group, "params": half, "use_muon": use_muon})
     return [half for half in halves if half["params"]]
 

@@ -87,9 +87,7 @@ class ZenFlowPolicy:
                     'zenflow.select_strategy is "epoch" and nobody knows how long one is: set '
                     'zenflow.steps_per_epoch, or select_strategy to "step"'
                 )
-            select_interval = section.steps_per_epoch * (
-                1 if select_interval == "auto" else int(select_interval)
-            )
+            select_interval = section.steps_per_epoch * (1 if select_interval == "auto" else int(select_interval))
         return cls(
             topk_ratio=section.topk_ratio,
             select_interval=cls.select_interval if select_interval == "auto" else int(select_interval),
@@ -190,9 +188,7 @@ class ZenFlowAdam(AbstractAdam):
     def _in_warmup(self, zenflow_param: _ZenFlowParam) -> bool:
         return self.policy.topk_ratio >= 1 or int(zenflow_param.state["step"]) <= self.policy.warmup_steps
 
-    def _prepare_param(
-        self, group: dict[str, Any], param: Tensor
-    ) -> tuple[_ZenFlowParam, list[tuple[Tensor, Tensor]]]:
+    def _prepare_param(self, group: dict[str, Any], param: Tensor) -> tuple[_ZenFlowParam, list[tuple[Tensor, Tensor]]]:
         state, piece = self._state[param], to_local(param)
         self._init_state(param, state)
         state["step"] += 1
@@ -221,9 +217,7 @@ class ZenFlowAdam(AbstractAdam):
             zenflow_param.state["step"],
             (zenflow_param.state_matrix("exp_avg"), zenflow_param.state_matrix("exp_avg_sq")),
         )
-        fused_adam_step(
-            zenflow_param.group, zenflow_param.weight, zenflow_param.grad, *moments, float(step - 1)
-        )
+        fused_adam_step(zenflow_param.group, zenflow_param.weight, zenflow_param.grad, *moments, float(step - 1))
         if "column_steps" in zenflow_param.state:
             zenflow_param.state["column_steps"].fill_(float(step))
 
@@ -232,13 +226,9 @@ class ZenFlowAdam(AbstractAdam):
             return
         policy = self.policy
         due_for_selection = [
-            p
-            for p in zenflow_params
-            if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0
+            p for p in zenflow_params if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0
         ]
-        with_deferred = [
-            zenflow_param for zenflow_param in due_for_selection if float(zenflow_param.state["waiting"])
-        ]
+        with_deferred = [zenflow_param for zenflow_param in due_for_selection if float(zenflow_param.state["waiting"])]
         for part in with_deferred:
             self._update_deferred_columns(part.group, part.param, part.weight, part.weight)
         self._select_columns(due_for_selection)
@@ -256,9 +246,7 @@ class ZenFlowAdam(AbstractAdam):
             delayed.index_fill_(1, columns, 0.0)
             part.state["waiting"] += 1
         self._run_deferred_updates(
-            [part for part in zenflow_params if self._is_deferred_update_due(part)]
-            if policy.update_interval
-            else []
+            [part for part in zenflow_params if self._is_deferred_update_due(part)] if policy.update_interval else []
         )
         if policy.update_interval is None and self._is_auto_update_due(zenflow_params):
             self._run_deferred_updates(zenflow_params)
@@ -285,9 +273,7 @@ class ZenFlowAdam(AbstractAdam):
         for zenflow_param in zenflow_params:
             chosen = zenflow_param.state["selected"]
             selected_mean = zenflow_param.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
-            deferred_mean = zenflow_param.state_matrix("delayed").square().sum() / max(
-                1, int((~chosen).sum())
-            )
+            deferred_mean = zenflow_param.state_matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
             pairs.append(torch.stack([deferred_mean, selected_mean]))
         shard_groups = [tuple(group for group, _ in get_sharded_axes(part.param)) for part in zenflow_params]
         all_reduce_tensors_(pairs, shard_groups, self.all_reduce)
@@ -306,9 +292,7 @@ class ZenFlowAdam(AbstractAdam):
         jobs: list[Callable[[], None]] = []
         for zenflow_param in zenflow_params:
             pending = torch.zeros_like(zenflow_param.weight)
-            zenflow_param.state["pending"] = _as_dtensor_like_state(
-                pending, zenflow_param.param, zenflow_param.state
-            )
+            zenflow_param.state["pending"] = _as_dtensor_like_state(pending, zenflow_param.param, zenflow_param.state)
             weight = zenflow_param.weight
             if to_local(zenflow_param.param).data_ptr() != weight.data_ptr():
                 weight = weight.clone()
@@ -325,9 +309,7 @@ class ZenFlowAdam(AbstractAdam):
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-delayed")
         self._pending_update = self._thread.submit(_run_all, jobs)
 
-    def _update_deferred_columns(
-        self, group: dict[str, Any], param: Tensor, weight: Tensor, out: Tensor
-    ) -> None:
+    def _update_deferred_columns(self, group: dict[str, Any], param: Tensor, weight: Tensor, out: Tensor) -> None:
         """One update of the columns that wait: in ``weight`` itself, or as the difference in ``into``."""
         state = self._state[param]
         delayed = to_local(state["delayed"]).view(weight.shape)

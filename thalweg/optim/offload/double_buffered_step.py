@@ -97,9 +97,7 @@ class DoubleBufferedStep:
             operand
             for item in items
             for name, operand in item.step_tensors.items()
-            if operand.write
-            and operand.file_offset is not None
-            and not (item.is_new_state and name in item.state_keys)
+            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
         ]
         # In the order of the file, so that what is written at once has its twins side by side.
         for operand in sorted(written, key=lambda operand: operand.file_offset or 0):

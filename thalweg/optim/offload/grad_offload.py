@@ -73,9 +73,7 @@ class GradOffload:
             if view is None or view.dtype != grad.dtype:
                 piece = to_local(grad)
                 offset = self._swap.allocate(piece.nbytes)
-                view = self._views[param] = as_dtensor_like(
-                    self._swap.view(offset, piece.shape, piece.dtype), param
-                )
+                view = self._views[param] = as_dtensor_like(self._swap.view(offset, piece.shape, piece.dtype), param)
             self._write_to_file(to_local(grad), to_local(view))
             self._partial_norms[param] = compute_partial_norm(to_local(grad)), to_local(view)._version
             param.grad = view

@@ -112,14 +112,11 @@ class IoChunk:
     def begin_write(self, swap: SwapFile, buffer: Tensor) -> IoFuture:
         """Store what has changed."""
         return combine_futures(
-            swap.write(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes])
-            for s in self.writes
+            swap.write(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.writes
         )
 
 
-def split_into_chunks(
-    param_steps: Iterable[ParamStep], buffer_bytes: int, max_elements: int
-) -> list[IoChunk]:
+def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_elements: int) -> list[IoChunk]:
     """Cut ``items``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
 
     Raises:
@@ -130,9 +127,7 @@ def split_into_chunks(
     for param_step in param_steps:
         start = 0
         while True:
-            num_elements = _max_elements_that_fit(
-                param_step, param_step.numel - start, bytes_left, elements_left
-            )
+            num_elements = _max_elements_that_fit(param_step, param_step.numel - start, bytes_left, elements_left)
             if num_elements is None:
                 if not chunks[-1]:
                     raise ValueError(
@@ -153,15 +148,11 @@ def split_into_chunks(
     return [_build_chunk(pieces) for pieces in chunks if pieces]
 
 
-def _max_elements_that_fit(
-    param_step: ParamStep, num_elements: int, bytes_left: int, elements_left: int
-) -> int | None:
+def _max_elements_that_fit(param_step: ParamStep, num_elements: int, bytes_left: int, elements_left: int) -> int | None:
     if num_elements <= elements_left and param_step.buffer_bytes(num_elements) <= bytes_left:
         return num_elements
     unit_bytes = param_step.buffer_bytes(ALIGN_ELEMENTS)
-    num_units = min(
-        elements_left // ALIGN_ELEMENTS, bytes_left // unit_bytes if unit_bytes else elements_left
-    )
+    num_units = min(elements_left // ALIGN_ELEMENTS, bytes_left // unit_bytes if unit_bytes else elements_left)
     return min(num_units * ALIGN_ELEMENTS, num_elements) if num_units > 0 else None
 
 
@@ -172,9 +163,7 @@ def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
             if step_tensor.file_offset is not None and piece.stop > piece.start:
                 size = step_tensor.tensor.itemsize
                 nbytes = round_up((piece.stop - piece.start) * size)
-                ranges.append(
-                    (step_tensor.file_offset + piece.start * size, nbytes, piece, name, step_tensor)
-                )
+                ranges.append((step_tensor.file_offset + piece.start * size, nbytes, piece, name, step_tensor))
     # In the order of the file, so that neighbours there are neighbours in the buffer.
     ranges.sort(key=lambda r: r[0])
     reads: list[IoRange] = []
@@ -186,9 +175,7 @@ def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
             _append_or_merge(reads, IoRange(offset, buffer_offset, nbytes))
         if step_tensor.write:
             shadow_shift = (
-                0
-                if step_tensor.twin is None or step_tensor.offset is None
-                else step_tensor.twin - step_tensor.offset
+                0 if step_tensor.twin is None or step_tensor.offset is None else step_tensor.twin - step_tensor.offset
             )
             _append_or_merge(writes, IoRange(offset + shadow_shift, buffer_offset, nbytes))
         buffer_offset += nbytes

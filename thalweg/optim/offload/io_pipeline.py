@@ -104,9 +104,7 @@ class IoPipeline:
         finally:
             for future in [*reads.values(), *writes]:
                 future.wait_ignoring_errors()
-        self._warn_if_slow(
-            time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes
-        )
+        self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
 
     def _timed_wait(self, future: IoFuture) -> None:
         start = time.perf_counter()

@@ -117,11 +117,7 @@ class MmapStep:
         """Move the tensors of ``param``'s state that are as large as it, and trim those that are there."""
         state = self.optimizer.state[param]
         for key, value in state.items():
-            if (
-                not isinstance(value, Tensor)
-                or to_local(value).shape != to_local(param).shape
-                or not value.ndim
-            ):
+            if not isinstance(value, Tensor) or to_local(value).shape != to_local(param).shape or not value.ndim:
                 continue
             piece = to_local(value)
             if self.swap.locate(piece) is None and piece.numel() and not self._is_state_in_memory(param):
@@ -134,9 +130,7 @@ class MmapStep:
     def _readahead(self, upcoming: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Let the disk read what the next parameter needs while this one is computed."""
         for param, grad in upcoming:
-            state = (
-                value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value)
-            )
+            state = (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
             for tensor in (param, grad, *state):
                 piece = to_local(tensor)
                 offset = self.swap.locate(piece)

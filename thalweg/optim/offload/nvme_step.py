@@ -114,9 +114,7 @@ class NvmeStep:
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
-        known = self._read_row_norms(
-            [p for p in params if p.grad is not None and p not in (partial_norms or {})]
-        )
+        known = self._read_row_norms([p for p in params if p.grad is not None and p not in (partial_norms or {})])
 
         def row_norms_fn(piece: Tensor) -> RowNorms:
             row_norms = known.get(piece.data_ptr())
@@ -146,9 +144,7 @@ class NvmeStep:
 
     def build_param_steps(self, subset: Collection[Tensor] | None) -> list[ParamStep]:
         """What a step over these parameters reads and writes."""
-        return [
-            item for group in self.optimizer.param_groups for item in self._build_group_steps(group, subset)
-        ]
+        return [item for group in self.optimizer.param_groups for item in self._build_group_steps(group, subset)]
 
     def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
         """Read, update and write."""
@@ -164,16 +160,10 @@ class NvmeStep:
         hint back, as must be done before anything else may write to them."""
         if self._io_pipeline is not None and not params:
             self._io_pipeline.cancel_readahead()
-        if (
-            self._io_pipeline is None
-            or not params
-            or any(not self.optimizer.state.get(param) for param in params)
-        ):
+        if self._io_pipeline is None or not params or any(not self.optimizer.state.get(param) for param in params):
             return
         groups = self.optimizer.param_groups
-        items = [
-            item for group in groups for item in self._build_group_steps(group, params, needs_grad=False)
-        ]
+        items = [item for group in groups for item in self._build_group_steps(group, params, needs_grad=False)]
         self._io_pipeline.readahead(self._split_into_chunks(items))
 
     def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
@@ -220,9 +210,7 @@ class NvmeStep:
         for param in params:
             step_tensor = self._make_step_tensor(local_grad(param))
             if step_tensor.file_offset is not None:
-                items.append(
-                    ParamStep({}, param, step_tensor.tensor.numel(), {"grad": step_tensor}, (), {}, False)
-                )
+                items.append(ParamStep({}, param, step_tensor.tensor.numel(), {"grad": step_tensor}, (), {}, False))
         known: dict[int, RowNorms] = {}
 
         def collect(chunk: IoChunk, buffer: Tensor) -> None:
@@ -310,9 +298,7 @@ class NvmeStep:
             else:
                 # A 0-dim parameter's moment looks like a counter: what a first step makes tells them apart.
                 known = schemas[master.dtype] if master.ndim == 0 else {}
-                state_tensors = {
-                    k: to_local(v) for k, v in state.items() if _is_per_element(v, master) or known.get(k)
-                }
+                state_tensors = {k: to_local(v) for k, v in state.items() if _is_per_element(v, master) or known.get(k)}
                 scalars = {k: v for k, v in state.items() if k not in state_tensors}
             operands = {
                 "master": self._make_step_tensor(master, write=True),

@@ -49,9 +49,7 @@ class PiecewiseOptimizer:
         placeholder = nn.Parameter(torch.zeros(1))
         self._inner: torch.optim.Optimizer = optimizer_class([placeholder])
         self._inner.defaults = optimizer.defaults
-        self._initial_state = dict(
-            self._inner.state.get(placeholder, {})
-        )  # Adagrad makes its state when it is made
+        self._initial_state = dict(self._inner.state.get(placeholder, {}))  # Adagrad makes its state when it is made
 
     @torch.no_grad()
     def step(self, slice_steps: Sequence[SliceStep]) -> None:

@@ -204,9 +204,7 @@ def build_step_strategy(
     return strategy, new_swap
 
 
-def _make_double_buffered_step(
-    nvme_step: NvmeStep, optimizer: torch.optim.Optimizer
-) -> DoubleBufferedStep | None:
+def _make_double_buffered_step(nvme_step: NvmeStep, optimizer: torch.optim.Optimizer) -> DoubleBufferedStep | None:
     """Second places for what an update writes; None where there is nothing to gain, or no room."""
     swap = nvme_step.swap
     assert swap is not None

@@ -198,9 +198,7 @@ class StepInBackward:
 
     def _can_step(self) -> bool:
         window, optimizer = self.window, self.optimizer
-        is_full_window = (
-            window.in_backward and window.is_last and not window.retain_graph and window.needs_no_rescale
-        )
+        is_full_window = window.in_backward and window.is_last and not window.retain_graph and window.needs_no_rescale
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         possible = self._double_buffered is not None or (self._in_place and self._loss_is_finite_everywhere)
         return possible and is_full_window and not hooked

@@ -115,9 +115,7 @@ class StackedExperts:
         """Take the exchange that brings tokens to their experts."""
         module = self.module
         compute = (
-            _grouped_forward
-            if self.use_grouped_mm and _is_transformers_format(module)
-            else _per_row_forward(module)
+            _grouped_forward if self.use_grouped_mm and _is_transformers_format(module) else _per_row_forward(module)
         )
         names = _positional_args(module)[:3]
         num_experts = self.num_experts
@@ -133,9 +131,7 @@ class StackedExperts:
             permutation = sort_by_expert(chosen, num_experts, chosen < num_experts)
             rows, groups, combine = dispatcher.dispatch(permutation.permute(tokens), permutation.groups)
             results = combine(compute(self, rows, groups, dispatcher))
-            return (
-                permutation.combine(results, weights.reshape(chosen.shape)).to(hidden.dtype).view_as(hidden)
-            )
+            return permutation.combine(results, weights.reshape(chosen.shape)).to(hidden.dtype).view_as(hidden)
 
         replace_expert_forward(module, forward)
 
@@ -154,14 +150,10 @@ def _is_transformers_format(module: nn.Module) -> bool:
 
 
 def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-    weights = {
-        key: dispatcher.local_weight(p, rows.dtype) for key, p in module._parameters.items() if p is not None
-    }
+    weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in module._parameters.items() if p is not None}
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inputs_first = module.is_transposed
-    inner = grouped_linear(
-        rows, weights[first], groups, weights.get(f"{first}_bias"), in_features_first=inputs_first
-    )
+    inner = grouped_linear(rows, weights[first], groups, weights.get(f"{first}_bias"), in_features_first=inputs_first)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     return grouped_linear(
         inner, weights["down_proj"], groups, weights.get("down_proj_bias"), in_features_first=inputs_first
@@ -173,11 +165,7 @@ def _per_row_forward(module: nn.Module) -> Any:
     inner = type(module).forward
 
     def compute(self: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-        weights = {
-            key: dispatcher.local_weight(p, rows.dtype)
-            for key, p in self._parameters.items()
-            if p is not None
-        }
+        weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in self._parameters.items() if p is not None}
         return functional_forward(
             self, inner, weights, (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1)), {}
         )

@@ -86,9 +86,7 @@ class AllToAllDispatcher:
         permutation = sort_by_expert(expert_index[:, None], num_local)
 
         def combine(results: Tensor) -> Tensor:
-            return _all_to_all_rows(
-                unpermute(results, permutation), recv_counts, send_counts, width, ep_group
-            )
+            return _all_to_all_rows(unpermute(results, permutation), recv_counts, send_counts, width, ep_group)
 
         return permutation.permute(received), permutation.groups, combine
 
@@ -198,9 +196,7 @@ def shard_experts(
         for shard_spec in layer.shard_specs(num_ranks):
             parameter = shard_spec.module._parameters[shard_spec.key]
             assert parameter is not None
-            tp_placement = (
-                None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
-            )
+            tp_placement = None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
             shard_spec.module._parameters[shard_spec.key] = expert_mesh.shard_parameter(
                 parameter, shard_spec.spec, tp_placement
             )
@@ -233,9 +229,7 @@ class _ExpertMesh:
     data_group: dist.ProcessGroup
 
     @classmethod
-    def build(
-        cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None
-    ) -> _ExpertMesh:
+    def build(cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None) -> _ExpertMesh:
         """Groups of ``size`` neighbours on the data axis; collective over its ranks."""
         data = meshes.fsdp
         ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()

@@ -78,12 +78,8 @@ class ExpertModuleList:
                 for path, module in self.experts[index].named_modules(prefix=prefix):
                     for key, parameter in module._parameters.items():
                         if parameter is not None:
-                            spans = tuple(
-                                ((0, len(parameter)),) if rank == owner else () for rank in range(num_ranks)
-                            )
-                            yield ExpertShardSpec(
-                                f"{path}.{key}", module, key, ShardSpec(0, len(parameter), spans)
-                            )
+                            spans = tuple(((0, len(parameter)),) if rank == owner else () for rank in range(num_ranks))
+                            yield ExpertShardSpec(f"{path}.{key}", module, key, ShardSpec(0, len(parameter), spans))
 
     def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
         """Take the exchange that brings tokens to their experts."""
@@ -160,9 +156,7 @@ def _run_experts(
     """Find the answers, in the order of the calls; where none were asked, a 0 that hangs on the exchange."""
     requests, call.is_recording = call.requests, False
     sizes = [rows.shape[:-1].numel() for _, rows in requests]
-    order = sorted(
-        range(len(requests)), key=lambda i: requests[i][0]
-    )  # stable: calls of one expert stay in order
+    order = sorted(range(len(requests)), key=lambda i: requests[i][0])  # stable: calls of one expert stay in order
     width = requests[0][1].shape[-1] if requests else sample.shape[-1]
     flat = torch.cat([requests[i][1].reshape(-1, width) for i in order] or [sample.reshape(-1, width)[:0]])
     counts = [0] * num_experts

@@ -41,8 +41,7 @@ def torch_schedule_orders(
             f"{class_name} needs at least as many micro-batches as stages: {num_micro_batches} for {len(stage_to_rank)}"
         )
     return tuple(
-        tuple(_flatten_operations(schedule._calculate_single_rank_operations(rank)))
-        for rank in range(num_ranks)
+        tuple(_flatten_operations(schedule._calculate_single_rank_operations(rank))) for rank in range(num_ranks)
     )
 
 

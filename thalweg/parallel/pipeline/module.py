@@ -60,9 +60,7 @@ class TiedLayerSpec(LayerSpec):
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
-        self.tied_weight_attrs = (
-            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-        )
+        self.tied_weight_attrs = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
 class PipelineModule(nn.Module):
@@ -99,9 +97,7 @@ class PipelineModule(nn.Module):
         if not len(layers):
             raise ValueError("PipelineModule needs at least one layer")
         if topology is not None:
-            raise ValueError(
-                "topology= is not needed: the mesh follows from pipeline.stages and the world size"
-            )
+            raise ValueError("topology= is not needed: the mesh follows from pipeline.stages and the world size")
         self.specs, self.num_stages, self.loss_fn = list(layers), num_stages, loss_fn
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -170,9 +166,7 @@ class PipelineModule(nn.Module):
         return built
 
     def _first_tied_index(self, key: str) -> int:
-        return next(
-            i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key
-        )
+        return next(i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key)
 
     def tied_layers(self) -> dict[str, list[tuple[int, list[str]]]]:
         """Of each key: the layers that share it, in order, with the names of the shared weights."""
@@ -190,13 +184,9 @@ class PipelineModule(nn.Module):
 class LocalLayers(nn.Module):
     """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
-    def __init__(
-        self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0
-    ) -> None:
+    def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict(
-            {str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)}
-        )
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)})
         # Each layer is a unit of ZeRO's.
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers.values()})
         self._indices = list(built)
@@ -244,9 +234,7 @@ class PipelineModuleStages:
         self._stage_ranges, self._loss_fn = stage_ranges, pipeline_module.loss_fn
         self._last_stage = len(stage_ranges) - 1
         indices = [index for stage in local_stages for index in stage_ranges[stage]]
-        self.module = LocalLayers(
-            pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval
-        )
+        self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
         add_dummy_param(self.module)
         self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.
@@ -255,11 +243,7 @@ class PipelineModuleStages:
     @property
     def needs_batch(self) -> bool:
         """Labels are for the last stage, inputs for the first; sequences in parts are for all."""
-        return (
-            self.sequence_parallel is not None
-            or 0 in self._local_stages
-            or self._last_stage in self._local_stages
-        )
+        return self.sequence_parallel is not None or 0 in self._local_stages or self._last_stage in self._local_stages
 
     def run(self, stage: int, value: Any, batch: Any) -> Any:
         """The stage's forward on ``value``, or on the batch's inputs; the last one gives the loss (0-dim)."""
@@ -287,9 +271,7 @@ class PipelineModuleStages:
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return None if self.sequence_parallel is None else self.sequence_parallel.find_batch_error(batch)
         type_name = type(batch).__name__
-        return (
-            f"a PipelineModule's batch is (inputs, labels), got {type_name}: let the data iterator yield them"
-        )
+        return f"a PipelineModule's batch is (inputs, labels), got {type_name}: let the data iterator yield them"
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that the stage uses, as the modules hold them now."""
@@ -304,9 +286,7 @@ def add_dummy_param(module: nn.Module) -> None:
 
 
 def _class_name(spec: LayerLike) -> str:
-    layer_type = (
-        spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
-    )
+    layer_type = spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
     return getattr(layer_type, "__name__", str(layer_type))
 
 

@@ -142,9 +142,7 @@ class PipelineParallel:
         get_costs = None
         if block_costs is not None:
             seconds = [part.seconds for part in block_costs]
-            get_costs = lambda stages: stage_costs(
-                block_costs, partition_balanced(seconds, stages, min_layers=1)
-            )
+            get_costs = lambda stages: stage_costs(block_costs, partition_balanced(seconds, stages, min_layers=1))
         steps = int(self._config.gradient_accumulation_steps)
         ranked = rank_schedules(num_ranks, steps, max_stages, get_costs, get_num_virtual_stages(self._config))
         best = choose_schedule(ranked)
@@ -169,32 +167,22 @@ class PipelineParallel:
         block_costs = self._block_costs if self._config.pipeline.partition == "auto" else None
         if block_costs is None:
             return partition_blocks(model, layout, self.num_stages)
-        fits = (
-            None
-            if self._memory_limit is None
-            else partial(self._fits_memory, block_costs, self._memory_limit)
-        )
+        fits = None if self._memory_limit is None else partial(self._fits_memory, block_costs, self._memory_limit)
         return partition_blocks(model, layout, self.num_stages, [part.seconds for part in block_costs], fits)
 
-    def _fits_memory(
-        self, block_costs: list[BlockCost], memory_limit: int, stage: int, start: int, stop: int
-    ) -> bool:
+    def _fits_memory(self, block_costs: list[BlockCost], memory_limit: int, stage: int, start: int, stop: int) -> bool:
         """Whether a rank has room for these blocks: weight, gradient, two moments; activations in flight."""
         sharded = self._config.zero_optimization.stage >= 1
         num_copies = 2 + 2 / (self._meshes.fsdp.size() if sharded else 1)
         state_bytes = num_copies * sum(part.parameter_bytes for part in block_costs[start:stop])
         in_flight = max(1, self.num_stages - stage)
-        return (
-            state_bytes + in_flight * sum(part.saved_bytes for part in block_costs[start:stop])
-            <= memory_limit
-        )
+        return state_bytes + in_flight * sum(part.saved_bytes for part in block_costs[start:stop]) <= memory_limit
 
     def _build_local_layers(self, pipeline_module: PipelineModule) -> None:
         method = self._config.pipeline.partition
         stage_ranges = pipeline_module.partition_layers(self.num_stages, None if method == "best" else method)
         checkpoint_interval = (
-            self._config.pipeline.activation_checkpoint_interval
-            or pipeline_module.activation_checkpoint_interval
+            self._config.pipeline.activation_checkpoint_interval or pipeline_module.activation_checkpoint_interval
         )
         stages = self._stages = PipelineModuleStages(
             pipeline_module, stage_ranges, self._local_stages, checkpoint_interval
@@ -221,9 +209,7 @@ class PipelineParallel:
         add_dummy_param(model)
         last = len(stage_ranges) - 1
         rank_by_module = {
-            f"{layout.list_name}.{i}": self._stage_to_rank[s]
-            for s, cut in enumerate(stage_ranges)
-            for i in cut
+            f"{layout.list_name}.{i}": self._stage_to_rank[s] for s, cut in enumerate(stage_ranges) for i in cut
         }
         rank_by_module |= dict.fromkeys(layout.entry_modules, self._stage_to_rank[0])
         rank_by_module |= dict.fromkeys(layout.exit_modules, self._stage_to_rank[last])
@@ -237,9 +223,7 @@ class PipelineParallel:
         """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
         if not isinstance(self._stages, PipelineModuleStages):
             return None
-        self._stages.sequence_parallel = LayerSequenceParallel.install(
-            self._stages.module.layers.values(), groups
-        )
+        self._stages.sequence_parallel = LayerSequenceParallel.install(self._stages.module.layers.values(), groups)
         return self._stages.sequence_parallel.attention
 
     def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:

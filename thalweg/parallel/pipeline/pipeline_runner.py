@@ -165,17 +165,13 @@ class PipelineRunner:
             save_context=self._hooks.save_context,
             restore_context=self._hooks.restore_context,
         )
-        ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(
-            batches
-        )
+        ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(batches)
         return self._mean_loss()
 
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
         """The mean loss (0-dim) on every rank of the pipeline, without gradients."""
         callbacks = StageCallbacks(self._run_stage, self._stages.parameters, lambda loss: loss)
-        ScheduleExecutor(self._get_schedule(len(batches)), self._pp_rank, self._channel, callbacks).evaluate(
-            batches
-        )
+        ScheduleExecutor(self._get_schedule(len(batches)), self._pp_rank, self._channel, callbacks).evaluate(batches)
         return self._mean_loss()
 
     def _get_schedule(self, num_micro_batches: int) -> PipelineSchedule:
@@ -218,7 +214,5 @@ class PipelineRunner:
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)
-        with self._ledger.timed(
-            "all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size
-        ):
+        with self._ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
             dist.all_reduce(tensor, op=op, group=self._group)

@@ -36,9 +36,7 @@ class BlockCost:
         return self.forward + self.backward
 
 
-def stage_costs(
-    block_costs: Sequence[BlockCost], stage_ranges: Sequence[range], transfer: float = 0.0
-) -> ActionCosts:
+def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range], transfer: float = 0.0) -> ActionCosts:
     """Costs of the actions of each stage; a backward pass is half input's gradient, half weights'."""
     forward = [sum(block_costs[i].forward for i in cut) for cut in stage_ranges]
     half_backward = [sum(block_costs[i].backward for i in cut) / 2 for cut in stage_ranges]
@@ -75,15 +73,12 @@ def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -
             handle.remove()
     block_costs = [
         _measure_call(module, lambda module=module, call=call: module(*call[0], **call[1]))
-        for module, call in zip(
-            modules, (_detach_hidden(call) for call in calls[: len(modules)]), strict=True
-        )
+        for module, call in zip(modules, (_detach_hidden(call) for call in calls[: len(modules)]), strict=True)
     ]
     model_cost = _measure_call(model, lambda: model(**batch))
     last = block_costs[-1]
     remaining_seconds = [
-        max(0.0, getattr(model_cost, k) - sum(getattr(c, k) for c in block_costs))
-        for k in ("forward", "backward")
+        max(0.0, getattr(model_cost, k) - sum(getattr(c, k) for c in block_costs)) for k in ("forward", "backward")
     ]
     remaining_bytes = max(0, model_cost.saved_bytes - sum(cost.saved_bytes for cost in block_costs))
     block_costs[-1] = BlockCost(

@@ -89,13 +89,9 @@ class ScheduleExecutor:
         with torch.no_grad():
             return self._execute(batches, orders, backward=False)
 
-    def _execute(
-        self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool
-    ) -> list[Tensor]:
+    def _execute(self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool) -> list[Tensor]:
         if len(batches) != self.schedule.num_micro_batches:
-            raise ValueError(
-                f"the schedule is for {self.schedule.num_micro_batches} micro-batches, got {len(batches)}"
-            )
+            raise ValueError(f"the schedule is for {self.schedule.num_micro_batches} micro-batches, got {len(batches)}")
         for source, order in enumerate(orders):
             if source != self.rank:
                 self._channel.set_recv_order(
@@ -194,9 +190,7 @@ class ScheduleExecutor:
                 if state.output_grads is None
                 else [_grad_or_zeros(g, t) for g, t in zip(state.output_grads, state.outputs, strict=True)]
             )
-            input_grads, state.graph_state = backward_inputs(
-                state.outputs, output_grads, state.inputs, state.weights
-            )
+            input_grads, state.graph_state = backward_inputs(state.outputs, output_grads, state.inputs, state.weights)
             grads = list(input_grads)
         else:
             grads = [None] * len(state.inputs)  # nothing before this stage asks: W does it all
@@ -217,11 +211,7 @@ def _payload_kind(action: Action) -> str:
 
 def _run_backward(state: _MicroBatchState) -> None:
     grads = state.output_grads if state.output_grads is not None else [None] * len(state.outputs)
-    pairs = [
-        (t, g)
-        for t, g in zip(state.outputs, grads, strict=True)
-        if state.output_grads is None or g is not None
-    ]
+    pairs = [(t, g) for t, g in zip(state.outputs, grads, strict=True) if state.output_grads is None or g is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 

@@ -132,14 +132,10 @@ def partition_blocks(
         ValueError: fewer blocks than stages, or none of the cuts fits.
     """
     if layout.num_blocks < num_stages:
-        raise ValueError(
-            f"{type(model).__name__} has {layout.num_blocks} blocks, too few for {num_stages} stages"
-        )
+        raise ValueError(f"{type(model).__name__} has {layout.num_blocks} blocks, too few for {num_stages} stages")
     if costs is None:
         exit_sizes = [
-            p.numel()
-            for key in layout.exit_modules
-            for p in model.get_submodule(key).parameters(recurse=False)
+            p.numel() for key in layout.exit_modules for p in model.get_submodule(key).parameters(recurse=False)
         ]
         costs = [*layout.block_costs[:-1], layout.block_costs[-1] + float(sum(exit_sizes))]
     return partition_balanced(costs, num_stages, min_layers=1, fits=fits)
@@ -252,17 +248,13 @@ class SplitModelStages:
             for name in names if owning_stage not in local_stages else ():
                 if not any(name.startswith(f"{other}.") for other in names):
                     _set_submodule(model, name, StubModule(model.get_submodule(name)))
-        self._entry_modules = [
-            model.get_submodule(name) for name in layout.entry_modules if 0 in local_stages
-        ]
+        self._entry_modules = [model.get_submodule(name) for name in layout.entry_modules if 0 in local_stages]
         self._exit_modules = [
             model.get_submodule(name) for name in layout.exit_modules if self._num_stages - 1 in local_stages
         ]
         full_forward = type(model).forward
         # A cache of keys and values is of no use in training, and no stage could fill it.
-        self._fixed_kwargs = (
-            {"use_cache": False} if "use_cache" in inspect.signature(full_forward).parameters else {}
-        )
+        self._fixed_kwargs = {"use_cache": False} if "use_cache" in inspect.signature(full_forward).parameters else {}
 
         def forward(module: nn.Module, stage: int, value: Any, batch: Any) -> Any:
             return self._run_stage(partial(full_forward, module), stage, value, batch)

@@ -44,9 +44,7 @@ class ParamNaming:
 IDENTITY_NAMING = ParamNaming()
 
 
-def find_tied_weights(
-    alias_groups: Iterable[Sequence[str]], rank_by_name: Mapping[str, int]
-) -> list[TiedWeight]:
+def find_tied_weights(alias_groups: Iterable[Sequence[str]], rank_by_name: Mapping[str, int]) -> list[TiedWeight]:
     """The shared weights that lie in several places; ``places_of`` tells the place of each name."""
     tied_weights = []
     for names in alias_groups:
@@ -90,12 +88,9 @@ class TiedWeights:
         other_ranks = [place for place in tie.pp_ranks if place != self._pp_rank]
         values = {place: torch.empty_like(value) for place in other_ranks} | {self._pp_rank: value}
         # In one batch: on CUDA a send in front of a receive would wait for the peer's, which does likewise.
-        messages = [
-            dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in other_ranks
-        ]
+        messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in other_ranks]
         messages += [
-            dist.P2POp(dist.irecv, values[place], group=self._group, group_peer=place)
-            for place in other_ranks
+            dist.P2POp(dist.irecv, values[place], group=self._group, group_peer=place) for place in other_ranks
         ]
         nbytes = len(other_ranks) * value.nbytes
         self.ledger.record("send", "shared weights", "pipeline", full_bytes=nbytes, world_size=2)

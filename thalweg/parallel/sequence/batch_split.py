@@ -82,8 +82,7 @@ def sequence_meta_from_batch(batch: Mapping[str, Any], signature: ForwardSignatu
     padding = batch.get("attention_mask") if signature.is_hugging_face else None
     if padding is not None and padding.dim() != 2:
         raise ValueError(
-            "sequence_parallel_size or context_parallel_size above 1 takes an attention_mask of shape "
-            "(batch, tokens)"
+            "sequence_parallel_size or context_parallel_size above 1 takes an attention_mask of shape (batch, tokens)"
         )
     documents = None
     if positions is not None and padding is None:
@@ -129,9 +128,7 @@ class BatchSplitter:
         if isinstance(shift_labels, Tensor):
             local["shift_labels"] = self.partition.local_tokens(shift_labels)
         elif self.shifts_labels and isinstance(labels, Tensor):
-            local["shift_labels"] = self.partition.local_tokens(
-                F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-            )
+            local["shift_labels"] = self.partition.local_tokens(F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:])
         return {**local, "use_cache": False}
 
     def _has_token_dim(self, key: str, value: Any, length: int) -> bool:
@@ -166,7 +163,5 @@ def build_loader_splitter(model: nn.Module, meshes: ParallelMeshes) -> BatchSpli
     if meshes.sequence is None or not ForwardSignature.from_model(model).is_hugging_face:
         return None
     cp_size = 1 if meshes.cp is None else meshes.cp.size()
-    partition = SequencePartition(
-        cp_size, meshes.sequence.size() // cp_size, meshes.sequence.get_local_rank()
-    )
+    partition = SequencePartition(cp_size, meshes.sequence.size() // cp_size, meshes.sequence.get_local_rank())
     return build_splitter(model, partition)

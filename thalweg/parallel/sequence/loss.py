@@ -61,9 +61,7 @@ class SequenceParallelLoss(TorchFunctionMode):
     0 then, not NaN.
     """
 
-    def __init__(
-        self, sp_group: ParallelGroup, on_token_count: Callable[[Tensor], None] | None = None
-    ) -> None:
+    def __init__(self, sp_group: ParallelGroup, on_token_count: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()
         self._sp_group, self._on_token_count = sp_group, on_token_count
 

@@ -64,9 +64,7 @@ class SequencePartition:
             )
         cp_rank, ulysses_rank = self.coords
         chunks = self.cp_spans(length, cp_rank)
-        start, stop = split_evenly(sum(stop - start for start, stop in chunks), self.ulysses_size)[
-            ulysses_rank
-        ]
+        start, stop = split_evenly(sum(stop - start for start, stop in chunks), self.ulysses_size)[ulysses_rank]
         local_spans, num_before = [], 0
         for low, high in chunks:
             overlap = max(low, low + start - num_before), min(high, low + stop - num_before)
@@ -77,9 +75,7 @@ class SequencePartition:
 
     def local_tokens(self, value: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of ``value``, whose ``dim`` is the sequence; contiguous."""
-        slices = [
-            value.narrow(dim, start, stop - start) for start, stop in self.token_spans(value.shape[dim])
-        ]
+        slices = [value.narrow(dim, start, stop - start) for start, stop in self.token_spans(value.shape[dim])]
         return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:

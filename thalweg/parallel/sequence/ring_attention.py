@@ -81,9 +81,7 @@ class RingAttentionSpec:
     def _masked_tiles(
         self, query_rank: int, kv_rank: int, mask_fn: MaskFn, device: torch.device
     ) -> Iterator[AttentionTile]:
-        for row, rows in zip(
-            self.token_spans[query_rank], _local_slices(self.token_spans[query_rank]), strict=True
-        ):
+        for row, rows in zip(self.token_spans[query_rank], _local_slices(self.token_spans[query_rank]), strict=True):
             for column, columns in zip(
                 self.token_spans[kv_rank], _local_slices(self.token_spans[kv_rank]), strict=True
             ):
@@ -159,9 +157,7 @@ class _KVBlock:
         self.flat = flat
         self.k, self.v = (
             part.view(shape)
-            for part, shape in zip(
-                flat.split([k_shape.numel(), v_shape.numel()]), (k_shape, v_shape), strict=True
-            )
+            for part, shape in zip(flat.split([k_shape.numel(), v_shape.numel()]), (k_shape, v_shape), strict=True)
         )
 
 
@@ -187,9 +183,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 kv_rank, wait_next = ring.kv_rank(step), None
                 if step + 1 < ring.size:
                     shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
-                    wait_next = ring.send_recv_next(
-                        block.flat, shapes[0].numel() + shapes[1].numel(), _KV_TAG
-                    )
+                    wait_next = ring.send_recv_next(block.flat, shapes[0].numel() + shapes[1].numel(), _KV_TAG)
                 for rows, columns, causal, mask in spec.tiles(rank, kv_rank, q.device):
                     partial_result = block_forward(
                         q[:, :, rows],

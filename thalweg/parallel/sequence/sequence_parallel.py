@@ -75,9 +75,7 @@ class SequenceGroups:
     def partition(self) -> SequencePartition:
         """Who has which tokens."""
         cp_size = self.cp_group.size if self.cp_group else 1
-        return SequencePartition(
-            cp_size, self.ulysses_group.size if self.ulysses_group else 1, self.sp_group.rank
-        )
+        return SequencePartition(cp_size, self.ulysses_group.size if self.ulysses_group else 1, self.sp_group.rank)
 
     @property
     def all_groups(self) -> list[ParallelGroup]:
@@ -92,9 +90,7 @@ class SequenceParallelAttention:
         self.groups, self.partition = groups, groups.partition
         self.ring_attention = RingAttention(groups.cp_group)
         self.sequence_meta = SequenceMeta()
-        self.is_attending = (
-            False  # while the parts of attention are computed, which are not to be taken for it
-        )
+        self.is_attending = False  # while the parts of attention are computed, which are not to be taken for it
         # Hears of the number of targets of each loss, if anybody wants to know.
         self.on_token_count: Callable[[Tensor], None] | None = None
         self._num_batches_to_check = 2  # whole batches still to be compared
@@ -121,9 +117,7 @@ class SequenceParallelAttention:
             return
         self._num_batches_to_check -= 1
         positions = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
-        checksum = torch.stack(
-            [(tokens.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]]
-        )
+        checksum = torch.stack([(tokens.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]])
         sp_group = self.groups.sp_group
         low = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MIN)
         high = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MAX)
@@ -165,9 +159,7 @@ class SequenceParallelAttention:
     ) -> Tensor:
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         if self.groups.ulysses_group is None:
-            return self._ring_attend(
-                query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale
-            )
+            return self._ring_attend(query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale)
         ulysses_group, token_counts = (
             self.groups.ulysses_group,
             self.partition.ulysses_token_counts(self.sequence_meta.length),
@@ -177,17 +169,11 @@ class SequenceParallelAttention:
                 f"sequence_parallel_size = {ulysses_group.size} is more than the {query.shape[1]} attention heads of "
                 "a rank; set it to at most that, and context_parallel_size to the rest"
             )
-        assignment = assign_heads(
-            AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), ulysses_group.size
-        )
+        assignment = assign_heads(AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), ulysses_group.size)
         query_heads = [list(range(*span)) for span in assignment.query_spans]
         kv_heads = [list(own) for own in assignment.kv_heads]
-        q, k, v = tokens_to_heads(
-            [query, key, value], [query_heads, kv_heads, kv_heads], token_counts, ulysses_group
-        )
-        y = self._ring_attend(
-            q, k, v, assignment.kv_repeats[ulysses_group.rank], mask, dropout, causal, scale
-        )
+        q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, ulysses_group)
+        y = self._ring_attend(q, k, v, assignment.kv_repeats[ulysses_group.rank], mask, dropout, causal, scale)
         return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, ulysses_group)
 
     def _ring_attend(
@@ -307,9 +293,7 @@ def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAt
         replace_forward(block, _forward_in_mode(type(block).forward, lambda: _SdpaInterceptor(attention)))
 
 
-def _forward_in_mode(
-    inner: Callable[..., Any], make_mode: Callable[[], TorchFunctionMode]
-) -> Callable[..., Any]:
+def _forward_in_mode(inner: Callable[..., Any], make_mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with make_mode():
             return inner(self, *args, **kwargs)
@@ -363,9 +347,7 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
             if kwargs.get(option) is not None:
                 raise ValueError(f"{_CONFIG_KEYS} does not work with attention's {option!r}")
         if isinstance(attention_mask, Tensor):
-            raise ValueError(
-                f"{_CONFIG_KEYS} needs masks that the model makes for the whole sequence by itself"
-            )
+            raise ValueError(f"{_CONFIG_KEYS} needs masks that the model makes for the whole sequence by itself")
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
@@ -389,9 +371,7 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
             dense_mask = sdpa_mask(
                 batch_size, sequence_meta.length, sequence_meta.length, mask_function=mask_function, **kwargs
             )
-            return (
-                None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
-            )
+            return None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
         if sequence_meta.padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(sequence_meta.padding))
         elif _is_trivial_mask(sequence_meta.length, **kwargs):

@@ -41,9 +41,7 @@ def tokens_to_heads(
     return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
 
 
-def heads_to_tokens(
-    y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup
-) -> Tensor:
+def heads_to_tokens(y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup) -> Tensor:
     """(B, own H, T, D) -> (B, H, own T, D); ``heads``: number of heads by rank."""
     send_tensors = [[part.reshape(-1)] for part in y.split(token_counts, 2)]
     num_tokens = token_counts[ulysses_group.rank]

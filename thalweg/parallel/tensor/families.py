@@ -214,9 +214,6 @@ def get_family(model: Any) -> Family | None:
         if config.new_decoder_architecture:
             return _FALCON["groups"]
         return _FALCON["sections" if config.multi_query else "heads3"]
-    if (
-        model_type is None
-        and f"{type(model).__module__}.{type(model).__qualname__}" == "thalweg.nn.transformer.GPT"
-    ):
+    if model_type is None and f"{type(model).__module__}.{type(model).__qualname__}" == "thalweg.nn.transformer.GPT":
         return _REFERENCE
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None

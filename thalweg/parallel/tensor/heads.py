@@ -88,9 +88,7 @@ def _group_aligned_spans(heads: AttentionHeads, world_size: int) -> tuple[Span, 
     spans: list[Span] = []
     for index, (first, last) in enumerate(split_evenly(world_size, heads.num_kv_heads)):
         start = index * heads.num_queries_per_kv
-        spans += [
-            (start + low, start + high) for low, high in split_evenly(heads.num_queries_per_kv, last - first)
-        ]
+        spans += [(start + low, start + high) for low, high in split_evenly(heads.num_queries_per_kv, last - first)]
     return tuple(spans)
 
 
@@ -186,8 +184,7 @@ def _with_shared_tail(
         return ShardSpec(dim, size, spans), lambda rank: None
     tail_spans = split_evenly(num_sections * length, world_size)
     spans = tuple(
-        (*leading_spans[rank], (offset + start, offset + stop))
-        for rank, (start, stop) in enumerate(tail_spans)
+        (*leading_spans[rank], (offset + start, offset + stop)) for rank, (start, stop) in enumerate(tail_spans)
     )
     tail_sizes = tuple(stop - start for start, stop in tail_spans)
 

@@ -101,9 +101,7 @@ def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_con
     if shared_rows.row_indices is not None:
         rows = rows.index_select(dim, torch.tensor(shared_rows.row_indices, device=local.device))
     return (
-        torch.cat([local.narrow(dim, 0, shared_rows.num_exclusive), rows], dim)
-        if shared_rows.num_exclusive
-        else rows
+        torch.cat([local.narrow(dim, 0, shared_rows.num_exclusive), rows], dim) if shared_rows.num_exclusive else rows
     )
 
 
@@ -151,10 +149,7 @@ def with_grad_all_reduce(module: nn.Module, tp_group: ParallelGroup, name: str) 
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         trained_params = {key: p for key, p in self._parameters.items() if p is not None}
-        params = {
-            key: sum_grads_over(p, tp_group, name) if p.requires_grad else p
-            for key, p in trained_params.items()
-        }
+        params = {key: sum_grads_over(p, tp_group, name) if p.requires_grad else p for key, p in trained_params.items()}
         return functional_forward(self, inner, params, args, kwargs)
 
     return forward
@@ -187,16 +182,12 @@ def expert_tensor_parallel(module: nn.Module, tp_context: TpContext) -> ForwardF
         replicated = tp_context.tp_group.copy_to_region(hidden, tp_context.name)
         weights = tp_context.tp_group.copy_to_region(top_k_weights, tp_context.name)
         tp_context.tp_group.use_local_rng()
-        return tp_context.tp_group.reduce_from_region(
-            inner(self, replicated, top_k_index, weights), tp_context.name
-        )
+        return tp_context.tp_group.reduce_from_region(inner(self, replicated, top_k_index, weights), tp_context.name)
 
     return forward
 
 
-def slice_head_args(
-    module: nn.Module, names: tuple[str, ...], span: tuple[int, int], num_heads: int
-) -> ForwardFn:
+def slice_head_args(module: nn.Module, names: tuple[str, ...], span: tuple[int, int], num_heads: int) -> ForwardFn:
     """An attention whose named arguments carry all heads: (B * heads, ...) or (B, heads, ...)."""
     inner = type(module).forward
 

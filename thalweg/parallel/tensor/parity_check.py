@@ -49,9 +49,7 @@ class ParityCheck:
     def run(self, model: nn.Module) -> RunOutputs | None:
         """Forward in evaluation mode, without gradients; None where the model takes other inputs."""
         if self.inputs is None:
-            _log.warning(
-                "the tensor-parallel plan was not checked: no inputs were found that the model takes"
-            )
+            _log.warning("the tensor-parallel plan was not checked: no inputs were found that the model takes")
             return None
         outputs = RunOutputs({}, None)
         with torch.no_grad(), eval_mode(model), self._recording(model, outputs):
@@ -71,9 +69,7 @@ class ParityCheck:
 
             return hook
 
-        handles = [
-            model.get_submodule(name).register_forward_hook(record(name)) for name in self.module_names
-        ]
+        handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in self.module_names]
         try:
             yield
         finally:

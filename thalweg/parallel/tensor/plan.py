@@ -62,9 +62,7 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     family, hf_rules = get_family(model), _hf_tp_rules(model)
     if family is None and not hf_rules:
         return None
-    assignment = _assign_model_heads(
-        model, world_size, family is not None and "groups" in family.rules.values()
-    )
+    assignment = _assign_model_heads(model, world_size, family is not None and "groups" in family.rules.values())
     if family is not None and assignment is not None:
         plan = TpPlan(f"the {_model_type(model)} family", head_assignment=assignment)
         for name, module in model.named_modules():
@@ -132,11 +130,7 @@ def _plan_layer(
     if role in ("out", "row"):
         in_dim = 1 - out_dim
         size = weight.shape[in_dim]
-        spec = (
-            query_spec(assignment, in_dim, head_dim)
-            if role == "out"
-            else aligned_spec(in_dim, size, world_size)
-        )
+        spec = query_spec(assignment, in_dim, head_dim) if role == "out" else aligned_spec(in_dim, size, world_size)
         return LayerPlan("row", {"weight": _check_size(name, spec, size)})
     if role in ("embedding", "head"):
         return LayerPlan(role, _with_bias_spec(module, contiguous_spec(0, weight.shape[0], world_size)))
@@ -241,8 +235,7 @@ def _apply_hf_rules(
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and hasattr(model, base) else ""
     patterns = {
-        re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role
-        for key, role in rules.items()
+        re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role for key, role in rules.items()
     }
 
     def get_role(name: str) -> str | None:
@@ -257,9 +250,7 @@ def _apply_hf_rules(
             continue
         mapped_role = _HF_ROLES.get(role)
         if mapped_role is None:
-            raise UnshardableModelError(
-                f"{name}: the model's own plan calls it {role!r}, which is not built yet"
-            )
+            raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
         if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
             mapped_role = _per_head_role(module, mapped_role, assignment.heads)
         assert assignment is not None or mapped_role in ("column", "row", "column2", "partial")
@@ -302,9 +293,7 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     return role_by_width.get(out_features, role)
 
 
-def _expert_specs(
-    name: str, module: nn.Module, get_role: Any, world_size: int
-) -> Iterator[tuple[str, ShardSpec]]:
+def _expert_specs(name: str, module: nn.Module, get_role: Any, world_size: int) -> Iterator[tuple[str, ShardSpec]]:
     for key, parameter in module._parameters.items():
         role = get_role(f"{name}.{key}")
         if parameter is None or role is None:
@@ -316,9 +305,7 @@ def _expert_specs(
             dim = parameter.ndim - (1 if role == "rowwise" else 2)
             yield key, aligned_spec(dim, parameter.shape[dim], world_size)
         else:
-            raise UnshardableModelError(
-                f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet"
-            )
+            raise UnshardableModelError(f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet")
 
 
 # The vocabulary

@@ -70,9 +70,7 @@ def apply_tensor_parallel(
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
     if parity_check and expected is not None:
         parity_check.compare(model, expected, plan, tp_group)
-    _log.info(
-        "tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers)
-    )
+    _log.info("tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers))
     return TensorParallelLayout(tp_fsdp_mesh, placements)
 
 
@@ -122,9 +120,7 @@ def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
                 tensor.copy_(value)
 
 
-def _replace_parameters(
-    model: nn.Module, plan: TpPlan, tp_group: ParallelGroup
-) -> dict[str, tuple[torch.Size, Any]]:
+def _replace_parameters(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup) -> dict[str, tuple[torch.Size, Any]]:
     """Put pieces in place of whole parameters, wherever they are held; shape and placement by name."""
     names: dict[int, list[str]] = {}  # a stage of a pipeline may know a shared weight by its second name only
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -175,9 +171,7 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 
-def _make_forward(
-    module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str
-) -> layers.ForwardFn | None:
+def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str) -> layers.ForwardFn | None:
     match layer.kind:
         case "column":
             return layers.column_parallel(tp_context, kernels, layer.shared_rows)

@@ -89,9 +89,7 @@ class VocabParallelLogits(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The ordinary logits; collective over the team."""
-        return gather_from_region(
-            self.local, self.local.dim() - 1, self.shard_sizes, self.tp_group, _LEDGER_NAME
-        )
+        return gather_from_region(self.local, self.local.dim() - 1, self.shard_sizes, self.tp_group, _LEDGER_NAME)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"VocabularyShards(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
@@ -182,9 +180,7 @@ def _sharded_cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not plain or target.is_floating_point() or logits.dim() != 2 or target.dim() != 1:
         return None
-    losses = vocab_parallel_cross_entropy(
-        logits.local, target, logits.shard_sizes, logits.tp_group, ignore_index
-    )
+    losses = vocab_parallel_cross_entropy(logits.local, target, logits.shard_sizes, logits.tp_group, ignore_index)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -205,9 +201,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         exponents = torch.exp(upcast - peak[:, None])
         in_shard = valid & (target >= start) & (target < start + upcast.shape[-1])
         column = torch.where(in_shard, target - start, 0)
-        target_logits = (
-            upcast.gather(1, column[:, None])[:, 0] if upcast.shape[-1] else torch.zeros_like(peak)
-        )
+        target_logits = upcast.gather(1, column[:, None])[:, 0] if upcast.shape[-1] else torch.zeros_like(peak)
         sums = torch.stack([exponents.sum(-1), torch.where(in_shard, target_logits - peak, 0.0)])
         tp_group.all_reduce(sums, _LEDGER_NAME)
         ctx.save_for_backward(exponents.div_(sums[0][:, None]), column, in_shard, valid)
@@ -231,6 +225,4 @@ def vocab_parallel_cross_entropy(
 
     ``local`` (N, own part of V), ``target`` (N,) of logical indices, equal on all ranks.
     """
-    return _VocabParallelCrossEntropy.apply(
-        local, target, sum(shard_sizes[: tp_group.rank]), tp_group, ignore_index
-    )  # type: ignore[return-value]
+    return _VocabParallelCrossEntropy.apply(local, target, sum(shard_sizes[: tp_group.rank]), tp_group, ignore_index)  # type: ignore[return-value]

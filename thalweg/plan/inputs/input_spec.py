@@ -152,9 +152,7 @@ def _position_offset(positions: nn.Embedding) -> int:
 
 def default_sequence_length(config: Any) -> int:
     """The longest sequence that a model's config allows, at most 1,024."""
-    longest = _first_positive_int(
-        config, "max_position_embeddings", "n_positions", "block_size", "max_seq_len"
-    )
+    longest = _first_positive_int(config, "max_position_embeddings", "n_positions", "block_size", "max_seq_len")
     return min(longest or 1024, 1024)
 
 
@@ -166,16 +164,12 @@ def _to_empty(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, TensorSpec) else leaf
 
 
-def _label_spec(
-    model: nn.Module, config: Any, batch_size: int, sequence_length: int, vocab_size: int
-) -> TensorSpec:
+def _label_spec(model: nn.Module, config: Any, batch_size: int, sequence_length: int, vocab_size: int) -> TensorSpec:
     name = type(model).__name__
     if name.endswith("ForSequenceClassification"):
         return TensorSpec((batch_size,), torch.int64, _first_positive_int(config, "num_labels") or 2)
     if name.endswith("ForTokenClassification"):
-        return TensorSpec(
-            (batch_size, sequence_length), torch.int64, _first_positive_int(config, "num_labels") or 2
-        )
+        return TensorSpec((batch_size, sequence_length), torch.int64, _first_positive_int(config, "num_labels") or 2)
     return TensorSpec((batch_size, sequence_length), torch.int64, vocab_size)
 
 
@@ -213,9 +207,7 @@ def _audio_inputs(
         )
     else:
         raise ValueError(_cannot_infer_message(model, names))
-    inputs = {
-        ("input_features" if "input_features" in names else "input_values"): TensorSpec(shape, torch.float32)
-    }
+    inputs = {("input_features" if "input_features" in names else "input_values"): TensorSpec(shape, torch.float32)}
     if "labels" in names and "decoder_input_ids" in names:
         max_positions = _first_positive_int(config, "max_target_positions") or 1024
         if requested_length is not None and requested_length > max_positions:
@@ -231,16 +223,12 @@ def _audio_inputs(
     return InputSpec(kwargs=inputs)
 
 
-def _image_text_inputs(
-    model: nn.Module, config: Any, batch_size: int, requested_length: int | None
-) -> InputSpec:
+def _image_text_inputs(model: nn.Module, config: Any, batch_size: int, requested_length: int | None) -> InputSpec:
     """What CLIP and its like compare: as many texts as images."""
     text = getattr(config, "text_config", config)
     length = _resolve_sequence_length(model, text, requested_length)
     inputs: dict[str, Any] = {
-        "input_ids": TensorSpec(
-            (batch_size, length), torch.int64, _first_positive_int(text, "vocab_size") or 2
-        ),
+        "input_ids": TensorSpec((batch_size, length), torch.int64, _first_positive_int(text, "vocab_size") or 2),
         **_image_inputs(model, config.vision_config, ["pixel_values"], batch_size).kwargs,
     }
     return InputSpec(kwargs={**inputs, "return_loss": True})

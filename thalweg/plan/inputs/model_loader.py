@@ -56,9 +56,7 @@ def load_meta_model(model: Any, model_kwargs: Mapping[str, Any] | None = None) -
         with torch.device("meta"):
             built = model(**(model_kwargs or {}))
         if not isinstance(built, nn.Module):
-            raise ValueError(
-                f"{model.__name__} makes a {type(built).__name__}; the plan needs a torch.nn.Module"
-            )
+            raise ValueError(f"{model.__name__} makes a {type(built).__name__}; the plan needs a torch.nn.Module")
         return _make_meta_model(built, type(built).__name__)
     if hasattr(model, "model_type") and hasattr(model, "to_dict"):
         return _from_hf_config(model)
@@ -113,17 +111,13 @@ def _build_module(fields: dict[str, Any]) -> nn.Module:
         )
     library = _import_transformers()
     rest = {
-        key: value
-        for key, value in fields.items()
-        if key != "model_type" and not _requests_flash_attention(key, value)
+        key: value for key, value in fields.items() if key != "model_type" and not _requests_flash_attention(key, value)
     }
     kind, config_mapping = fields["model_type"], library.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in config_mapping:
         suggestions = difflib.get_close_matches(str(kind), list(config_mapping), 1)
         did_you_mean = f" (did you mean {suggestions[0]!r}?)" if suggestions else ""
-        remote_code_hint = (
-            "; its own code (auto_map) is not run: make the model on meta and give thalweg.plan() that"
-        )
+        remote_code_hint = "; its own code (auto_map) is not run: make the model on meta and give thalweg.plan() that"
         remote_code_hint = remote_code_hint if "auto_map" in fields and not suggestions else ""
         raise ValueError(
             f"transformers {library.__version__} has no model_type {kind!r}{did_you_mean}{remote_code_hint}"
@@ -171,11 +165,7 @@ _ENCODER_DECODER_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq
 
 def _build_default_class(library: Any, config: Any) -> nn.Module:
     """The class that people train of a kind of model, where its config names none."""
-    first = (
-        _ENCODER_DECODER_AUTO_CLASSES
-        if getattr(config, "is_encoder_decoder", False)
-        else _DECODER_AUTO_CLASSES
-    )
+    first = _ENCODER_DECODER_AUTO_CLASSES if getattr(config, "is_encoder_decoder", False) else _DECODER_AUTO_CLASSES
     for name in (
         *first,
         *_DECODER_AUTO_CLASSES,

@@ -61,9 +61,7 @@ class MallocModel:
     def fits_without_growth(self, num_bytes: int) -> bool:
         """Whether a block of this size would fit without the heap growing."""
         requested = (
-            max(_MIN_CHUNK, -(-(num_bytes + _HEADER) // _MALLOC_ALIGN) * _MALLOC_ALIGN)
-            + _TENSOR_ALIGN
-            + _MIN_CHUNK
+            max(_MIN_CHUNK, -(-(num_bytes + _HEADER) // _MALLOC_ALIGN) * _MALLOC_ALIGN) + _TENSOR_ALIGN + _MIN_CHUNK
         )
         return self.high_water_mark - self._top_chunk >= requested or (
             bool(self._holes_by_size) and self._holes_by_size[-1][0] >= requested

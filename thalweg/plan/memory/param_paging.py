@@ -78,15 +78,11 @@ class _FakePagedUnit:
 class PagedParams:
     """The units of ``slots`` (by unit) that are paged, under the engine's pager."""
 
-    def __init__(
-        self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec
-    ) -> None:
+    def __init__(self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec) -> None:
         shared = run_spec.storage_kind == "shared"
         self.units = {}
         for name, members in specs_by_unit.items():
-            packed_bytes = sum(
-                round_up(prod(slot.padded_shape) * slot.compute_dtype.itemsize) for slot in members
-            )
+            packed_bytes = sum(round_up(prod(slot.padded_shape) * slot.compute_dtype.itemsize) for slot in members)
             unsharded_bytes = sum(slot.unsharded_bytes for slot in members) if shared else 0
             self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
         barrier = _no_barrier if shared else None

@@ -42,9 +42,7 @@ class MemorySample:
 class RankMemory:
     """The memory of one rank while events are played."""
 
-    def __init__(
-        self, process_bytes: int, heap: MallocModel | None, mmap_threshold: int | None = None
-    ) -> None:
+    def __init__(self, process_bytes: int, heap: MallocModel | None, mmap_threshold: int | None = None) -> None:
         self.heap, self.process_bytes, self._mmap_threshold = heap, process_bytes, mmap_threshold
         self.live_bytes: Counter[str] = Counter()
         self.mmapped_bytes: Counter[str] = Counter()
@@ -62,9 +60,7 @@ class RankMemory:
 
     def allocate(self, storage_id: int, num_bytes: int, label: str) -> None:
         """A block of the heap."""
-        fits_in_hole = self.heap is not None and self.heap.fits_without_growth(
-            num_bytes
-        )  # glibc looks there first
+        fits_in_hole = self.heap is not None and self.heap.fits_without_growth(num_bytes)  # glibc looks there first
         if (
             self._mmap_threshold is not None and num_bytes >= self._mmap_threshold and not fits_in_hole
         ):  # a mapping of its own
@@ -136,9 +132,7 @@ class RankMemory:
         """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""
         return self._make_breakdown(*self._heap_at_peak, self._mmapped_at_peak)
 
-    def _make_breakdown(
-        self, top: int, live_bytes: dict[str, int], mmapped_bytes: dict[str, int]
-    ) -> MemoryBreakdown:
+    def _make_breakdown(self, top: int, live_bytes: dict[str, int], mmapped_bytes: dict[str, int]) -> MemoryBreakdown:
         by_label = Counter(live_bytes) + Counter(mmapped_bytes)
         named = {item.name: by_label.pop(item.name, 0) for item in fields(MemoryBreakdown)}
         named["activations"] += sum(by_label.values())

@@ -87,9 +87,7 @@ def replay_events(
     """
     heap = MallocModel() if run_spec.on_cpu else None
     mmap_threshold = LARGE_BLOCK_BYTES if run_spec.on_cpu and run_spec.low_memory else None
-    rank_memory = RankMemory(
-        process_bytes + (FIRST_STEP_BYTES if run_spec.on_cpu else 0), heap, mmap_threshold
-    )
+    rank_memory = RankMemory(process_bytes + (FIRST_STEP_BYTES if run_spec.on_cpu else 0), heap, mmap_threshold)
     replay = _Replay(rank_memory, trace, run_spec, disk_keeps_up)
     replay.initialize(list(initial_param_bytes))
     for step in range(num_windows):
@@ -126,14 +124,10 @@ def replay_events(
 class _Replay:
     """One rank: what it sets up, and what each step does to it."""
 
-    def __init__(
-        self, rank_memory: RankMemory, trace: StepTrace, run_spec: RunSpec, disk_keeps_up: bool
-    ) -> None:
+    def __init__(self, rank_memory: RankMemory, trace: StepTrace, run_spec: RunSpec, disk_keeps_up: bool) -> None:
         self.rank_memory, self.trace, self.run_spec = rank_memory, trace, run_spec
         self.gradient_buffers = GradientBuffers(rank_memory, trace.units, run_spec, disk_keeps_up)
-        self.disk_params = {
-            key for unit in trace.units if unit.name in trace.paged_units for key in unit.param_names
-        }
+        self.disk_params = {key for unit in trace.units if unit.name in trace.paged_units for key in unit.param_names}
         members = {
             unit.name: [trace.param_specs[key] for key in unit.param_names]
             for unit in trace.units
@@ -196,9 +190,7 @@ class _Replay:
         if shared:
             unsharded_bytes = sum(slot.unsharded_bytes for slot in param_specs.values())
             local_bytes = sum(
-                s.unsharded_bytes // s.num_shards
-                for s in param_specs.values()
-                if s.master_dtype == s.compute_dtype
+                s.unsharded_bytes // s.num_shards for s in param_specs.values() if s.master_dtype == s.compute_dtype
             )
             rank_memory.adjust_mmapped("gathered", unsharded_bytes - local_bytes)
         rank_memory.allocate(-storage_id, trace.buffer_bytes + trace.scalar_param_bytes, "buffers")
@@ -227,9 +219,7 @@ class _Replay:
             [prod(slot.padded_shape) * dtype.itemsize for _, slot in unit for dtype in dtypes]
             for unit in self._trained_by_unit()
         )
-        return max(
-            (sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0
-        )
+        return max((sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0)
 
     def _update_events(self, first: bool) -> list[TraceEvent]:
         events = self.trace.first_update_events if first else self.trace.later_update_events
@@ -306,9 +296,7 @@ class _Replay:
 
     def _plan_streamed_update(self) -> StreamedUpdate:
         run_spec = self.run_spec
-        if not run_spec.elementwise_optimizer or not (
-            run_spec.optimizer_offload.device == "nvme" or self.disk_params
-        ):
+        if not run_spec.elementwise_optimizer or not (run_spec.optimizer_offload.device == "nvme" or self.disk_params):
             return StreamedUpdate()
         updates = [
             [(slot, self._get_disk_operands(name, slot)) for name, slot in members]
@@ -345,9 +333,7 @@ class _Replay:
         total += sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
         if self.run_spec.optimizer_offload.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
-            total += sizes * sum(
-                prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members
-            )
+            total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)
         packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
         largest = packed_sizes[: self.run_spec.param_offload.max_units_in_memory]
         return total + sum(largest) + self.streamed_update.buffer_bytes

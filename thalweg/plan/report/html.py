@@ -90,9 +90,7 @@ def _timeline_svg(timeline: Sequence[MemorySample], limit: int | None, process_b
         return "<p>No timeline: the model was continued from a shallow one.</p>"
     samples = _downsample(timeline)
     highest = max(max(m.resident_bytes for m in samples), limit or 0) * 1.05
-    labels = [
-        label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)
-    ]
+    labels = [label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)]
 
     def x(index: int) -> float:
         return _LEFT + (_WIDTH - _LEFT) * index / max(1, len(samples) - 1)
@@ -116,9 +114,7 @@ def _timeline_svg(timeline: Sequence[MemorySample], limit: int | None, process_b
     elements.append(f'<polyline points="{line}" fill="none" stroke="#222" stroke-width="1.5"/>')
     for step in range(5):
         value = highest * step / 4
-        elements.append(
-            f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{format_bytes(value)}</text>'
-        )
+        elements.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{format_bytes(value)}</text>')
     if limit is not None:
         elements.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="#c00" '

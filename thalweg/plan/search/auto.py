@@ -187,15 +187,9 @@ def _cost_levels(
 ) -> Iterator[CostLevel]:
     """Groups of candidates, a row for each policy of recomputation, the highest stage first."""
     world_size = planner.cluster.world_size
-    stages = (
-        ([3, 2, 1, 0] if world_size > 1 else [0]) if STAGE_KEY in keys else [get_by_path(config, STAGE_KEY)]
-    )
+    stages = ([3, 2, 1, 0] if world_size > 1 else [0]) if STAGE_KEY in keys else [get_by_path(config, STAGE_KEY)]
     sizes = _micro_batches(config, world_size) if MICRO_BATCH_KEY in keys else [None]
-    policies = (
-        ["none", "selective", "full"]
-        if CHECKPOINTING_KEY in keys
-        else [get_by_path(config, CHECKPOINTING_KEY)]
-    )
+    policies = ["none", "selective", "full"] if CHECKPOINTING_KEY in keys else [get_by_path(config, CHECKPOINTING_KEY)]
     min_stage = 3 if param_device != "none" else 1 if optimizer_device != "none" else 0
     allowed = [stage for stage in stages if stage >= min_stage]
     if STAGE_KEY in keys and not allowed:  # one rank: a stage costs nothing there
@@ -226,9 +220,7 @@ def _cost_levels(
 
 def _offload_placements(config: Config, planner: Planner, keys: list[str]) -> Iterator[tuple[str, str]]:
     """(device of the optimizer's state, device of the parameters), the cheapest first."""
-    configured = [
-        get_by_path(config, f"{block}.device") for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)
-    ]
+    configured = [get_by_path(config, f"{block}.device") for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)]
     choices = []
     for block, value in zip((OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY), configured, strict=True):
         is_auto = f"{block}.device" in keys
@@ -243,11 +235,7 @@ def _offload_placements(config: Config, planner: Planner, keys: list[str]) -> It
 
 def _nvme_paths(config: Config, planner: Planner, chosen: dict[str, Any]) -> dict[str, Any]:
     """The folder of each tier that goes to the disk and names none."""
-    blocks = [
-        block
-        for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)
-        if chosen.get(f"{block}.device") == "nvme"
-    ]
+    blocks = [block for block in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY) if chosen.get(f"{block}.device") == "nvme"]
     return {
         f"{block}.nvme_path": find_nvme_path(config)
         for block in blocks

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-def suggest(
-    planner: Planner, config: Config, cpu_budget_s: float = 6.0
-) -> tuple[dict[str, Any] | None, list[str]]:
+def suggest(planner: Planner, config: Config, cpu_budget_s: float = 6.0) -> tuple[dict[str, Any] | None, list[str]]:
     """Changes that make the run fit, and what was found on the way; None if nothing tried fits in time."""
     deadline = time.thread_time() + cpu_budget_s
     reasons: list[str] = []
@@ -73,9 +71,7 @@ def _candidate_groups(config: Config, on_cpu: bool) -> Iterator[list[dict[str, A
     policies = policies[policies.index(config.activation_checkpointing.policy) :]
     yield [_stage_change(s) for s in stages if s != stage]
     yield [
-        _stage_change(s) | _checkpointing_change(p)
-        for p in policies[1:]
-        for s in dict.fromkeys((stages[-1], stage))
+        _stage_change(s) | _checkpointing_change(p) for p in policies[1:] for s in dict.fromkeys((stages[-1], stage))
     ]
     micro_batch = int(config.train_micro_batch_size_per_gpu)
     steps = int(config.gradient_accumulation_steps)
@@ -94,9 +90,7 @@ def _candidate_groups(config: Config, on_cpu: bool) -> Iterator[list[dict[str, A
     if not config.tiling.loss:
         tiled = _checkpointing_change(policies[-1]) | {"tiling.loss": True}
         smallest |= tiled
-        yield [
-            one | _stage_change(stages[-1]) for one in ([tiled] if smallest == tiled else [tiled, smallest])
-        ]
+        yield [one | _stage_change(stages[-1]) for one in ([tiled] if smallest == tiled else [tiled, smallest])]
     yield from _offload_groups(config, on_cpu, _checkpointing_change(policies[-1]), smallest)
 
 
@@ -108,16 +102,12 @@ def _offload_groups(
     optimizer_key, param_key = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
     for device in ([] if on_cpu else ["cpu"]) + (["nvme"] if folder else []):
         nvme_path = {"nvme_path": folder} if device == "nvme" else {}
-        offload_optimizer = {
-            f"{optimizer_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()
-        }
+        offload_optimizer = {f"{optimizer_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()}
         if zero.offload_optimizer.device == "none":
             both = _stage_change(max(1, zero.stage)) | offload_optimizer
             yield [both, both | checkpointing]
             yield [both | smallest]
-        offload_param = {
-            f"{param_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()
-        }
+        offload_param = {f"{param_key}.{key}": value for key, value in {"device": device, **nvme_path}.items()}
         offload_param |= {f"{param_key}.max_in_cpu": 0} if device == "nvme" else {}
         if zero.offload_param.device == "none":
             yield [

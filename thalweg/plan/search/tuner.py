@@ -98,9 +98,7 @@ def tune(
     progress(f"{len(result.trials)} candidates fit by the plan, {result.num_ruled_out} do not")
     if planner.cluster.device == "cpu" and planner.cluster.num_nodes == 1:
         for index, trial in enumerate(result.trials[:num_measured]):
-            progress(
-                f"measuring {index + 1} of {min(num_measured, len(result.trials))}: {json.dumps(trial.changes)}"
-            )
+            progress(f"measuring {index + 1} of {min(num_measured, len(result.trials))}: {json.dumps(trial.changes)}")
             _measure_trial(trial, planner, model_path, timeout)
             progress(f"  {trial.failure_reason or f'{trial.measured_seconds:.3g} s a step'}")
     return result

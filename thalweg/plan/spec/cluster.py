@@ -112,9 +112,7 @@ def build_cluster(
         ValueError: an unknown kind of device, or a size that is none.
     """
     if num_nodes < 1 or devices_per_node < 1:
-        raise ValueError(
-            f"{num_nodes} nodes with {devices_per_node} devices each have no rank; give 1 or more of both"
-        )
+        raise ValueError(f"{num_nodes} nodes with {devices_per_node} devices each have no rank; give 1 or more of both")
     kind = (device or ("h100" if device_memory is not None else "cpu")).lower()
     if kind in ("cuda", "gpu"):
         kind = "h100"
@@ -177,11 +175,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
         if controllers not in ("", "memory"):
             continue
         root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         folder = root / path.lstrip("/")
         for directory in [folder, *folder.parents]:
             limit, used = _read_text(directory / names[0]).strip(), _read_text(directory / names[1]).strip()

@@ -111,9 +111,7 @@ class RunSpec:
     @property
     def states_on_host(self) -> bool:
         """Whether a GPU's shards lie in host memory and are copied to it as they are gathered."""
-        return not self.on_cpu and (
-            self.param_offload.device != "none" or self.optimizer_offload.device != "none"
-        )
+        return not self.on_cpu and (self.param_offload.device != "none" or self.optimizer_offload.device != "none")
 
     @property
     def storage_kind(self) -> StorageKind:
@@ -125,11 +123,7 @@ class RunSpec:
         if not self.on_cpu:
             return "wire"
         keeps_unsharded = not self.zero_policy.reshards_after_use or self.traffic_policy.hpz_group_size > 1
-        return (
-            "shared"
-            if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded)
-            else "wire"
-        )
+        return "shared" if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded) else "wire"
 
     @property
     def is_hierarchical(self) -> bool:

@@ -46,9 +46,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.flops = 0
         self.accessed_bytes = 0
         self.num_ops = 0
-        self.cpu_deadline: float | None = (
-            None  # of this thread's processor time; operators after it are an error
-        )
+        self.cpu_deadline: float | None = None  # of this thread's processor time; operators after it are an error
         self._storage_ids: dict[int, int] = {}
         self._next_id = 1
 
@@ -131,9 +129,7 @@ class AllocationRecorder(TorchDispatchMode):
             return 0
         num_bytes = storage.nbytes()
         is_logits = self.vocab_size is not None and tensor.ndim > 1 and tensor.shape[-1] == self.vocab_size
-        self._storage_ids[key] = storage_id = self.record_alloc(
-            num_bytes, "logits" if is_logits else self.label
-        )
+        self._storage_ids[key] = storage_id = self.record_alloc(num_bytes, "logits" if is_logits else self.label)
         weakref.finalize(storage, self._on_storage_freed, key, storage_id).atexit = False
         return num_bytes
 
@@ -143,11 +139,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _count_op(self, func: Any, args: Any, kwargs: Any, result: Any, created_bytes: int) -> None:
         self.num_ops += 1
-        if (
-            self.cpu_deadline is not None
-            and self.num_ops % 256 == 0
-            and time.thread_time() > self.cpu_deadline
-        ):
+        if self.cpu_deadline is not None and self.num_ops % 256 == 0 and time.thread_time() > self.cpu_deadline:
             raise TimeoutError(f"after {self.num_ops:,} operators the step was not over")
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:

@@ -42,9 +42,7 @@ class FakeParallelGroup(ParallelGroup):
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
         """A tensor of the part's shape."""
-        parts = torch.stack(
-            [pad_to_length(part, dim, max(sizes)).contiguous() for part in tensor.split(sizes, dim)]
-        )
+        parts = torch.stack([pad_to_length(part, dim, max(sizes)).contiguous() for part in tensor.split(sizes, dim)])
         received = torch.empty_like(parts)
         self._record("reduce_scatter", name, received.nbytes)
         return received.sum(0).narrow(dim, 0, sizes[self.rank])

@@ -59,9 +59,7 @@ class FsdpUnitEvents:
         self.source.recorder.record_mark(f"enter {self.info.name}")
         self.unshard()
         flat, spec = tree_flatten((args, kwargs))
-        cast_dtype = (
-            self.source.cast_dtype if self.info.name not in self.source.run_spec.fp32_modules else None
-        )
+        cast_dtype = self.source.cast_dtype if self.info.name not in self.source.run_spec.fp32_modules else None
         for index, leaf in enumerate(flat):
             if cast_dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
                 flat[index] = leaf.to(cast_dtype)
@@ -196,9 +194,7 @@ class FsdpEventSource:
         recorder.record_mark(f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}")
         if run_spec.on_cpu and run_spec.shard_topology.num_nodes > 1:  # partial sums to and from other hosts
             rows = info.reduce_bytes // run_spec.shard_topology.ranks_per_node
-            for number in [
-                recorder.record_alloc(rows, "buffers") for _ in range(2 if run_spec.is_hierarchical else 1)
-            ]:
+            for number in [recorder.record_alloc(rows, "buffers") for _ in range(2 if run_spec.is_hierarchical else 1)]:
                 recorder.record_free(number)
 
     def release_reduce_input(self) -> None:

@@ -20,9 +20,7 @@ _PREFETCH_DEPTH = 2
 class _OffloadedFake:
     """A tensor that was put away; a fake of its shape comes back."""
 
-    def __init__(
-        self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None
-    ) -> None:
+    def __init__(self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None) -> None:
         self._recorder, self._previous = recorder, previous
         self._shape, self._dtype, self.num_bytes = tensor.shape, tensor.dtype, tensor.nbytes
         self.read_id = 0

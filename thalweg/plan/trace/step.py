@@ -43,9 +43,7 @@ from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import select_paged_units
 from thalweg.zero.units import find_units, with_large_leaves
 
-MAX_TRACED_MICRO_BATCHES = (
-    3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
-)
+MAX_TRACED_MICRO_BATCHES = 3  # of a window: its first, middle and last micro-batches differ, two middle ones do not
 
 
 @dataclass
@@ -96,13 +94,9 @@ def trace_step(
     stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.param_offload.uses_nvme
     units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
     offload_recorder = (
-        OffloadRecorder(recorder)
-        if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec)
-        else None
+        OffloadRecorder(recorder) if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec) else None
     )
-    apply_activation_checkpointing(
-        model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder
-    )
+    apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
     tiling = _apply_tiling(model, run_spec)
     source = FsdpEventSource(recorder, run_spec)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -147,9 +141,7 @@ def shard_bytes(param_spec: ParamSpec) -> int:
     return prod(param_spec.padded_shape) * param_spec.master_dtype.itemsize
 
 
-def resident_params(
-    param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec
-) -> dict[str, ParamSpec]:
+def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
     """Those of ``slots`` that are not read from a disk when they are used."""
     if not run_spec.param_offload.uses_nvme:
         return param_specs
@@ -162,9 +154,7 @@ def resident_params(
     return {name: slot for name, slot in param_specs.items() if name not in paged_names}
 
 
-def _replace_with_fakes(
-    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec
-) -> tuple[int, int]:
+def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> tuple[int, int]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     fakes: dict[int, nn.Parameter] = {}
     scalar_bytes = buffers = 0
@@ -338,9 +328,7 @@ def _trace_updates(
     """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
     if run_spec.optimizer is None:
         return [], [], []
-    trained = [
-        param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs
-    ]
+    trained = [param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs]
     shards = []
     for slot in trained:
         shape = slot.padded_shape
@@ -360,9 +348,7 @@ def _trace_updates(
         recorded.append(recorder.pop_events())
     recorder.pop_events()
     recorded[0][:0] = creation_events
-    persistent_ids = {number for number, _, _ in recorded[0] if number > 0} - {
-        -n for n, _, _ in recorded[0] if n < 0
-    }
+    persistent_ids = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
     first = [(n, size, "optimizer" if n in persistent_ids else label) for n, size, label in recorded[0]]
     return first, recorded[1], _state_dtypes(optimizer)
 

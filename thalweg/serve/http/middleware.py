@@ -82,24 +82,18 @@ class RequestGuard:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise ApiError(
-                403, "this server answers to localhost alone: start it with --api-key for other names"
-            )
+            raise ApiError(403, "this server answers to localhost alone: start it with --api-key for other names")
 
     def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key_digests or path in PUBLIC_PATHS:
             return
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()
-        matches = [
-            hmac.compare_digest(digest, key) for key in self._key_digests
-        ]  # all of them, whichever is right
+        matches = [hmac.compare_digest(digest, key) for key in self._key_digests]  # all of them, whichever is right
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
-                "send your API key as `Authorization: Bearer KEY`"
-                if not token
-                else "this API key is not valid",
+                "send your API key as `Authorization: Bearer KEY`" if not token else "this API key is not valid",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -123,17 +123,13 @@ class RayApp:
         app_state = AppState(
             pool=self._pool,
             metrics=Metrics(self._pool),
-            tokenizer=load_chat_tokenizer(
-                self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code
-            ),
+            tokenizer=load_chat_tokenizer(self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code),
             model_info=model_info,
             model_name=self._model_name,
             created=int(time.time()),
             request_seconds=600.0,
         )
-        return RequestGuard(
-            build_app(app_state), self._api_keys, BodyLimits(), app_state.metrics.count_response
-        )
+        return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), app_state.metrics.count_response)
 
     def check(self) -> None:
         """Raise RuntimeError while the engine is dead or makes no progress."""

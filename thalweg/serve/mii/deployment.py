@@ -68,9 +68,7 @@ def serve(
     """
     name = deployment_name or f"{Path(model.rstrip('/')).name}-deployment"
     if _lookup_deployment(name) is not None:
-        raise ValueError(
-            f"a deployment {name!r} is running: take another name, or client(name).terminate_server()"
-        )
+        raise ValueError(f"a deployment {name!r} is running: take another name, or client(name).terminate_server()")
     command = [sys.executable, "-m", "thalweg", "serve", model, "--deployment", name, "--json"]
     if enable_restful_api:
         host, port = restful_api_host or host, restful_api_port or port or _DEFAULT_REST_PORT

@@ -85,9 +85,7 @@ class Pipeline:
                 final_outputs[index] = output
         full = options.get("return_full_text", False)
         return [
-            _make_response(
-                final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt)
-            )
+            _make_response(final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
             for i, text in enumerate(texts)
         ]
 
@@ -116,9 +114,7 @@ class Pipeline:
                 added.append(request.request_id)
             while unfinished:
                 for output in engine.step():
-                    if (
-                        output.request_id in index_by_id
-                    ):  # an engine of our own may still work off what was left
+                    if output.request_id in index_by_id:  # an engine of our own may still work off what was left
                         if output.finish_reason == "error":
                             raise RuntimeError(f"the engine failed on a prompt: {output.error}")
                         if output.finished:

@@ -21,9 +21,7 @@ from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.openai.tools import ToolParser
 
 
-async def create_chat_completion(
-    app_state: AppState, request: ChatRequest, http_request: HttpRequest
-) -> Response:
+async def create_chat_completion(app_state: AppState, request: ChatRequest, http_request: HttpRequest) -> Response:
     """Answer one request."""
     adapter = app_state.resolve_adapter(request.model)
     request = convert.apply_allowed_tools(request)

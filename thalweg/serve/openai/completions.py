@@ -23,9 +23,7 @@ MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON cannot say; OpenAI's choice."""
 
 
-async def create_completion(
-    app_state: AppState, request: CompletionRequest, http_request: HttpRequest
-) -> Response:
+async def create_completion(app_state: AppState, request: CompletionRequest, http_request: HttpRequest) -> Response:
     """Answer one request."""
     adapter = app_state.resolve_adapter(request.model)
     params = convert.completion_sampling_params(request, app_state.model_info)
@@ -36,9 +34,7 @@ async def create_completion(
         app_state.model_info,
         add_special_tokens=request.add_special_tokens,
     )
-    params_per_prompt = [
-        convert.fit_max_tokens(prompt, params, request, app_state.model_info) for prompt in prompts
-    ]
+    params_per_prompt = [convert.fit_max_tokens(prompt, params, request, app_state.model_info) for prompt in prompts]
     requests = [
         convert.make_engine_request(prompt, _with_prompt_seed(params, i), request, adapter)
         for i, (prompt, params) in enumerate(zip(prompts, params_per_prompt, strict=True))
@@ -50,10 +46,7 @@ async def create_completion(
     results = await run_until_disconnect(http_request.receive, generation.collect())
     if request.max_tokens == 0:  # the prompt's own logprobs are all that is wanted
         results = [
-            [
-                SequenceResult(prompt_logprobs=s.prompt_logprobs, finish_reason="length")
-                for s in prompt_results
-            ]
+            [SequenceResult(prompt_logprobs=s.prompt_logprobs, finish_reason="length") for s in prompt_results]
             for prompt_results in results
         ]
         generation.usage.num_generated_tokens = 0

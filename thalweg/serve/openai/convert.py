@@ -145,9 +145,7 @@ def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
             raise bad_request("json_schema is missing: give its name and schema", "response_format")
         outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
     if request.guided_json is not None:
-        text = (
-            request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
-        )
+        text = request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
         outputs.append(StructuredOutput(json_schema=text))
     if request.guided_regex is not None:
         outputs.append(StructuredOutput(regex=request.guided_regex))
@@ -161,9 +159,7 @@ def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
 def completion_sampling_params(request: CompletionRequest, model_info: ModelMetadata) -> SamplingParams:
     """Return the parameters of a ``/v1/completions`` request."""
     if request.suffix:
-        raise bad_request(
-            "suffix is not supported: this model continues a prompt, it does not fill in", "suffix"
-        )
+        raise bad_request("suffix is not supported: this model continues a prompt, it does not fill in", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_request("best_of other than n is not supported: leave it out", "best_of")
     if request.max_tokens == 0 and (request.stream or not request.echo):
@@ -173,17 +169,13 @@ def completion_sampling_params(request: CompletionRequest, model_info: ModelMeta
     return replace(params, prompt_logprobs=request.logprobs) if request.echo else params
 
 
-def chat_sampling_params(
-    request: ChatRequest, model_info: ModelMetadata, tokenizer: ChatTokenizer
-) -> SamplingParams:
+def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokenizer: ChatTokenizer) -> SamplingParams:
     """Return the parameters of a ``/v1/chat/completions`` request."""
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     if tokenizer.chat_template is None and not request.stop:
         request = request.model_copy(update={"stop": [FALLBACK_STOP]})
-    max_tokens = (
-        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    )
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = to_sampling_params(
         request,
         model_info,
@@ -213,9 +205,7 @@ def apply_allowed_tools(request: ChatRequest) -> ChatRequest:
     return request.model_copy(update={"tool_choice": mode, "tools": tools})
 
 
-async def tokenize_chat(
-    request: ChatRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata
-) -> list[int]:
+async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> list[int]:
     """Return the tokens of a conversation."""
     tools = None
     if request.tools and request.tool_choice != "none":
@@ -228,23 +218,15 @@ async def tokenize_chat(
     prompt, add_special_tokens = tokenizer.apply_chat_template(
         messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
     )
-    return (
-        await tokenize_prompts(
-            prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens
-        )
-    )[0]
+    return (await tokenize_prompts(prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens))[0]
 
 
-def mii_sampling_params(
-    request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata
-) -> SamplingParams:
+def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata) -> SamplingParams:
     """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
     num_initial_tokens = (
         1 if model_info.kind == "seq2seq" else num_prompt_tokens
     )  # of a model that listens, what it begins with
-    num_available = (
-        min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
-    )
+    num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
     max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
     if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:
         raise bad_request(
@@ -274,9 +256,7 @@ def make_engine_request(
     """Return an engine request; the pool names it."""
     if fields is None:
         return Request("", prompt, params, adapter=adapter)
-    return Request(
-        "", prompt, params, priority=fields.priority, cache_salt=fields.cache_salt, adapter=adapter
-    )
+    return Request("", prompt, params, priority=fields.priority, cache_salt=fields.cache_salt, adapter=adapter)
 
 
 def _to_template_message(message: ChatMessage) -> dict[str, Any]:

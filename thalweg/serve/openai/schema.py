@@ -241,9 +241,7 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
         return model_class.model_validate_json(body)
     except ValidationError as error:
         errors = _error_list(error)
-    if any(
-        p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for p in errors
-    ):
+    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for p in errors):
         return _parse_without_ignored(model_class, body)
     raise _to_api_error(model_class, errors)
 
@@ -269,9 +267,7 @@ def _error_list(error: ValidationError) -> list[Any]:
 def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
-        return bad_request(
-            f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json"
-        )
+        return bad_request(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
     lines: list[str] = []
     reported: set[str] = set()
     for error in _most_specific(errors):
@@ -284,12 +280,8 @@ def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
             continue
         reported.add(name)
         if error["type"] == "extra_forbidden":
-            suggestions = (
-                difflib.get_close_matches(loc[-1][:40], model_class.model_fields, 1) if len(loc) == 1 else []
-            )
-            lines.append(
-                f"{name}: there is no such field{f'; did you mean {suggestions[0]}?' if suggestions else ''}"
-            )
+            suggestions = difflib.get_close_matches(loc[-1][:40], model_class.model_fields, 1) if len(loc) == 1 else []
+            lines.append(f"{name}: there is no such field{f'; did you mean {suggestions[0]}?' if suggestions else ''}")
         else:
             lines.append(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
     param = ".".join(str(part) for part in first["loc"][:1]) or None
@@ -303,8 +295,7 @@ def _most_specific(errors: list[Any]) -> list[Any]:
     return [
         p
         for p, place in zip(errors, locs, strict=True)
-        if not p["type"].endswith("_type")
-        or not any(place[: len(other)] == other[: len(place)] for other in specific)
+        if not p["type"].endswith("_type") or not any(place[: len(other)] == other[: len(place)] for other in specific)
     ]
 
 

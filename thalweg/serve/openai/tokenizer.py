@@ -40,9 +40,7 @@ def load_chat_tokenizer(
     """Load the tokenizer of ``model``; a loader of engines may have a ``load_tokenizer`` beside it."""
     module = importlib.import_module(loader.partition(":")[0])
     custom_loader = getattr(module, "load_tokenizer", None)
-    tokenizer = (
-        custom_loader(model) if custom_loader is not None else load_tokenizer(model, trust_remote_code)
-    )
+    tokenizer = custom_loader(model) if custom_loader is not None else load_tokenizer(model, trust_remote_code)
     return ChatTokenizer(tokenizer, chat_template)
 
 
@@ -60,9 +58,7 @@ class ChatTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._lock = asyncio.Lock()
         self._token_texts: dict[int, tuple[str, list[int]]] = {}
-        self._max_token_chars = (
-            max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
-        )
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
     @property
     def supports_tools(self) -> bool:

@@ -57,9 +57,7 @@ def filter_allowed_tools(choice: dict[str, Any], tools: Sequence[Any]) -> tuple[
     """Return mode and tools of a ``tool_choice`` of type ``allowed_tools``; ValueError where it is none."""
     allowed_tools = choice.get("allowed_tools")
     mode, tool_entries = (
-        (allowed_tools.get("mode"), allowed_tools.get("tools"))
-        if isinstance(allowed_tools, dict)
-        else (None, None)
+        (allowed_tools.get("mode"), allowed_tools.get("tools")) if isinstance(allowed_tools, dict) else (None, None)
     )
     names = [one["function"]["name"] for one in tool_entries or ()]
     matching = [tool for tool in tools if tool.function.name in names]

@@ -58,9 +58,7 @@ class PoolLimits:
 class ReplicaPool:
     """Runs ``num_replicas`` replicas made by ``start`` and spreads requests over them."""
 
-    def __init__(
-        self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits
-    ) -> None:
+    def __init__(self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits) -> None:
         self.limits = limits
         self.draining = False
         self.num_restarts = 0
@@ -172,9 +170,7 @@ class ReplicaPool:
             num_events = 0
             while num_unfinished:
                 num_events += 1
-                if (
-                    num_events % _YIELD_EVERY == 0
-                ):  # a queue that is never empty must not keep the loop from others
+                if num_events % _YIELD_EVERY == 0:  # a queue that is never empty must not keep the loop from others
                     await asyncio.sleep(0)
                 entry, event = await _next_event(inbox, abort_task, deadline)
                 if isinstance(event, RequestOutput):
@@ -203,9 +199,7 @@ class ReplicaPool:
         deadline = None if timeout is None else time.monotonic() + timeout
         abort_task = asyncio.create_task(self._aborted.wait())
         try:
-            batches = [
-                await self._embed_batch(part, abort_task, deadline) for part in _batch_prompts(prompts)
-            ]
+            batches = [await self._embed_batch(part, abort_task, deadline) for part in _batch_prompts(prompts)]
         finally:
             abort_task.cancel()
         return [row for part in batches for row in part]
@@ -255,9 +249,7 @@ class ReplicaPool:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(replica.died.wait(), 0.25)
                 if replica.stalled_seconds > 2 * self.limits.stall_seconds and not replica.died.is_set():
-                    _LOG.error(
-                        "replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds
-                    )
+                    _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds)
                     await replica.stop(grace=0.0)
             num_crashes = 0 if time.monotonic() - started_at > _HEALTHY_AFTER else self._num_crashes[index]
             self._num_crashes[index] = num_crashes + 1
@@ -356,9 +348,7 @@ def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
 
 
 def _timeout_error() -> ApiError:
-    return ApiError(
-        504, "the request took longer than this server allows: ask for fewer tokens", code="timeout"
-    )
+    return ApiError(504, "the request took longer than this server allows: ask for fewer tokens", code="timeout")
 
 
 def _to_api_error(event: object) -> ApiError:

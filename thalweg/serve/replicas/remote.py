@@ -183,8 +183,7 @@ class RemoteWorker:
     def run(self) -> None:
         """Work; returns when the front is gone.  Raises :class:`Refused`, also where there never was one."""
         threads = [
-            threading.Thread(target=self._run_replica, args=(i,), daemon=True)
-            for i in range(self._num_replicas)
+            threading.Thread(target=self._run_replica, args=(i,), daemon=True) for i in range(self._num_replicas)
         ]
         for thread in threads:
             thread.start()
@@ -275,9 +274,7 @@ def _worker_handshake(sock: socket.socket, key: bytes) -> None:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(_MAGIC + nonce)
     answer = _read_exactly(sock, _NONCE_BYTES + 32)
-    if not hmac.compare_digest(
-        answer[_NONCE_BYTES:], _hmac_proof(key, b"front", nonce + answer[:_NONCE_BYTES])
-    ):
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _hmac_proof(key, b"front", nonce + answer[:_NONCE_BYTES])):
         raise AuthenticationError("the front has another key: give both the same --join-key-file")
     sock.sendall(_hmac_proof(key, b"worker", nonce + answer[:_NONCE_BYTES]))
 
@@ -315,9 +312,7 @@ def _enable_keepalive(sock: socket.socket) -> None:
 
 def _check_key(key: bytes) -> bytes:
     if len(key) < 16:
-        raise ValueError(
-            "the key for joining must have at least 16 characters, as `openssl rand -hex 16` gives"
-        )
+        raise ValueError("the key for joining must have at least 16 characters, as `openssl rand -hex 16` gives")
     return key
 
 

@@ -61,9 +61,7 @@ class Replica:
         """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
         try:
             loop = asyncio.get_running_loop()
-            handle: ReplicaHandle = await loop.run_in_executor(
-                self._executor, self._start_replica, self.index
-            )
+            handle: ReplicaHandle = await loop.run_in_executor(self._executor, self._start_replica, self.index)
             self._handle = handle
             handle.sock.setblocking(False)
             reader, self._writer = await asyncio.open_connection(sock=handle.sock)

@@ -87,9 +87,7 @@ class FSDPGroupHandle:
 
         inner.post_backward = post_backward
 
-    def use_pager(
-        self, prefetch: Callable[[], None], acquire: Callable[[], None], release: Callable[[], None]
-    ) -> None:
+    def use_pager(self, prefetch: Callable[[], None], acquire: Callable[[], None], release: Callable[[], None]) -> None:
         """Take the place of FSDP2's gather: unsharding opens the homes, and resharding closes them."""
         inner, original_to_sharded = self._inner, self._inner._to_sharded
 
@@ -168,9 +166,7 @@ class FSDPGroupHandle:
     def reads_reduced_grads(self, output_dtype: torch.dtype) -> bool:
         """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
         inner = self._inner
-        if (
-            self._has_reduction_hooks or inner._reduce_dtype == torch.float16
-        ):  # which is divided after the sum
+        if self._has_reduction_hooks or inner._reduce_dtype == torch.float16:  # which is divided after the sum
             return True
         return any(
             param.sharded_param.grad is not None

@@ -151,11 +151,7 @@ class ShardStorage:
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter trains now."""
-        return (
-            self.spec.requires_grad
-            if self.param_handle is None
-            else self.param_handle.sharded_param.requires_grad
-        )
+        return self.spec.requires_grad if self.param_handle is None else self.param_handle.sharded_param.requires_grad
 
     @property
     def num_rows(self) -> int:
@@ -178,9 +174,7 @@ class ShardStorage:
         return None if self._cast_dest is None else (self._cast_dest, self.shard)
 
 
-def view_unsharded(
-    spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int
-) -> tuple[Tensor, Tensor]:
+def view_unsharded(spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int) -> tuple[Tensor, Tensor]:
     """The home at ``offset`` of the arena, and this rank's rows of it."""
     row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
     local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
@@ -192,9 +186,7 @@ def get_arena_bytes(specs: Iterable[ParamSpec]) -> int:
     return sum(spec.unsharded_bytes + 64 for spec in specs)
 
 
-def max_unit_grad_bytes(
-    param_specs: Mapping[str, ParamSpec], units: Iterable[str], reduce_dtype: torch.dtype
-) -> int:
+def max_unit_grad_bytes(param_specs: Mapping[str, ParamSpec], units: Iterable[str], reduce_dtype: torch.dtype) -> int:
     """Bytes of the largest unit's gradients as they are reduced; what no unit holds is the root's."""
     names, sizes = list(units), dict[str, int]()
     for name, spec in param_specs.items():

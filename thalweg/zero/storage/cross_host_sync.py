@@ -100,9 +100,7 @@ class CrossHostSync:
         if name not in self._versions:
             return _ParamUpdate(storage, RAW)
         is_modified = storage.version() != self._versions[name]
-        if not is_modified and not (
-            name in self._pending and (storage.requires_grad or storage.spec.requires_grad)
-        ):
+        if not is_modified and not (name in self._pending and (storage.requires_grad or storage.spec.requires_grad)):
             return _ParamUpdate(storage, UNCHANGED)
         if name not in self._lossy:
             return _ParamUpdate(storage, RAW)
@@ -143,11 +141,7 @@ class CrossHostSync:
             payload_format, rows = _get_payload_format(update), update.storage.get_rank_rows(rank)
             payload = row[byte_start : byte_start + payload_format.num_bytes]
             byte_start += payload_format.num_bytes
-            if (
-                rank == self._rank
-                and update.encoding == RAW
-                and rows.data_ptr() == update.storage.shard.data_ptr()
-            ):
+            if rank == self._rank and update.encoding == RAW and rows.data_ptr() == update.storage.shard.data_ptr():
                 continue  # the shard is its rows
             payload_format.unpack(payload, rows.view(-1), add=update.encoding == DELTA)
 

@@ -176,9 +176,7 @@ def build_unit_paging(
     paged = select_paged_units(specs_by_unit, offload, resident_modules)
     if not paged:
         return None
-    return build_paged_storage(
-        specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena
-    )
+    return build_paged_storage(specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena)
 
 
 def build_paged_storage(
@@ -224,9 +222,7 @@ def build_paged_storage(
             shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
             is_packed_shard = spec.name not in plan.master_offsets
             compute_copy = (
-                None
-                if is_packed_shard
-                else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
+                None if is_packed_shard else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
             )
             write_rows = writer.make_write_fn(shard, master_offset, base + packed_offset, packed_shard)
             storage = storages[spec.name] = PagedShardStorage(

@@ -54,9 +54,7 @@ class NvmeMasterStorage(PagedShardStorage):
     ) -> None:
         offset = swap.allocate(_master_bytes(spec))
         shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
-        super().__init__(
-            spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows
-        )
+        super().__init__(spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows)
         self._unsharded_rows, self._cast_version = rows, 0
 
     def load_full(self, full: Tensor) -> None:
@@ -101,9 +99,7 @@ def build_nvme_storage(
     )
     if not offload.uses_nvme and offload.optimizer_device != "nvme":
         return build()
-    return all_ranks_or_raise(
-        build, "a swap file for its parameters", mesh.get_group() if mesh.size() > 1 else None
-    )
+    return all_ranks_or_raise(build, "a swap file for its parameters", mesh.get_group() if mesh.size() > 1 else None)
 
 
 def _has_separate_master(spec: ParamSpec) -> bool:

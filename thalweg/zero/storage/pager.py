@@ -94,9 +94,7 @@ class PagedUnit:
                     page_source.name,
                     self.name,
                 )
-                if not self._memory.move_pages(
-                    page_source._memory_offset, self._memory_offset, self.reserved_bytes
-                ):
+                if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
                     page_source.release_pages()
             self._pending_read = self.swap.read(self._file_offset, self._bytes)
             self.phase = "coming"
@@ -111,9 +109,7 @@ class PagedUnit:
                 self.phase = "out"
                 self.release_pages()
                 raise
-            copies = [
-                (param.dest_rows, param.packed_shard) for param in self.params if param.dest_rows is not None
-            ]
+            copies = [(param.dest_rows, param.packed_shard) for param in self.params if param.dest_rows is not None]
             with torch.no_grad():
                 for dest_rows, packed_shard in copies:
                     dest_rows.copy_(packed_shard)
@@ -229,9 +225,7 @@ class Pager:
         if unit in self._evicted:
             page_source = unit
         else:
-            page_source = next(
-                (one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes), None
-            )
+            page_source = next((one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes), None)
         if page_source is not None:
             self._evicted.remove(page_source)
         unit.start_read(page_source)

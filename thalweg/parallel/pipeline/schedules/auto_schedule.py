@@ -47,9 +47,7 @@ def rank_schedules(
     ranked = []
     for name in SCHEDULE_NAMES:
         try:
-            schedule = build_schedule(
-                name, num_ranks, num_micro_batches, num_virtual_stages=num_virtual_stages
-            )
+            schedule = build_schedule(name, num_ranks, num_micro_batches, num_virtual_stages=num_virtual_stages)
         except ValueError:
             continue  # too few micro-batches for it
         if schedule.num_stages > max_stages:
@@ -62,9 +60,7 @@ def rank_schedules(
     return sorted(ranked, key=lambda one: one.seconds)
 
 
-def choose_schedule(
-    candidates: Sequence[ScheduleCandidate], max_in_flight: int | None = None
-) -> ScheduleCandidate:
+def choose_schedule(candidates: Sequence[ScheduleCandidate], max_in_flight: int | None = None) -> ScheduleCandidate:
     """The best of ``found``, as :func:`candidates` gives them; ``max_in_flight``: micro-batches that fit."""
     fitting = [one for one in candidates if max_in_flight is None or one.peak_in_flight <= max_in_flight]
     if not fitting:

@@ -72,9 +72,7 @@ def assign_stages(name: ScheduleName, num_ranks: int, num_virtual_stages: int = 
     """The rank of each stage: in turn, or down the ranks and up again."""
     is_v_shaped = name in ("zbv", "dualpipev")
     num_stages = num_ranks * stages_per_rank(name, num_virtual_stages)
-    return tuple(
-        _v_shape_rank(stage, num_ranks) if is_v_shaped else stage % num_ranks for stage in range(num_stages)
-    )
+    return tuple(_v_shape_rank(stage, num_ranks) if is_v_shaped else stage % num_ranks for stage in range(num_stages))
 
 
 def _v_shape_rank(stage: int, num_ranks: int) -> int:
@@ -96,8 +94,7 @@ Orders = tuple[tuple[Action, ...], ...]
 def _gpipe(request: _ScheduleRequest) -> Orders:
     micros = range(request.num_micro_batches)
     return tuple(
-        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in micros)
-        for rank in range(request.num_ranks)
+        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in micros) for rank in range(request.num_ranks)
     )
 
 
@@ -119,9 +116,7 @@ def _interleaved(request: _ScheduleRequest) -> Orders:
         for first in range(0, request.num_micro_batches, ranks):
             micro_batch_group = range(first, first + ranks)
             forwards += [
-                Action("F", chunk * ranks + rank, micro)
-                for chunk in range(chunks)
-                for micro in micro_batch_group
+                Action("F", chunk * ranks + rank, micro) for chunk in range(chunks) for micro in micro_batch_group
             ]
             backwards += [
                 Action("B", chunk * ranks + rank, micro)
@@ -135,9 +130,7 @@ def _interleaved(request: _ScheduleRequest) -> Orders:
     return tuple(orders)
 
 
-def _warm_up_then_alternate(
-    forwards: list[Action], backwards: list[Action], warm_up: int
-) -> tuple[Action, ...]:
+def _warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for index, forward in enumerate(forwards[warm_up:]):
@@ -162,9 +155,7 @@ def _zero_bubble(request: _ScheduleRequest, max_in_flight: int) -> Orders:
     """
     candidates = []
     for slack in range(0, max_in_flight, max(1, max_in_flight // 8)):
-        limits = [
-            max(1, min(max_in_flight, max_in_flight - rank + slack)) for rank in range(request.num_ranks)
-        ]
+        limits = [max(1, min(max_in_flight, max_in_flight - rank + slack)) for rank in range(request.num_ranks)]
         candidates += [_list_schedule(request, limits, preference) for preference in _PREFERENCES]
     return min(candidates, key=lambda orders: _makespan(request, orders))
 

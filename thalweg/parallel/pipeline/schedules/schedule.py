@@ -64,9 +64,7 @@ class PipelineSchedule:
         return tuple(stage for stage, where in enumerate(self.stage_to_rank) if where == rank)
 
 
-def dependencies(
-    action: Action, num_stages: int, split_backward: Container[tuple[int, int]]
-) -> Iterator[Action]:
+def dependencies(action: Action, num_stages: int, split_backward: Container[tuple[int, int]]) -> Iterator[Action]:
     """What must be done before ``action`` may begin; ``halved`` as in :class:`Schedule`."""
     kind, stage, micro = action
     if kind == "F":
@@ -106,9 +104,7 @@ def validate_schedule(schedule: PipelineSchedule) -> None:
         for action in order:
             expected_rank = remaining.pop(action, None)
             if expected_rank is None:
-                raise ValueError(
-                    f"{schedule.name}: rank {rank} does {action} twice, or it does not belong here"
-                )
+                raise ValueError(f"{schedule.name}: rank {rank} does {action} twice, or it does not belong here")
             if expected_rank != rank:
                 raise ValueError(
                     f"{schedule.name}: rank {rank} does {action}, whose stage lies on rank {expected_rank}"
@@ -117,11 +113,7 @@ def validate_schedule(schedule: PipelineSchedule) -> None:
         action, expected_rank = next(iter(remaining.items()))
         raise ValueError(f"{schedule.name}: rank {expected_rank} never does {action}")
     positions = _replay(schedule)
-    stuck = {
-        rank: order[positions[rank]]
-        for rank, order in enumerate(schedule.orders)
-        if positions[rank] < len(order)
-    }
+    stuck = {rank: order[positions[rank]] for rank, order in enumerate(schedule.orders) if positions[rank] < len(order)}
     if stuck:
         text = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
         raise ValueError(f"{schedule.name}: the ranks wait for each other: {text}")

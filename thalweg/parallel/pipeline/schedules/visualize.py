@@ -45,13 +45,9 @@ def timeline_to_svg(timeline: Timeline, width: int = 1100) -> str:
     for rank, order in enumerate(schedule.orders):
         y = _TOP + _ROW * rank
         elements.append(f'<text x="4" y="{y + 17}">rank {rank}</text>')
-        elements.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 10}" height="{_ROW - 3}" fill="#eeeeee"/>'
-        )
+        elements.append(f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 10}" height="{_ROW - 3}" fill="#eeeeee"/>')
         first = schedule.stages_on_rank(rank)[:1]
-        elements += [
-            _action_box(timeline, action, y, scale, is_pale=action.stage not in first) for action in order
-        ]
+        elements += [_action_box(timeline, action, y, scale, is_pale=action.stage not in first) for action in order]
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 

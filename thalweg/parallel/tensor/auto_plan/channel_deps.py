@@ -49,9 +49,7 @@ class ChannelDependence:
         """Which channels of all leaves, joined, the given columns depend on (bool)."""
         start = torch.zeros_like(self.x)
         shape = (*self.x.shape[:-1], len(in_channels))
-        start[..., in_channels] = torch.randn(shape, generator=self.generator, device=start.device).to(
-            start.dtype
-        )
+        start[..., in_channels] = torch.randn(shape, generator=self.generator, device=start.device).to(start.dtype)
         grads = torch.autograd.grad(self.x, self.leaves, start, retain_graph=True, allow_unused=True)
         masks = []
         for grad, leaf in zip(grads, self.leaves, strict=True):
@@ -90,8 +88,7 @@ class ChannelDependence:
         if in_channels.keys() != out_channels.keys():
             return None
         return [
-            ChannelGroup(tuple(in_channels[key]), self._split_by_leaf(out_channels[key]))
-            for key in sorted(in_channels)
+            ChannelGroup(tuple(in_channels[key]), self._split_by_leaf(out_channels[key])) for key in sorted(in_channels)
         ]
 
     def depends_only_on(self, in_channels: Sequence[int], out_channels: Sequence[Sequence[int]]) -> bool:

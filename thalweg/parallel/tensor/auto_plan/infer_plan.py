@@ -93,15 +93,11 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     if pairs:
         add_vocab_parallel(plan, model, world_size)
         replicated = [p.name for p in trace.linear_ops if p.name not in plan.layers]
-        _log.info(
-            "%s: %d pairs of layers are cut, %s stay whole", plan.source, len(pairs), replicated or "none"
-        )
+        _log.info("%s: %d pairs of layers are cut, %s stay whole", plan.source, len(pairs), replicated or "none")
     return plan if pairs else None
 
 
-def _shard_specs(
-    op: LinearOp, dim: int, indices_by_rank: IndicesByRank, *, bias: bool
-) -> dict[str, ShardSpec]:
+def _shard_specs(op: LinearOp, dim: int, indices_by_rank: IndicesByRank, *, bias: bool) -> dict[str, ShardSpec]:
     spans = tuple(tuple(_to_spans(own)) for own in indices_by_rank)
     size = op.weight.shape[dim]
     specs = {"weight": ShardSpec(dim, size, spans)}
@@ -138,11 +134,7 @@ def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[C
             continue
         partial_modules = graph.modules_between(row_op)
         root = trace.common_root([*(p.name for p in column_ops), row_op.name])
-        if (
-            partial_modules is None
-            or root is None
-            or not all(_is_under(name, root) for name in partial_modules)
-        ):
+        if partial_modules is None or root is None or not all(_is_under(name, root) for name in partial_modules):
             continue
         dependence = ChannelDependence(graph.inputs[row_op.name], [graph.leaves[p.name] for p in column_ops])
         key = (
@@ -207,14 +199,10 @@ def _assign_groups(
         if not fractions:
             fractions = [Fraction(stop - start, len(members)) for start, stop in spans]
     out_indices = [
-        tuple(
-            tuple(sorted(c for unit in units_of for c in unit.out_channels[i])) for units_of in groups_by_rank
-        )
+        tuple(tuple(sorted(c for unit in units_of for c in unit.out_channels[i])) for units_of in groups_by_rank)
         for i in range(len(column_ops))
     ]
-    in_indices = tuple(
-        tuple(sorted(c for unit in units_of for c in unit.in_channels)) for units_of in groups_by_rank
-    )
+    in_indices = tuple(tuple(sorted(c for unit in units_of for c in unit.in_channels)) for units_of in groups_by_rank)
     return ColumnRowPair(column_ops, row_op, out_indices, in_indices, fractions)
 
 
@@ -247,9 +235,7 @@ class _Verifier:
                 return True
         return False
 
-    def _attribute_subsets(
-        self, pair: ColumnRowPair, hint: dict[str, list[str]]
-    ) -> Iterator[tuple[Any, ...]]:
+    def _attribute_subsets(self, pair: ColumnRowPair, hint: dict[str, list[str]]) -> Iterator[tuple[Any, ...]]:
         """Sets of numbers to make local, likely ones first."""
         attributes = list(self._divisible_attributes(pair))
         hinted = tuple(n for n in attributes if n[1] in hint.get(n[0], ()))
@@ -296,9 +282,7 @@ class _Verifier:
             for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
                 handles.append(op.module.register_forward_hook(_select_hook(out_indices[rank])))
             row_op = pair.row_op
-            handles.append(
-                row_op.module.register_forward_pre_hook(_compare_hook(row_op.x, pair.in_indices[rank]))
-            )
+            handles.append(row_op.module.register_forward_pre_hook(_compare_hook(row_op.x, pair.in_indices[rank])))
             for name, values in pair.local_attributes.items():
                 module = self.model.get_submodule(name)
                 for key, by_rank in values.items():

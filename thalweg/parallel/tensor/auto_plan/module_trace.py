@@ -135,9 +135,7 @@ def trace_modules(model: nn.Module, inputs: DummyInputs) -> ModuleTrace:
 
     with torch.no_grad(), external_uses, _with_hooks(model.modules(), before, after):
         inputs.call(model)
-    trace.linear_ops = [
-        p for p in trace.linear_ops if num_calls[p.name] == 1 and p.name not in external_uses.names
-    ]
+    trace.linear_ops = [p for p in trace.linear_ops if num_calls[p.name] == 1 and p.name not in external_uses.names]
     trace.calls = {name: call for name, call in calls.items() if num_calls[name] == 1}
     return trace
 
@@ -174,12 +172,7 @@ def _match_linear_op(name: str, module: nn.Module, args: Any, output: Any) -> Li
         return None
     x, weight, bias = args[0], module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
-    if (
-        not x.is_floating_point()
-        or x.dtype != weight.dtype
-        or x.ndim < 2
-        or x.shape[:-1] != output.shape[:-1]
-    ):
+    if not x.is_floating_point() or x.dtype != weight.dtype or x.ndim < 2 or x.shape[:-1] != output.shape[:-1]:
         return None
     out_dim = 0 if isinstance(module, nn.Linear) else 1
     matrix = weight if out_dim == 0 else weight.t()
@@ -233,9 +226,7 @@ class LinearGraph:
     leaves: dict[str, Tensor]
     inputs: dict[str, Tensor]
     linear_ops: dict[str, LinearOp]
-    sources: dict[
-        str, set[str]
-    ]  # of each product's input, and of "" the model's output: products, parameters
+    sources: dict[str, set[str]]  # of each product's input, and of "" the model's output: products, parameters
     consumers: dict[str, set[str]]
     param_modules: dict[str, str]  # the module of each other parameter
 
@@ -271,9 +262,7 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             scale = float(output.detach().float().std())
             noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
-            leaves[op.name] = leaf = (
-                (scale * noise * _alternating_signs(noise)).to(output.dtype).requires_grad_()
-            )
+            leaves[op.name] = leaf = (scale * noise * _alternating_signs(noise)).to(output.dtype).requires_grad_()
             return leaf.clone()  # which may be changed in place, as a leaf may not
 
         return hook
@@ -292,9 +281,7 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
     other_params = {n: p for n, p in model.named_parameters() if n not in op_params and p.requires_grad}
     tracked = {**leaves, **{f"{name} (parameter)": p for name, p in other_params.items()}}
     sources = {name: _find_sources(x, tracked) for name, x in inputs.items()}
-    outputs = [
-        tensor for tensor in iter_tensors(output) if tensor.requires_grad and tensor.is_floating_point()
-    ]
+    outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
     sources[""] = set().union(*(_find_sources(tensor, tracked) for tensor in outputs))
     consumers: dict[str, set[str]] = {name: set() for name in tracked}
     for name, source_names in sources.items():
