@@ -74,7 +74,7 @@ class MallocThreadCache:
     back; these few bytes are what a small object gets next.  When that is freed, its chunk waits in the
     thread's cache (seven of each size) and counts as in use: the block beside it, freed too, cannot grow
     together with it and is some bytes too small for the next tensor of its size, beside which the heap then
-    grows.  :meth:`exchange` fills the cache with other chunks, so that those return to the heap.
+    grows.  :meth:`swap_chunks` fills the cache with other chunks, so that those return to the heap.
     """
 
     # What glibc caches: seven of each size.

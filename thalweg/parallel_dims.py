@@ -46,12 +46,12 @@ class ParallelDims:
 class ParallelMeshes:
     """The job's ranks by axis.
 
-    ``data``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
-    them.  ``batch``: 1-D, those that have other rows.  ``sequence``, ``tensor``: 1-D, the ranks
-    that split a sequence, or each layer, with this one; None for a degree of 1.  ``ring`` and
-    ``heads``: 1-D, the two ways in which those of ``sequence`` share attention.  ``states``: 2-D
-    over ("tp", "dp"), where parameters lie, if there is a tensor axis.  ``pipeline``: 1-D, the ranks
-    that have the other layers; all other axes then lie within one of its stages.  ``back``: a second
+    ``fsdp``: 1-D, the ranks that share this rank's batch rows or have others: ZeRO shards over
+    them.  ``dp``: 1-D, those that have other rows.  ``sequence``, ``tp``: 1-D, the ranks
+    that split a sequence, or each layer, with this one; None for a degree of 1.  ``cp`` and
+    ``ulysses``: 1-D, the two ways in which those of ``sequence`` share attention.  ``tp_fsdp``: 2-D
+    over ("tp", "dp"), where parameters lie, if there is a tensor axis.  ``pp``: 1-D, the ranks
+    that have the other layers; all other axes then lie within one of its stages.  ``pp_reverse_group``: a second
     group of the same ranks, for messages to earlier stages, where the device's need one.
     """
 
@@ -247,8 +247,8 @@ def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
 
 
 def new_subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """A process group of these ranks (of the job); only those of ``around`` take part in making it, all at
-    once, each for its own part of them; it may be left out for a rank alone.
+    """A process group of these ranks (of the job); only those of ``parent`` take part in making it, all at
+    once, each for its own subgroup; it may be left out for a rank alone.
 
     torch names such a group by its ranks and by how many groups this process has, and ranks that have
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
@@ -273,7 +273,7 @@ def _num_groups() -> int:
 def new_submesh(
     ranks: Tensor, dim_names: tuple[str, ...], device_type: str, parent: dist.ProcessGroup | None = None
 ) -> DeviceMesh:
-    """A mesh over ``ranks``, this one among them, that only those of ``around`` take part in making.
+    """A mesh over ``ranks``, this one among them, that only those of ``parent`` take part in making.
 
     A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
     """
@@ -288,10 +288,10 @@ def new_submesh(
 
 
 def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
-    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``size`` consecutive ranks.
+    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``shard_size`` consecutive ranks.
 
     Raises:
-        ValueError: ``size`` does not divide the number of ranks.
+        ValueError: ``shard_size`` does not divide the number of ranks.
     """
     num_ranks = mesh.size()
     if num_ranks % shard_size:

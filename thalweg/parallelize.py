@@ -73,7 +73,7 @@ ForwardContext = Callable[[], AbstractContextManager[Any]]
 class WindowRunner(Protocol):
     """Runs whole windows, where one forward and one backward at a time will not do.
 
-    ``refusal``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
+    ``unsupported_message``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
     reads the data.
     """
 
@@ -149,8 +149,8 @@ def merge_model_settings(config: Config, model: nn.Module) -> Config:
     config_stages, model_stages = config.pipeline.stages, model.num_stages
     if model_stages is not None and isinstance(config_stages, int) and config_stages != model_stages:
         raise ValueError(
-            f"the PipelineModule has num_stages = {model_stages}, but the config's pipeline.stages is {config_stages}: leave "
-            "one of the two out"
+            f"the PipelineModule has num_stages = {model_stages}, but the config's pipeline.stages is {config_stages}: "
+            "leave one of the two out"
         )
     if config_stages == AUTO and model_stages is not None:
         config = replace_by_path(config, {"pipeline.stages": model_stages})  # type: ignore[assignment]
@@ -244,7 +244,7 @@ def parallelize(
     if pipeline is not None:
         hooks = ForwardHooks(loss_normalizer, forward_context, lambda: scaler.scale)
         if attention is not None:
-            hooks = replace(hooks, keep=attention.save_context, resume=attention.restore_context)
+            hooks = replace(hooks, save_context=attention.save_context, restore_context=attention.restore_context)
         runner = pipeline.make_runner(sharded, device, hooks, sharded.ledger)
     return Components(
         module=model,

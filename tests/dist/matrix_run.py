@@ -178,7 +178,7 @@ def run_engine(
 
     def capture(*args: Any) -> Any:
         if not losses:
-            engine._parts.sharded.finalize_grads()
+            engine._components.sharded.finalize_grads()
             named = engine.module.named_parameters()
             gradients.update({n: full_tensor(p.grad).float() for n, p in named if p.grad is not None})
         return update(*args)

@@ -79,7 +79,7 @@ def train_engine(model: nn.Module, config: dict[str, Any], loss_fn: LossFn, step
         loss = loss_fn(engine, step)
         engine.backward(loss)
         if step == 0:
-            engine._parts.sharded.finalize_grads()
+            engine._components.sharded.finalize_grads()
             gradients = {n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
         engine.step()
         total = loss.detach().clone()

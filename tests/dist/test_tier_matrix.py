@@ -122,8 +122,8 @@ def _train(cell, dtype, rank, world, folder):
     from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
 
     engine = thalweg.initialize(model=Small(), config=cell.config(dtype, folder))[0]
-    update = getattr(engine.optimizer._update, "inner", engine.optimizer._update)
-    swaps = {getattr(update, "swap", None), engine._parts.sharded.swap} - {None}
+    update = getattr(engine.optimizer._strategy, "inner", engine.optimizer._strategy)
+    swaps = {getattr(update, "swap", None), engine._components.sharded.swap} - {None}
     losses, wrong, saved = [], [], 0
     save = NvmeActivationOffloader.save
 
@@ -138,7 +138,7 @@ def _train(cell, dtype, rank, world, folder):
             tokens, labels = make_batch(step, 2 * world)
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
-            getattr(engine.optimizer._update, "settle", lambda: None)()  # updates that another thread makes
+            getattr(engine.optimizer._strategy, "wait_for_updates", lambda: None)()  # updates that another thread makes
             grads = [p.grad for p in engine.module.parameters()]
             found = {"used up" if grad is None else _place(swaps, grad) for grad in grads} - {None}
             if found != {cell.gradients(dtype)}:

@@ -42,7 +42,7 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
-    mesh = engine._parts.axes.batch
+    mesh = engine._components.meshes.dp
     data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     norms = []
     for _ in range(STEPS):

@@ -63,11 +63,11 @@ def _sizes(model):
 
 
 def _replicas(rank, world):
-    """Homes on both hosts are the same and near the master, after steps, after a jump and after a load."""
+    """Copies on both hosts are the same and near the master, after steps, after a jump and after a load."""
     set_fake_host(LAYOUTS["2 + 2"], rank)
     slow = {"type": "AdamW", "params": {"lr": 1e-4}}
     engine = init_engine(wide_gpt(), {**QW, **HPZ}, optimizer=slow)
-    sharded = engine._parts.sharded
+    sharded = engine._components.sharded
     found = []
 
     def look(when):
@@ -77,14 +77,14 @@ def _replicas(rank, world):
             tokens, labels = make_batch(0, 2)
             engine(tokens, labels)
         engine.train()
-        for name, store in sharded._storages.items():
-            home = store.home.float().clone()
-            everyone = home.clone()
-            dist.broadcast(everyone, src=0)
-            same = torch.equal(everyone, home)
-            rows = store._last - store._first
-            master = store.shard[:rows].float()
-            error = (store.rows_of(rank)[:rows].float() - master).abs().max() if rows else torch.zeros(())
+        for name, storage in sharded._storages.items():
+            copy = storage.unsharded.float().clone()
+            rank0_copy = copy.clone()
+            dist.broadcast(rank0_copy, src=0)
+            same = torch.equal(rank0_copy, copy)
+            rows = storage.num_rows
+            master = storage.shard[:rows].float()
+            error = (storage.get_rank_rows(rank)[:rows].float() - master).abs().max() if rows else torch.zeros(())
             largest = master.abs().max() if rows else torch.ones(())
             found.append((when, name, same, float(error / largest.clamp(min=1e-12))))
         dist.barrier()  # rows of a host are read by all its ranks
@@ -93,8 +93,8 @@ def _replicas(rank, world):
     train_steps(engine, rank, world, 3)
     look("later")
     with torch.no_grad():
-        for store in sharded._storages.values():
-            store.shard.mul_(-3.0)
+        for storage in sharded._storages.values():
+            storage.shard.mul_(-3.0)
     look("jump")
     engine.close()
     return found
@@ -179,7 +179,7 @@ def _forgets_nothing(rank, world, folder):
     from thalweg.zero.shard import ShardedModel
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedModel, "begin_anew", lambda self: None)
+        patch.setattr(ShardedModel, "reset_compression", lambda self: None)
         return _checkpoint(rank, world, folder, FEATURE_SETS["LoCo all"])[1]
 
 

@@ -1,4 +1,4 @@
-"""A block of memory that is lent as a tensor and lent again once nobody holds it.
+"""A block of memory that is handed out as a tensor, and again once nobody holds it.
 
 Gradients live from a backward pass to the next ``zero_grad`` and have the same size in
 each step.  Taken from the allocator they are fresh pages every time, which the kernel
@@ -23,7 +23,7 @@ _FREE_REFCOUNT = 2
 
 
 class ReusableBuffer:
-    """Lends a block as a tensor; see the module's text."""
+    """Hands a block out as a tensor; see the module's text."""
 
     def __init__(self) -> None:
         self._block: mmap.mmap | None = None
@@ -39,7 +39,7 @@ class ReusableBuffer:
 
 
 class BufferPool:
-    """A lender for many borrowers: a free block that is large enough goes to whoever asks next.
+    """A pool for many users: a free block that is large enough goes to whoever asks next.
 
     Where gradients leave soon after they came, it holds as many blocks as are in use at once.
     """

@@ -6,7 +6,7 @@ on other groups.  A collective waits in C++ and sums in torch's operators, both 
 interpreter's lock.
 
 The results are complete after :meth:`CommThread.drain`, which whoever submits has to see to
-before anybody reads them.  At most ``depth`` wait at a time, which bounds the memory of their
+before anybody reads them.  At most ``max_pending`` wait at a time, which bounds the memory of their
 inputs.
 """
 
@@ -27,7 +27,7 @@ class CommThread:
         self._executor: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` after what was submitted before; waits while ``depth`` are unfinished."""
+        """Run ``work`` after what was submitted before; waits while ``max_pending`` are unfinished."""
         while len(self._pending) >= self._max_pending:
             self._pending.pop(0).result()
         if self._executor is None:  # at first use, so that a fork before it is harmless

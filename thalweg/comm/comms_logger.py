@@ -1,10 +1,10 @@
-"""The ledger: every collective, by kind and module, with its bytes and seconds.
+"""The log of collectives: every one, by kind and module, with its bytes and seconds.
 
 ``sent`` is what leaves this rank in the textbook's ring form of the collective
 (all-gather and reduce-scatter ``(n-1)/n`` of the full buffer, all-reduce twice that, all-to-all
 ``(n-1)/n`` of what this rank sends, a message and its header all of it), whatever carries it, so that a
 configuration's traffic can be compared with theory.
-``intra`` and ``inter`` are the bytes that this form of it really moves: to ranks of this
+``intra_bytes`` and ``inter_bytes`` are the bytes that this form of it really moves: to ranks of this
 host (read by them from shared memory, or sent) and to other hosts.  ``seconds`` is the
 time spent inside the call, waiting for peers included.
 """
@@ -32,7 +32,7 @@ _POINT_TO_POINT_KINDS = ("send", "header")
 
 @dataclass
 class CommsLogEntry:
-    """Totals of one collective kind on one module (``carrier`` says what moved it)."""
+    """Totals of one collective kind on one module (``transport`` says what moved it)."""
 
     kind: str
     module: str
@@ -61,7 +61,7 @@ class CollectiveCall:
 class CommsLog:
     """Counts collectives; cheap enough to be always on.
 
-    ``route``, where known, tells on which hosts the ranks are that the states are sharded over.
+    ``topology``, where known, tells on which hosts the ranks are that the states are sharded over.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class CommsLog:
         return sorted(self._entries.values(), key=lambda entry: -entry.seconds)
 
     def total(self, kind: str | None = None) -> CommsLogEntry:
-        """The sum over modules and carriers, of one kind or of all."""
+        """The sum over modules and transports, of one kind or of all."""
         total = CommsLogEntry(kind or "all", "", "")
         for entry in self._entries.values():
             if kind in (None, entry.kind):
@@ -123,7 +123,7 @@ class CommsLog:
         return total
 
     def table(self, by_module: bool = False) -> str:
-        """The entries as text, one line a kind and carrier, or also a module; MiB are full buffers."""
+        """The entries as text, one line a kind and transport, or also a module; MiB are full buffers."""
         rows: dict[tuple[str, ...], list[float]] = {}
         for entry in self.entries():
             key = (entry.kind, entry.transport, entry.module) if by_module else (entry.kind, entry.transport)

@@ -1,4 +1,4 @@
-"""What every rank must be able to do, or none: an error of one rank is an error of all, at once."""
+"""An error of one rank is raised on all of them, at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def all_ranks_or_raise(build: Callable[[], T], resource: str, group: dist.ProcessGroup | None) -> T:
-    """``make()`` on every rank of ``group`` (None: this one alone); collective.
+    """``build()`` on every rank of ``group`` (None: this one alone); collective.
 
     Raises:
-        ValueError: ``make`` has raised one, here or on another rank, whose words are then given.
+        ValueError: ``build`` has raised one, here or on another rank, whose message is then given.
     """
     error: ValueError | None = None
     result: Any = None

@@ -1,7 +1,7 @@
 """Numbers in few bits: symmetric integers with one scale for each block.
 
-A block of ``block`` neighbours ``x`` is sent as ``round(x / scale)`` in ``bits`` bits and
-``scale = max|x| / top``, ``top`` being 127 (8 bits) or 7 (4 bits), as ZeRO++ does (Wang et
+A block of ``block_size`` neighbours ``x`` is sent as ``round(x / scale)`` in ``bits`` bits and
+``scale = max|x| / quant_max``, ``quant_max`` being 127 (8 bits) or 7 (4 bits), as ZeRO++ does (Wang et
 al. 2023, section 3).  The scale is a bf16: the range of fp32 in 2 bytes, so tiny gradients
 keep their scale.  With blocks of 256 it adds 0.8% to 8 bits and 1.6% to 4.  The error of an
 element is at most ``scale / 2``.  A block that holds an inf or a NaN has such a scale and
@@ -33,7 +33,7 @@ _QUANT_MAX = {4: 7, 8: 127}
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """``bits`` (4 or 8) an element, a bf16 scale for each ``block`` of them (an even number)."""
+    """``bits`` (4 or 8) an element, a bf16 scale for each ``block_size`` of them (an even number)."""
 
     bits: int = 8
     block_size: int = BLOCK_SIZE
@@ -56,7 +56,7 @@ class BlockQuantizer:
         return _align_up(2 * blocks) + _align_up(blocks * self.block_size * self.bits // 8)
 
     def quantize(self, values: Tensor, payload: Tensor) -> None:
-        """Write ``values`` (1-D, floating point) into ``into`` (uint8, :meth:`num_bytes` long)."""
+        """Write ``values`` (1-D, floating point) into ``payload`` (uint8, :meth:`num_bytes` long)."""
         scales, codes = self._split_payload(payload, values.numel())
         for first, last, rows in self._iter_blocks(values):
             rows_fp32 = rows.float()

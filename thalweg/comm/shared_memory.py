@@ -8,7 +8,7 @@ so it has no name anywhere and vanishes with its last process, however that ends
 A rank announces progress by storing into its own counters and waits by reading those
 of its peers; no counter has two writers.  On x86-64 stores become visible in program
 order, so data written before a counter is there when the counter is seen; elsewhere
-the arena is not used (:func:`supported`).  A waiting rank spins briefly, yields, then
+the arena is not used (:func:`is_supported`).  A waiting rank spins briefly, yields, then
 sleeps in growing naps, looking now and then whether its peers still live: a dead peer,
 a late one or one that is somewhere else gives an error that says who, where and what.
 """
@@ -156,7 +156,7 @@ class SharedMemoryArena:
         self.wait(BARRIER_COUNT, self._num_barriers, operation)
 
     def checked_barrier(self, name: str) -> None:
-        """A fence at which every rank must be for the same ``name``.
+        """A barrier that every rank must reach for the same ``name``.
 
         Raises:
             CommError: as :meth:`wait`, or a peer is here for something else.
@@ -208,7 +208,7 @@ class SharedMemoryArena:
         if waited_seconds > self.timeout:
             raise CommError(
                 f"rank {self.rank} waited {waited_seconds:.0f} s in {operation} for rank {rank}, which has done "
-                f"{self.read(rank, BARRIER_COUNT)} fences and {self.read(rank, DEPOSITED)} reductions; "
+                f"{self.read(rank, BARRIER_COUNT)} barriers and {self.read(rank, DEPOSITED)} reductions; "
                 f"this rank {self._num_barriers} and {self.read(self.rank, DEPOSITED)}. "
                 "Some ranks took another branch, or one of them is stuck: see its traceback."
             )

@@ -15,7 +15,7 @@ LinkBytes = tuple[int, int]  # bytes that leave this rank: to ranks of its own h
 
 @dataclass(frozen=True)
 class HostTopology:
-    """A group as one of its ranks sees it; ``hosts[i]`` numbers the host of the group's rank ``i``."""
+    """A group as one of its ranks sees it; ``host_ids[i]`` numbers the host of the group's rank ``i``."""
 
     host_ids: tuple[int, ...]
     rank: int
@@ -36,7 +36,7 @@ class HostTopology:
         return len(set(self.host_ids))
 
     def for_subgroup(self, ranks: Sequence[int]) -> HostTopology:
-        """The route of a subgroup; ``ranks`` are this group's, with this rank among them."""
+        """The topology of a subgroup; ``ranks`` are this group's, with this rank among them."""
         return HostTopology(tuple(self.host_ids[rank] for rank in ranks), list(ranks).index(self.rank))
 
     def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:

@@ -4,10 +4,10 @@ The picture: the engine holds parameters that are ``DTensor`` s (stages 1 to 3) 
 (stage 0), and their mean gradients in the same layout. A step is then
 
     norm = global_grad_norm(params)            clip.py       one all-reduce of a few numbers
-    scaler.update(not isfinite(norm))          scaler.py     a state machine; skips the step on all ranks
+    scaler.update(not isfinite(norm))          loss_scaler.py a state machine; skips the step on all ranks
     clip_grads_(params, max_norm, norm)        clip.py       local
-    optimizer.step()                           elementwise.py local;  lamb.py, muon.py talk to other ranks
-    schedule.step()                            schedules.py  a function of the number of updates
+    optimizer.step()                           algorithms/   local; Lamb and Muon talk to other ranks
+    schedule.step()                            lr_scheduler.py a function of the number of updates
 
 Invariants: every rank computes the same verdict, norm and rate, bit for bit; an optimiser's result does not
 depend on how its parameters are cut; what ``optimizer.state`` holds for a parameter has that parameter's

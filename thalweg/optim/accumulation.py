@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class AccumulationWindow:
-    """Counts micro-batches; ``size`` is ``gradient_accumulation_steps``."""
+    """Counts micro-batches; ``num_micro_batches`` is ``gradient_accumulation_steps``."""
 
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
@@ -54,7 +54,7 @@ class AccumulationWindow:
     def mean_factor(self) -> float:
         """What the accumulated gradient must be multiplied by to be the window's mean.
 
-        Losses were divided by ``size`` in the backward pass, when the number that would
+        Losses were divided by ``num_micro_batches`` in the backward pass, when the number that would
         come was not known yet.
         """
         num_done = self._num_done
@@ -88,9 +88,9 @@ class AccumulationWindow:
         num_micro_batches: int = 0,
         loss: Tensor | None = None,
     ) -> Iterator[None]:
-        """The engine's backward pass of the micro-batch at hand, its loss divided by ``size`` or not.
+        """The engine's backward pass of the micro-batch at hand, its loss divided by the window's size or not.
 
-        ``count``: those of as many micro-batches at once, which it then counts too.
+        ``num_micro_batches``: those of as many micro-batches at once, which it then counts too.
         """
         self.loss = None if loss is None else loss.detach()
         for callback in self.before_backward:

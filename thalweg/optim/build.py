@@ -72,16 +72,16 @@ def build_optimizer(
     ``hyper``: its keywords, as in ``optimizer.params`` of a ``ds_config.json``. Groups may override them.
     For Muon alone, ``model``: the module whose parameters these are, so that it can tell a hidden matrix from
     an embedding by the modules' types; and ``replicate_group``: the ranks that hold the plain parameters as
-    copies, so that they share the work out among them.  For Adam and AdamW, ``delay``: which columns wait.
+    copies, so that they share the work out among them.  For Adam and AdamW, ``zenflow_policy``: which columns wait.
 
     Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
     others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
     unless ``adam_w_mode`` is false; ``weight_decay`` defaults to 0 for both (``torch_adam: true`` brings
     torch's own default, 0.01 for AdamW); ``bias_correction: false`` and ``amsgrad`` work for both.
-    Adam, AdamW and Lion take ``state_dtype``: "fp32", "bf16" or "int8" (see ``states.py``). Where
+    Adam, AdamW and Lion take ``state_dtype``: "fp32", "bf16" or "int8" (see ``algorithms/moment_codec.py``). Where
     torch has a fused kernel it is used, unless ``fused`` or ``foreach`` says otherwise. Steps run on local
     pieces, ``state`` and ``state_dict()`` hold tensors of the parameters' layout; for 16-bit parameters see
-    ``local.py``.
+    ``dtensor_local.py``.
 
     Raises ``ValueError``, before anything is allocated, for an unknown name or keyword (with the nearest), a
     value of the wrong kind, an empty parameter list, and optimisers that cannot work on shards.
@@ -111,7 +111,7 @@ def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimiz
     """Return the schedule called ``type_name`` over ``optimizer``'s groups, the first update's rates
     already set.
 
-    Names: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle (see ``schedules.py``) and the
+    Names: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle (see ``lr_scheduler.py``) and the
     classes of ``torch.optim.lr_scheduler``. ``params``: the keywords of ``scheduler.params``. The result
     has ``step()``, ``get_last_lr()``, ``state_dict()`` and ``load_state_dict()``; call ``step()`` once
     after each update.

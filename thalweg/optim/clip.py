@@ -1,7 +1,7 @@
 """The norm of all gradients, once and the same everywhere, and clipping by it.
 
     pieces     the local gradient tensors of this rank
-    buckets    pieces of one span (see ``reduce.py``): one partial power sum each, in fp64
+    buckets    pieces with the same shard groups (see ``shard_reduce.py``): one partial power sum each, in fp64
     total      the buckets completed over their groups and added up: the same bits on every rank
 
 The engine decides by this norm whether a step is skipped, so two things must hold. A gradient that is not
@@ -58,8 +58,9 @@ def global_grad_norm(
     over all of them. ``replicate_group``: the ranks that hold the plain parameters as copies; if given, a
     non-finite value in any one copy is noticed by all, and rank 0's copy decides the value.
     ``all_reduce(tensor, op, group)`` is the collective used: one call for each group that any parameter is
-    spread over. ``rows_of(piece)`` replaces :func:`.norms.rows` where parts of a norm are known already.
-    ``measured``: parameters whose gradients have left, with what they add to a 2-norm.
+    sharded over. ``row_norms_fn(piece)`` replaces :func:`.norms.compute_row_norms` where parts of a norm are
+    known already.
+    ``partial_norms``: parameters whose gradients have left, with what they add to a 2-norm.
 
     The result is inf or NaN exactly if some gradient is (fp64 gradients: also if the norm exceeds 1e154).
     """

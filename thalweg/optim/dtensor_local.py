@@ -73,7 +73,7 @@ def default_state_dtype(param: Tensor) -> torch.dtype:
 
 
 def zeros_state_like(param: Tensor) -> Tensor:
-    """Return zeros with the layout of ``param`` in :func:`state_dtype`."""
+    """Return zeros with the layout of ``param`` in :func:`default_state_dtype`."""
     return torch.zeros_like(param, dtype=default_state_dtype(param), requires_grad=False)
 
 

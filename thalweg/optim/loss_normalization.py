@@ -38,7 +38,7 @@ class LossNormalizer(Protocol):
 
     @property
     def on_token_count(self) -> Callable[[Tensor], None] | None:
-        """Takes the number of targets of a loss that a team of ranks computes together, if that matters."""
+        """Takes the number of targets of a loss that a group of ranks computes together, if that matters."""
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -46,16 +46,16 @@ class LossNormalizer(Protocol):
         ...
 
     def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
-        """The loss at hand as it is to be differentiated; not ``divided`` by the size of the window if the
+        """The loss at hand as it is to be differentiated; undivided by the size of the window if the
         caller has done so.  ``num_items``: what it is a mean over, if it was not computed in the forward."""
         ...
 
     def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """The loss at hand as it is to be differentiated, one of ``count`` that make a window."""
+        """The loss at hand as it is to be differentiated, one of ``num_micro_batches`` that make a window."""
         ...
 
     def user_backward_scale(self) -> Tensor | float:
-        """The factor of a gradient that does not come from :meth:`share`, whose loss the caller divides."""
+        """The factor of a gradient that does not come from :meth:`scale_loss`, whose loss the caller divides."""
         ...
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class LossNormalizer(Protocol):
         ...
 
     def mean(self, total: Tensor) -> Tensor:
-        """Of a sum of :meth:`noted`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
+        """Of a sum of :meth:`loss_and_weight`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
         collective over them."""
         ...
 
@@ -106,10 +106,10 @@ class MicroBatchMean:
 class TokenMean:
     """Every target counts alike, wherever it is.
 
-    ``data``: the ranks whose gradients are averaged; ``stages``: the ranks of a pipeline, of which the
+    ``dp_group``: the ranks whose gradients are averaged; ``pp_group``: the ranks of a pipeline, of which the
     last alone sees losses.
 
-    Raises (in :meth:`share` and :meth:`noted`):
+    Raises (in :meth:`scale_loss` and :meth:`loss_and_weight`):
         ValueError: nothing is known of the number of targets.
     """
 
@@ -174,7 +174,7 @@ class TokenMean:
         return loss * weight.to(loss.dtype)
 
     def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """As :meth:`share`: it is targets that count."""
+        """As :meth:`scale_loss`: it is targets that count."""
         return self.scale_loss(loss)
 
     def user_backward_scale(self) -> Tensor | float:

@@ -25,7 +25,7 @@ _MIN_ACCURATE_SUM = 1e-30
 @dataclass(frozen=True)
 class PartialNorm:
     """What a piece that is no longer at hand adds to a 2-norm: :func:`power_sum` takes it in its place and
-    comes to the same bits.  ``exact``: its fp64 norm, where fp32 norms of rows cannot be trusted."""
+    comes to the same bits.  ``exact_norm``: its fp64 norm, where fp32 norms of rows cannot be trusted."""
 
     row_norms: RowNorms
     exact_norm: Tensor | None
@@ -71,8 +71,8 @@ def power_sum(
     """Return the sum of ``|x| ** norm_type`` (for ``inf``: the maximum of ``|x|``) over all pieces, 0-dim
     fp64.
 
-    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing. ``rows_of`` replaces
-    :func:`rows` for norms that are known already; it must give the same.
+    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing. ``row_norms_fn`` replaces
+    :func:`compute_row_norms` for norms that are known already; it must give the same.
     """
     by_device: dict[torch.device, list[NormInput]] = {}
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Sums over the pieces of sharded parameters: a few numbers, one all-reduce for each process group.
 
-``span`` of a parameter: the process groups over which its pieces are spread, one for each axis of its mesh
-that shards it. A plain tensor, or a ``DTensor`` replicated everywhere, has an empty span: each rank holds all
+*Shard groups* of a parameter: the process groups over which its pieces are spread, one for each axis of its mesh
+that shards it. A plain tensor, or a ``DTensor`` replicated everywhere, has none: each rank holds all
 of it, and adding up over ranks would count it more than once.
 """
 
@@ -44,7 +44,7 @@ def get_sharded_axes(param: Tensor) -> tuple[tuple[dist.ProcessGroup, int], ...]
 
 
 def get_shard_groups(params: Iterable[Tensor]) -> list[ShardGroups]:
-    """Return the span of each parameter; equal layouts share one look-up."""
+    """Return the shard groups of each parameter; equal layouts share one look-up."""
     cache: dict[tuple[object, object], ShardGroups] = {}
     shard_groups = []
     for param in params:
@@ -64,15 +64,15 @@ def all_reduce_rows(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     all_reduce: AllReduce = default_all_reduce,
 ) -> Tensor:
-    """Complete each row of partial results over the groups of its span.
+    """Complete each row of partial results over its shard groups.
 
-    ``rows`` is [n, ...], row i belonging to a tensor with ``spans[i]``. All rows of one group travel in one
-    all-reduce; a row whose span has two groups (two axes of a mesh) passes through both. Every rank of a
-    group must hold the same spans in the same order, which it does if the ranks hold the same parameters.
+    ``rows`` is [n, ...], row i belonging to a tensor with ``shard_groups[i]``. All rows of one group travel in one
+    all-reduce; a row that has two groups (two axes of a mesh) passes through both. Every rank of a
+    group must hold the same shard groups in the same order, which it does if the ranks hold the same parameters.
     """
     groups = list(dict.fromkeys(group for row_groups in shard_groups for group in row_groups))
     for group in groups:
-        chosen = [i for i, span in enumerate(shard_groups) if group in span]
+        chosen = [i for i, row_groups in enumerate(shard_groups) if group in row_groups]
         if len(chosen) == len(shard_groups):
             all_reduce(rows, op, group)
             continue
@@ -86,12 +86,12 @@ def all_reduce_rows(
 def all_reduce_tensors_(
     tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups], all_reduce: AllReduce = default_all_reduce
 ) -> None:
-    """Add up each tensor over the groups of its span, in place; shapes may differ, the dtype may not.
+    """Add up each tensor over its shard groups, in place; shapes may differ, the dtype may not.
 
     All tensors of one group travel in one all-reduce. Same condition as :func:`all_reduce_rows`.
     """
     for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
-        chosen = [tensor for tensor, span in zip(tensors, shard_groups, strict=True) if group in span]
+        chosen = [tensor for tensor, its_groups in zip(tensors, shard_groups, strict=True) if group in its_groups]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         all_reduce(flat, dist.ReduceOp.SUM, group)
         for tensor, total in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):

@@ -48,14 +48,14 @@ class PipelinePeers(Protocol):
         ...
 
     def norm(self, local_norm: float) -> float:
-        """The norm over all of them, the same everywhere; ``own`` is that of what this rank counts."""
+        """The norm over all of them, the same everywhere; ``local_norm`` is that of what this rank counts."""
         ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
-    ``update`` says how ``inner`` steps where its tensors are not simply in memory (see ``update.py``).
+    ``strategy`` says how ``inner`` steps where its tensors are not simply in memory (see ``step_strategy.py``).
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
     nan if not finite).
@@ -138,7 +138,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise TypeError("an engine's optimizer cannot be pickled; use engine.save_checkpoint")
 
     def __repr__(self) -> str:
-        return f"ManagedOptimizer({self.inner!r})"
+        return f"EngineOptimizer({self.inner!r})"
 
     # The update
 
@@ -148,7 +148,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.scaler.scale
 
     def add_step_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``call`` at the end of each :meth:`step`, skipped or not."""
+        """Call ``callback`` at the end of each :meth:`step`, skipped or not."""
         self._step_callbacks.append(callback)
 
     @torch.no_grad()

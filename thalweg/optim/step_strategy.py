@@ -1,8 +1,8 @@
 """How an update is carried out, once its norm and its factor are known.
 
-``EngineOptimizer`` decides *whether* and *by what factor*; an ``StepStrategy`` does it.  ``InMemoryStep`` steps the
-optimiser over tensors in memory.  ``StreamedUpdate`` (streamed.py) moves state, masters and gradients through
-buffers from and to a swap file; ``MmapStep`` (mapped.py) is its slow, general sibling.  All three
+``EngineOptimizer`` decides *whether* and *by what factor*; a ``StepStrategy`` does it.  ``InMemoryStep`` steps the
+optimiser over tensors in memory.  ``NvmeStep`` (offload/nvme_step.py) moves state, masters and gradients through
+buffers from and to a swap file; ``MmapStep`` (offload/mmap_step.py) is its slow, general sibling.  All three
 give the same bits in fp32.
 """
 
@@ -31,15 +31,15 @@ class StepStrategy(Protocol):
         replicate_group: dist.ProcessGroup | None,
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
-        """The global 2-norm of the gradients of ``params``, of which some may be ``measured``; collective."""
+        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
         ...
 
     def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
-        """Multiply the gradients (``only`` of these parameters) by ``factor`` and step."""
+        """Multiply the gradients (only of ``subset``) by ``factor`` and step."""
         ...
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Uninitialised state of ``param``'s layout, where this update wants it (used to load into)."""
+        """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
         ...
 
     def offload_state(self) -> None:
@@ -86,7 +86,7 @@ class InMemoryStep:
 
 @contextmanager
 def restrict_params(optimizer: torch.optim.Optimizer, subset: Collection[Tensor] | None) -> Iterator[None]:
-    """Let the optimizer see ``only`` these parameters (None: all) for a while."""
+    """Let the optimizer see only ``subset`` (None: all) for a while."""
     if subset is None:
         yield
         return

@@ -1,8 +1,8 @@
 """Which collectives a run uses, decided once from where its ranks are.
 
 one rank, or replicated parameters   no gathers; gradients are averaged
-all ranks on one host, CPU           homes and reductions in one arena
-several hosts, several ranks each    arena inside a host, wire between hosts; homes on each host
+all ranks on one host, CPU           parameters and reductions in one arena
+several hosts, several ranks each    arena inside a host, wire between hosts; a copy of the parameters on each
                                      where parameters stay (stages 1 and 2) or hpZ keeps them
 anything else on CPU                 the wire forms that gloo does well
 GPUs                                 FSDP2's own, on NCCL; ours where something is quantised
@@ -73,12 +73,12 @@ NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
 
 @dataclass
 class Collectives:
-    """The makers of each unit's collectives; ``arena`` holds the homes where there are any.
+    """The makers of each unit's collectives; ``arena`` holds unsharded parameters where they are shared.
 
-    ``apart``: parameters whose shards lie beside the homes; ``cross_host_sync``: what brings homes of
-    several hosts up to date; ``overlap``: what reduces during the backward pass; ``hpz_group_size``:
-    ranks among which FSDP2 keeps gathered parameters for the backward pass; ``notes``:
-    what an option comes to here, by its name.
+    ``separate_masters``: parameters whose shards lie beside the shared copy; ``cross_host_sync``: what brings the
+    copies of several hosts up to date; ``async_reduction``: what reduces during the backward pass;
+    ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the backward pass;
+    ``option_messages``: what an option comes to here, by its name.
     """
 
     storage_kind: StorageKind
@@ -107,9 +107,9 @@ class Collectives:
             if self.make_reducer is not None:
                 reducers.append(reducer := self.make_reducer(name, group))
                 if self.replicas is not None:
-                    reducer.num_copies, reducer.total = self.replicas.num_replicas, self.replicas.all_reduce
+                    reducer.num_replicas, reducer.replica_reduce = self.replicas.num_replicas, self.replicas.all_reduce
                 if self.async_reduction is not None:
-                    reducer.later = self.async_reduction.make_try_submit(group, output_dtype)
+                    reducer.try_submit = self.async_reduction.make_try_submit(group, output_dtype)
                 group.module.set_custom_reduce_scatter(reducer)
                 if self.uses_all_reduce:
                     group.module.set_all_reduce_hook(reducer.reduce)
@@ -125,7 +125,7 @@ class ReplicaGroup:
 
     @classmethod
     def build(cls, mics_mesh: DeviceMesh, device: torch.device, quantized: bool) -> ReplicaGroup:
-        """Over the outer axis of ``grid``; collective over it."""
+        """Over the outer axis of ``mics_mesh``; collective over it."""
         group = mics_mesh.get_group(0)
         topology = HostTopology.discover(group, device)
         all_reduce_type = QuantizedAllReduceSum if quantized else AllReduceSum
@@ -151,7 +151,7 @@ class CollectivesSpec:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of all homes."""
+        """Bytes of all unsharded parameters."""
         return 0 if self.replicate else get_arena_bytes(self.param_specs.values())
 
     @property
@@ -171,7 +171,7 @@ class CollectivesSpec:
 def build_collectives(spec: CollectivesSpec) -> Collectives:
     """Choose; collective over the mesh.
 
-    ``unit_bytes`` of the situation: the largest unit's gradients where large leaf modules are
+    ``unit_bytes`` of ``spec``: the largest unit's gradients where large leaf modules are
     units, ``root_bytes`` where they belong to the root (the wire forms).
 
     Raises:

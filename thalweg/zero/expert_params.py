@@ -1,19 +1,19 @@
-"""Parameters that stay out of ZeRO's units: scalars, and what is spread over ranks before sharding.
+"""Parameters that stay out of ZeRO's units: scalars, and experts that lie on ranks of their own.
 
 FSDP2 cannot shard a scalar, and experts must not be gathered, so that no rank waits for another's
-tokens.  A spread parameter (a stack of experts) is a DTensor on a mesh with the axes "ep", rows along
-it, and "copies": the data ranks that have the same rows.  Modules compute with another tensor, this
+tokens.  An expert parameter (a stack of experts) is a DTensor on a mesh with the axes "ep", rows along
+it, and "copies": the data ranks that hold the same rows.  Modules compute with another tensor, this
 rank's rows of it:
 
     phase           parameter (what users, optimisers and checkpoints see)     rows (what modules use)
-    first forward                                                              gathered, if divided
+    first forward                                                              gathered, if sharded
     backward                                                                   collect gradients
     end of window   .grad: the mean over all data ranks                        without gradients
-    update          new values                                                 stale, if divided
+    update          new values                                                 stale, if sharded
 
-Where ZeRO divides states (stages 1 to 3) a parameter is *divided*: each copy keeps and updates a part of
-the rows alone, its gradient ends in a reduce-scatter over the copies, and the rows are memory of their
-own.  One that is frozen, or has no dim to divide, is whole on every copy: parameter and rows are the
+Where ZeRO shards states (stages 1 to 3) a parameter is *sharded*: each copy keeps and updates its own part
+of the rows, its gradient ends in a reduce-scatter over the copies, and the rows are memory of their
+own.  One that is frozen, or has no dim to shard, is whole on every copy: parameter and rows are the
 same memory, and its gradient is added up.
 
 Invariants: ranks of one mesh hold the same parameters in the same order; copies' ranks alone have
@@ -65,7 +65,7 @@ class _ReplicatedExpert:
         return _axis_size(self.mesh, "copies")
 
     def accumulate_grad(self, new_grad: Tensor) -> None:
-        """Add ``own``, of the parameter's local shape, to its gradient."""
+        """Add ``new_grad``, of the parameter's local shape, to its gradient."""
         grad, parameter = self.parameter.grad, self.parameter
         if grad is not None:
             assert isinstance(grad, DTensor)
@@ -84,15 +84,15 @@ class _ReplicatedExpert:
 
 @dataclass(eq=False)
 class _ShardedExpert(_ReplicatedExpert):
-    """One of which each copy keeps a part along ``dim``."""
+    """One of which each copy keeps its shard along ``dim``."""
 
     local_shard: Tensor  # the parameter's local tensor
     dim: int
-    version: int = -1  # of the part that the rows were gathered from
+    version: int = -1  # of the shard that the rows were gathered from
 
     @classmethod
     def from_parameter(cls, parameter: nn.Parameter) -> _ShardedExpert | _ReplicatedExpert:
-        """Divide ``parameter``, whole on each copy until now, along its longest dim, if one is left."""
+        """Shard ``parameter``, whole on each copy until now, along its longest dim, if one is left."""
         assert isinstance(parameter, DTensor)
         mesh, rows = parameter.device_mesh, parameter._local_tensor.detach()
         num_replicas = _axis_size(mesh, "copies")
@@ -116,17 +116,17 @@ class _ShardedExpert(_ReplicatedExpert):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the rows may be older than the parts."""
+        """Whether the rows may be older than the shards."""
         return self.version != self.local_shard._version
 
     def padded_shape(self) -> torch.Size:
-        """That of the longest part."""
+        """That of the longest shard."""
         shape = list(self.rows.shape)
         shape[self.dim] = -(-shape[self.dim] // self.num_replicas)
         return torch.Size(shape)
 
     def get_flat_shard(self) -> Tensor:
-        """The part as the others receive it."""
+        """The shard as the others receive it."""
         return _pad_to(self.local_shard, self.dim, self.padded_shape()[self.dim]).reshape(-1)
 
     def set_rows(self, shards: Tensor) -> None:
@@ -136,7 +136,7 @@ class _ShardedExpert(_ReplicatedExpert):
         self.version = self.local_shard._version
 
     def pop_flat_grads(self) -> Tensor:
-        """The rows' gradient by the copy that each part belongs to, (copies, elements); taken away."""
+        """The rows' gradient by the copy that each shard belongs to, (copies, elements); taken away."""
         length = self.padded_shape()[self.dim]
         grad, self.rows.grad = self.rows.grad, None
         grad = torch.zeros_like(self.rows) if grad is None else grad
@@ -144,15 +144,15 @@ class _ShardedExpert(_ReplicatedExpert):
         return shards.movedim(self.dim, 0).reshape(self.num_replicas, -1)
 
     def accumulate_mean(self, flat: Tensor) -> None:
-        """Add this rank's part of a gradient."""
+        """Add this rank's shard of a gradient."""
         local_grad = flat.view(self.padded_shape()).narrow(self.dim, 0, self.local_shard.size(self.dim))
         self.accumulate_grad(local_grad.clone(memory_format=torch.contiguous_format))
 
 
 class ZeroExpertParams:
-    """The spread parameters of ``model``, which are divided among their copies if ``shard_replicas``.
+    """The expert parameters of ``model``, which are sharded over their copies if ``shard_replicas``.
 
-    Dividing exchanges the modules' parameters for others.
+    Sharding exchanges the modules' parameters for others.
     """
 
     def __init__(self, model: nn.Module, ledger: CommsLog, shard_replicas: bool) -> None:
@@ -172,7 +172,7 @@ class ZeroExpertParams:
     # Forward
 
     def get_rows(self, parameter: Tensor) -> Tensor | None:
-        """This rank's rows of a parameter, as :meth:`refresh` left them; None if it is no spread one."""
+        """This rank's rows of a parameter, as :meth:`refresh_rows` left them; None if it is no expert's."""
         expert = self._by_id.get(id(parameter))
         if expert is None:
             return None

@@ -22,7 +22,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], stric
 
 
 def distribute_if_sharded(value: Any, reference: Any) -> Any:
-    """``value`` laid out as ``live`` is, if that is a DTensor of the same shape; else as it is."""
+    """``value`` laid out as ``reference`` is, if that is a DTensor of the same shape; else as it is."""
     is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim > 0
     if not is_plain or not isinstance(reference, DTensor) or value.shape != reference.shape:
         return value
@@ -30,9 +30,9 @@ def distribute_if_sharded(value: Any, reference: Any) -> Any:
 
 
 def distribute_like(value: Tensor, reference: DTensor, src_rank: int | None = 0) -> DTensor:
-    """The full ``value`` cut as ``live`` is.
+    """The full ``value`` sharded as ``reference`` is.
 
-    ``source``: the coordinate on each axis whose values count, or None where all have the same.
+    ``src_rank``: the coordinate on each axis whose values count, or None where all have the same.
     """
     mesh = reference.device_mesh
     if all(type(placement) in (Shard, Replicate) for placement in reference.placements):

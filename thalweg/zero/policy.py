@@ -39,9 +39,9 @@ class CommPolicy:
 
     ``quantized_weights``: gathered in 8 bits (qwZ); ``quantized_frozen_weights``: only those that do not
     train; ``quantized_gradients``: reduced in 4 bits between hosts (qgZ), with error feedback of
-    ``feedback = (decay, steps until it starts anew)`` (LoCo).  ``hpz_group_size``: ranks of a host
+    ``error_feedback = (decay, steps between resets)`` (LoCo).  ``hpz_group_size``: ranks of a host
     among which gathered parameters stay for the backward pass (hpZ), 1 for none.
-    ``group_size``: ranks among which states are sharded, groups being replicas of each other
+    ``mics_group_size``: ranks among which states are sharded, groups being replicas of each other
     (MiCS), 0 for all; ``two_level_gather``: gathers in such a group cross each link once.
     """
 
@@ -63,10 +63,10 @@ class CommPolicy:
 class Precision:
     """The dtypes of a training run, the same at every stage.
 
-    ``compute``: parameters as the forward and backward pass see them, and activations;
-    ``master``: the sharded parameter that the optimizer updates, its gradient and state;
-    ``reduce``: gradients on their way between ranks (sums are kept in ``master``);
-    ``buffer``: floating-point buffers, or None to leave them as the model made them.
+    ``compute_dtype``: parameters as the forward and backward pass see them, and activations;
+    ``master_dtype``: the sharded parameter that the optimizer updates, its gradient and state;
+    ``reduce_dtype``: gradients on their way between ranks (sums are kept in ``master_dtype``);
+    ``buffer_dtype``: floating-point buffers, or None to leave them as the model made them.
     """
 
     compute_dtype: torch.dtype = torch.float32

@@ -7,7 +7,7 @@ the shards; give each unit its collectives.  The result, :class:`ShardedModel`, 
 an engine needs and no more: which backward reduces, the end of a window, the loss scale.
 
 States of a unit's parameters (FSDP2's words): *sharded*, the modules hold DTensors;
-*unsharded*, the modules hold the homes or gathered copies.  Outside of forward and
+*unsharded*, the modules hold full tensors.  Outside of forward and
 backward they are sharded, except within an accumulation window below stage 3.
 """
 
@@ -83,7 +83,7 @@ class ShardedModel:
         self._world_size = mesh.size()
         self.groups = private_api.get_fsdp_groups(module)
         self.nvme_storage = nvme_storage
-        # Those whose homes are there at all times, and what lies in them.
+        # Those that are in memory at all times.
         paged_units = nvme_storage.pager.units if nvme_storage else ()
         self._unpaged_groups = [group for group in self.groups if group.name not in paged_units]
         self._storages = storages
@@ -168,15 +168,15 @@ class ShardedModel:
             self.nvme_storage.pager.invalidate()  # an update may have got half-way
 
     def add_reduction_callbacks(self, before_reduce: BeforeReduce, after_reduce: AfterReduce) -> None:
-        """Tell ``before(parameters)`` and ``after(unit, parameters, complete)`` of each unit that a backward
-        pass has gone through, as its gradients are reduced.
+        """Call ``before_reduce(parameters)`` and ``after_reduce(unit, parameters, complete)`` for each unit that a
+        backward pass has gone through, as its gradients are reduced.
 
         ``complete``: this backward adds no more to the unit's gradients.  They will not stay, so one pool of
         memory serves all units.
         """
         outputs, inputs = BufferPool(), BufferPool()
         for reducer in self._reducers:
-            reducer.lender, reducer.inputs = outputs, inputs
+            reducer.output_buffers, reducer.input_buffers = outputs, inputs
         self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
@@ -203,11 +203,11 @@ class ShardedModel:
         if self._cross_host_sync is not None:
             self._cross_host_sync.reset()
         for reducer in self._reducers:
-            if (all_to_all := getattr(reducer, "swap", None)) is not None:
-                all_to_all.begin_anew()
+            if (all_to_all := getattr(reducer, "all_to_all", None)) is not None:
+                all_to_all.reset_error_feedback()
 
     def add_close_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``call`` when the engine is closed."""
+        """Call ``callback`` when the engine is closed."""
         self._close_callbacks.append(callback)
 
     def mark_params_updated(self, units: Iterable[str] | None = None) -> None:
@@ -234,7 +234,7 @@ class ShardedModel:
         if self._arena is not None:
             self._arena.close()
 
-    # Homes: forward without a gather
+    # Forward without a gather
 
     def _install_unsharded_hooks(self) -> None:
         units = {id(group.module): group for group in self._unpaged_groups}
@@ -320,7 +320,7 @@ def shard_model(
 ) -> ShardedModel:
     """Shard ``model`` in place over the 1-D data-parallel ``mesh`` (MiCS: over groups of it); collective.
 
-    ``states``: how tensor ranks have cut the parameters before, if they have.  Values are
+    ``tp_layout``: how tensor-parallel ranks have sharded the parameters before, if they have.  Values are
     those of rank 0; a model built on the meta device (``zero.Init``) is materialised here,
     one full tensor at a time.
 
@@ -387,7 +387,7 @@ def shard_model(
     locations = get_param_locations(model)
     del named_params
     load_initial_values(model, locations, storages, mesh, options.precision, device)
-    # A home costs nothing to keep: only gathered copies and paged homes are worth freeing between uses.
+    # Only gathered copies and paged units are worth freeing between uses.
     reshards = options.policy.reshards_after_use and collectives.storage_kind == "wire"
     reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
     paged_units = set(nvme_storage.pager.units) if nvme_storage is not None else set()

@@ -55,14 +55,14 @@ class HostGroups:
 
     @property
     def ranks_by_local_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks by place: ``places[l][h]`` is the ``l``-th of host ``h``."""
+        """By local rank: ``ranks_by_local_rank[l][h]`` is the ``l``-th of host ``h``."""
         return tuple(zip(*self.ranks_by_host, strict=True))
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup, topology: HostTopology) -> HostGroups | None:
         """The groups of both levels; None unless several hosts have equally many ranks, two or more.
 
-        Collective over ``group``, of which ``route`` tells where its ranks are.
+        Collective over ``group``, of which ``topology`` tells where its ranks are.
         """
         ranks_by_host = topology.ranks_by_host()
         sizes = {len(found) for found in ranks_by_host}
@@ -79,7 +79,7 @@ class HostGroups:
         )
 
     def get_peer_ranks(self, rank: int) -> list[int]:
-        """The ranks with this rank's place on each host, in host order."""
+        """The ranks with this rank's local rank on each host, in host order."""
         return list(next(peer_ranks for peer_ranks in self.ranks_by_local_rank if rank in peer_ranks))
 
 
@@ -103,7 +103,7 @@ class HierarchicalReduceScatter(Reducer):
         output_dtype: torch.dtype | None = None,
         all_to_all: AllToAllReduce | None = None,
     ) -> None:
-        """``swap``: how partial sums go between hosts; as they are, if not given."""
+        """``all_to_all``: how partial sums go between hosts; as they are, if not given."""
         super().__init__(name, ledger, output_dtype)
         self._ring = ring
         self._peer_ranks = hosts.get_peer_ranks(rank)
@@ -140,7 +140,7 @@ class HierarchicalAllGather:
         ledger: CommsLog | None = None,
         payload_format_fn: PayloadFormatFn | None = None,
     ) -> None:
-        """``packing_of``: the codes in which shards go between hosts; as they are, if not given."""
+        """``payload_format_fn``: the codes in which shards go between hosts; as they are, if not given."""
         self._hosts, self._name, self._ledger = hosts, name, ledger or CommsLog()
         self._peer_ranks = hosts.get_peer_ranks(rank)
         self._ring = ring

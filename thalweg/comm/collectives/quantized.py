@@ -31,7 +31,7 @@ from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.quantization import BLOCK_SIZE, BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
 
-# The packing of a shard of so many elements in such a dtype, or None to send it as it is.
+# The payload format of a shard of so many elements in such a dtype, or None to send it as it is.
 PayloadFormatFn = Callable[[int, torch.dtype], PayloadFormat | None]
 
 WEIGHT_QUANTIZER = BlockQuantizer(8)
@@ -62,7 +62,7 @@ class ErrorFeedback:
         self._residual = None
 
     def compensate(self, rows: Tensor, loss_scale: float) -> Tensor:
-        """``rows`` in fp32 with what is owed; ``unit`` is the loss scale, which errors are kept without."""
+        """``rows`` in fp32 with what is owed; ``loss_scale``: errors are kept without it."""
         self._num_calls += 1
         stale = self._residual is None or self._residual.shape != rows.shape or self._num_calls > self._reset_every
         if stale:
@@ -208,7 +208,7 @@ class TwoLevelReduceScatter(Reducer):
         ledger: CommsLog | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        """``places[l][h]`` is the rank that has place ``l`` on host ``h``."""
+        """``ranks_by_local_rank[l][h]`` is the rank that is the ``l``-th of host ``h``."""
         super().__init__(name, ledger, output_dtype)
         self._inner_all_to_all, self.all_to_all = inner, outer
         self._num_hosts = len(ranks_by_local_rank[0])
@@ -217,7 +217,7 @@ class TwoLevelReduceScatter(Reducer):
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
-        """Twice a swap; rows are put in the order of places first."""
+        """Two all-to-alls; rows are put in the order of local ranks first."""
         numel = rows.shape[1]
         sorted_rows = rows[torch.tensor(self._rank_order, device=rows.device)]
         rows_by_local_rank = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)

@@ -28,8 +28,8 @@ class Reducer:
 
     A subclass adds up in :meth:`sum_shards` and multiplies by the scale it is given: one over
     the ranks where FSDP2 asks for a mean, over ``divisor`` (the loss scale), and over
-    ``num_copies``, the ranks that hold the same shard.  ``total``, if set, adds up over those.
-    ``later``, if set, may do the work in the background.
+    ``num_replicas``, the ranks that hold the same shard.  ``replica_reduce``, if set, adds up over those.
+    ``try_submit``, if set, may do the work in the background.
     """
 
     transport = "wire"
@@ -57,7 +57,7 @@ class Reducer:
         self.submit(lambda: self._reduce(output_tensor, input_tensor, group, op))
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do a reduction's work now, or hand it to ``later`` if that takes it."""
+        """Do a reduction's work now, or hand it to ``try_submit`` if that takes it."""
         if self.try_submit is None or not self.try_submit(work):
             work()
 

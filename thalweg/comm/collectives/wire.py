@@ -21,7 +21,7 @@ from thalweg.comm.topology import HostTopology
 
 
 def all_gather_flat(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-    """All-gather of 1-D ``own`` into 1-D ``output``, by the name that this torch gives it."""
+    """All-gather of 1-D ``shard`` into 1-D ``output``, by the name that this torch gives it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, shard, group=group, async_op=async_op)
 
@@ -50,7 +50,7 @@ class AllToAllReduce:
     def reduce_rows(
         self, rows: Tensor, out: Tensor, scale: float, call: CollectiveCall, wire_dtype: torch.dtype
     ) -> None:
-        """Write ``scale`` times the sum of all ranks' ``rows[own rank]`` into ``out``; sent as ``wire``."""
+        """Write ``scale`` times the sum of all ranks' rows for this rank into ``out``; sent as ``wire_dtype``."""
         received = all_to_all_rows(rows.to(wire_dtype), self.group)
         call.add_bytes(*self.topology.all_to_all_bytes(received[0].nbytes))
         sum_rows(received.unbind(0), out, scale)
@@ -103,7 +103,7 @@ class WireAllGather:
 
 
 class AllToAllReduceScatter(Reducer):
-    """Reduce-scatter as an all-to-all and a local sum; ``swap`` says how rows travel."""
+    """Reduce-scatter as an all-to-all and a local sum; ``all_to_all`` says how rows travel."""
 
     def __init__(
         self,

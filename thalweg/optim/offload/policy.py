@@ -1,12 +1,12 @@
 """Which update an engine uses, from where the optimiser's state and the parameters are.
 
 parameters    state        update
-in memory     in memory    plain, or none of this module's business
-any           on NVMe      streamed (mapped, if the optimiser is not elementwise)
-on NVMe       in memory    streamed, with the state where it is
+in memory     in memory    InMemoryStep
+any           on NVMe      NvmeStep (MmapStep, if the optimiser is not elementwise)
+on NVMe       in memory    NvmeStep, with the state where it is
 
-Around it goes :class:`.step_in_backward.StepInBackward` where the state is offloaded and its rule allows: in place on the
-host, and tentatively (:mod:`.double_buffered_step`) for masters that lie on NVMe with their state.
+Around it goes :class:`.step_in_backward.StepInBackward` where the state is offloaded and its rule allows: in place
+on the host, and double-buffered (:mod:`.double_buffered_step`) for masters that lie on NVMe with their state.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _MIN_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy:
-    """Where the optimiser's state rests; ``buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
+    """Where the optimiser's state rests; ``num_buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
     that is the state of at least ``ratio`` of the elements.
 
-    ``early``: updates may run within the backward pass, since nothing later in a step (clipping) can change
+    ``step_in_backward``: updates may run within the backward pass, since nothing later in a step (clipping) can change
     them; ``in_place``: nor is it likely that they must be taken back (as with a loss scale).
     """
 
@@ -147,7 +147,7 @@ def build_step_strategy(
 ) -> tuple[StepStrategy, SwapFile | None]:
     """The update, and the swap file if one was made here.
 
-    ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.nvme_step.StreamedUpdate`;
+    ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.nvme_step.NvmeStep`;
     ``changed``, ``group``: see :class:`.step_in_backward.StepInBackward`.
 
     Raises:

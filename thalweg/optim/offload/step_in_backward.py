@@ -12,7 +12,7 @@ Two ways, by where the update writes:
 *On NVMe* updates are tentative (:mod:`.double_buffered_step`): new values lie beside the old ones until ``step()`` has
 found the norm over all ranks finite.  A step is all or nothing, in every dtype, with a loss scale too.  What
 is written to memory (masters that stay there) cannot be taken back: such gradients rest in the swap file
-(:mod:`thalweg.optim.grad_offload`) until ``step()``, and so do all of them where the disk has no room for second places.
+(:mod:`.grad_offload`) until ``step()``, and so do all of them where the disk has no room for second places.
 
 *On the host* updates are made in place, for what would take them back is as large as the gradients that
 were to go.  Ranks first agree that the loss is finite everywhere; else they wait, and ``step()`` skips.  What
@@ -53,11 +53,11 @@ MAX_PENDING_UPDATES = 2
 
 
 class StepInBackward:
-    """An :class:`thalweg.optim.step_strategy.StepStrategy` around ``inner`` that takes units as :meth:`reduced` reports them.
+    """A :class:`~thalweg.optim.step_strategy.StepStrategy` around ``inner`` that updates units as they are reduced.
 
-    ``early``: updates may be made in place within the backward pass, ``changed(units)`` being told which;
-    ``tentative``: they may be made there as far as it takes them; ``grad_offload``: where gradients rest that cannot
-    be used up at once.  ``use_thread``: update on a thread of its own, for an update that waits for a disk.
+    ``in_place``: updates may be made in place within the backward pass, and ``on_params_updated(units)`` is called;
+    ``double_buffered``: they may be made there as far as it takes them; ``grad_offload``: where gradients rest that
+    cannot be used up at once.  ``use_thread``: update on a thread of its own, for an update that waits for a disk.
     ``group``: the ranks that make one step.
     """
 

@@ -2,7 +2,7 @@
 
 FSDP2 has no streams on a CPU: a reduction returns when it is done, and the wire idles while
 the next unit's gradients are computed, the processor while they travel.  Here a unit's
-reduction is handed to a thread (:mod:`thalweg.comm.use_thread`), and the backward pass ends
+reduction is handed to a thread (:mod:`thalweg.comm.comm_thread`), and the backward pass ends
 when all of them have.  FSDP2 meanwhile sets ``.grad`` to the tensor that will hold the result.
 
 So a reduction is done at once, as before, where something reads that tensor earlier: a
@@ -28,7 +28,7 @@ class AsyncReduction:
         self._callback_queued = False
 
     def make_try_submit(self, group: FSDPGroupHandle, output_dtype: torch.dtype) -> TrySubmit:
-        """The ``later`` of this unit's reducer, whose results are in ``output_dtype``."""
+        """The ``try_submit`` of this unit's reducer, whose results are in ``output_dtype``."""
 
         def try_submit(work: Callable[[], None]) -> bool:
             if not is_in_backward() or group.reads_reduced_grads(output_dtype):

@@ -8,7 +8,7 @@ and has no public form:
 * ``set_unsharded_storage``: name the tensor that *is* the unsharded parameter, so that unsharding
   needs no gather and no copy;
 * ``support_unfreezing``: let parameters of another dtype than the trained ones train later;
-* ``to_unsharded`` and ``flush``: make those transitions outside of a forward pass.
+* ``to_unsharded`` and ``reduce_unsharded_grads``: make those transitions outside of a forward pass.
 
 ``tests/dist/test_fsdp2_private_names.py`` says which of them a new torch has changed.
 """
@@ -44,7 +44,7 @@ class FSDPGroupHandle:
         return [FSDPParamHandle(inner) for inner in self._inner.fsdp_params]
 
     def to_unsharded(self) -> None:
-        """Put the unsharded parameters (their homes) in place, without communication."""
+        """Put the unsharded parameters in place, without communication."""
         self._inner._to_unsharded()
 
     def to_sharded(self) -> None:
@@ -70,8 +70,8 @@ class FSDPGroupHandle:
     def support_unfreezing(self, master_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Let frozen parameters of this unit begin to train in mid-run, whatever their dtype.
 
-        FSDP2 settles the dtypes of a reduction by what trains when it starts.  A unit where nothing does
-        reduces in ``reduce`` and hands over in ``master``, as the others do; one whose gradients differ in
+        FSDP2 derives the dtypes of a reduction from what trains when it starts.  A unit where nothing does
+        reduces in ``reduce_dtype`` and hands over in ``master_dtype``, as the others do; one whose gradients differ in
         dtype reduces all of them in the wider one.
         """
         inner, original_post_backward = self._inner, self._inner.post_backward
@@ -88,7 +88,7 @@ class FSDPGroupHandle:
         inner.post_backward = post_backward
 
     def use_pager(self, prefetch: Callable[[], None], acquire: Callable[[], None], release: Callable[[], None]) -> None:
-        """Take the place of FSDP2's gather: unsharding opens the homes, and resharding closes them."""
+        """Take the place of FSDP2's gather: unsharding acquires a unit's memory, and resharding releases it."""
         inner, original_to_sharded = self._inner, self._inner._to_sharded
 
         def unshard(async_op: bool = False) -> None:
@@ -111,7 +111,7 @@ class FSDPGroupHandle:
     def all_gather_from(
         self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None]
     ) -> None:
-        """Let FSDP2's gather read ``images`` (the group's padded shards in the compute dtype) in place of the
+        """Let FSDP2's gather read ``packed_shards`` (the group's padded shards in the compute dtype) in place of the
         sharded parameters; they hold their values from ``acquire()`` to ``release()``."""
         inner, original_unshard = self._inner, self._inner.unshard
 
@@ -146,7 +146,7 @@ class FSDPGroupHandle:
         inner.post_backward = post_backward
 
     def sync_unused_params(self, reduce_presence: Callable[[list[bool]], list[bool]]) -> None:
-        """Before each reduction ask ``agree`` which parameters have a gradient anywhere, given which have one
+        """Before each reduction ask ``reduce_presence`` which parameters have a gradient anywhere, given which have one
         here; those that have one elsewhere alone get zeros."""
         inner, original_post_backward = self._inner, self._inner.post_backward
 
@@ -176,7 +176,7 @@ class FSDPGroupHandle:
         )
 
     def prefetch(self, next_group: FSDPGroupHandle) -> None:
-        """Begin to gather ``following`` before this unit's forward, without waiting for it."""
+        """Begin to gather ``next_group`` before this unit's forward, without waiting for it."""
         self.module.set_modules_to_forward_prefetch([next_group.module])
         for group in (self, next_group):
             group._inner.unshard_async_op = True
@@ -228,7 +228,7 @@ class FSDPParamHandle:
 
         With ``layout`` the parameter shows another one than FSDP2's own: replicated at stage 0,
         where FSDP2 knows a mesh of one rank; replicas of shards where groups of ranks shard by
-        themselves (MiCS); a part of this tensor rank's piece.
+        themselves (MiCS); a shard of this tensor rank's piece.
         """
         inner = self._inner
         rows = inner.sharded_size[0]
@@ -257,7 +257,7 @@ class FSDPParamHandle:
         inner._setattr_on_modules(inner.sharded_param)
 
     def set_unsharded_storage(self, unsharded: Tensor) -> None:
-        """Make ``home`` (the parameter's full shape, compute dtype) the unsharded parameter."""
+        """Make ``unsharded`` (the parameter's full shape, compute dtype) the unsharded parameter."""
         inner = self._inner
         inner._unsharded_param = nn.Parameter(unsharded, requires_grad=inner.sharded_param.requires_grad)
 
@@ -278,7 +278,7 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
 def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
     """Make ``root`` the root now, not at its first forward, so that groups are final.
 
-    ``dtypes``: of masters and of reductions, see :meth:`Group.support_unfreezing`.
+    ``dtypes``: of masters and of reductions, see :meth:`FSDPGroupHandle.support_unfreezing`.
     """
     root._get_fsdp_state()._lazy_init()
     # What transformers looks for: its ``generate`` then goes on until every rank has finished.
@@ -301,7 +301,7 @@ def is_in_backward() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``call`` when the backward pass at hand has computed everything, before it returns."""
+    """Run ``callback`` when the backward pass at hand has computed everything, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 

@@ -24,7 +24,7 @@ def sync_unused_params(
     process_group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Let ``ranks`` agree on the units that hold parameters of ``modules``, whenever they are reduced."""
+    """Let ``process_group`` agree on the units that hold parameters of ``modules``, whenever they are reduced."""
     if dist.get_world_size(process_group) == 1:
         return
     module_ids = {id(inner) for module in modules for inner in module.modules()}

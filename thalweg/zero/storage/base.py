@@ -1,20 +1,19 @@
 """Where shards and unsharded parameters live.
 
 A *shard* is the master copy of this rank's rows of a parameter, padded to the same
-number of rows on every rank.  A *home* is a tensor of the full shape in the compute
-dtype that can stand for the unsharded parameter:
+number of rows on every rank.  The *unsharded* tensor, where a storage has one, is of the full
+shape in the compute dtype and stands for the unsharded parameter at all times:
 
-* ``shared``: the ranks of a host share it; where there are other hosts,
-  :mod:`thalweg.zero.cross_host_sync` keeps their homes in step.  One host:  The home lies in the arena, one copy for all
-  of them, and where master and compute dtype agree the shard is simply this rank's rows
-  of it.  Gathering is then no copy at all: a fence says that everybody's rows are
-  final.  Otherwise each rank casts its rows into the home first (``publish``);
-* ``private``: one rank, or replicated parameters: the home is the shard itself, or a
-  cast of it;
-* ``wire``: several hosts or GPUs: no home, FSDP2 gathers into memory of its own.
+* ``shared``: it lies in the arena, one copy for all ranks of a host, and where master and
+  compute dtype agree the shard is simply this rank's rows of it.  Gathering is then no copy at
+  all: a barrier says that everybody's rows are final.  Otherwise each rank casts its rows into it
+  first (:func:`refresh_unsharded`).  Where there are other hosts, :mod:`.cross_host_sync`
+  keeps their copies the same;
+* ``private``: one rank, or replicated parameters: it is the shard itself, or a cast of it;
+* ``wire``: several hosts or GPUs: there is none, FSDP2 gathers into memory of its own.
 
-Invariant: rows of a shared home are written by their owner alone, and only between the
-end of one backward pass on every rank and the fence that opens the next forward pass.
+Invariant: rows of a shared tensor are written by their owner alone, and only between the
+end of one backward pass on every rank and the barrier that opens the next forward pass.
 """
 
 from __future__ import annotations
@@ -61,24 +60,24 @@ class ParamSpec:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the home."""
+        """Bytes of the unsharded tensor, padded."""
         return self.padded_numel * self.compute_dtype.itemsize
 
 
 class ShardedParamHandle(Protocol):
-    """What the model shows of a store."""
+    """What the model shows of a storage."""
 
     @property
     def sharded_param(self) -> Tensor:
-        """The sharded parameter over the store's shard."""
+        """The sharded parameter over the storage's shard."""
         ...
 
 
 class ShardStorage:
-    """Shard and home of one parameter on this rank; ``rank`` counts its shards.
+    """Shard and unsharded tensor of one parameter on this rank; ``rank`` counts its shards.
 
-    ``cast_dest``: where this rank's rows are cast to when they are published, if the home is not the shard;
-    ``padded``: a shared home with the padding of its last shard.
+    ``cast_dest``: where this rank's rows are cast to, if the unsharded tensor is not over the shard;
+    ``padded_unsharded``: a shared one with the padding of its last shard.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class ShardStorage:
         device: torch.device,
         separate_master: bool = False,
     ) -> ShardStorage:
-        """A store in the memory that ``placement`` says.
+        """A storage in the memory that ``storage_kind`` says.
 
-        ``apart``: the shard is kept beside its rows of the home, which others see rounded.
+        ``separate_master``: the shard is kept beside its rows of the unsharded tensor, which others see rounded.
         """
         if storage_kind == "shared":
             assert arena is not None
@@ -163,26 +162,26 @@ class ShardStorage:
         return full[self._row_start : self._row_end]
 
     def get_rank_rows(self, rank: int) -> Tensor:
-        """The padded rows of ``rank`` in a shared home."""
+        """The padded rows of ``rank`` in a shared unsharded tensor."""
         assert self._padded_unsharded is not None
         return self._padded_unsharded.narrow(0, rank * self.spec.rows_per_shard, self.spec.rows_per_shard)
 
     @property
     def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
-        """(destination, source) of the copy that publishing needs, or None.  Frozen parameters too: what is
+        """(destination, source) of the cast that refreshing needs, or None.  Frozen parameters too: what is
         written through ``p.data`` is counted nowhere."""
         return None if self._cast_dest is None else (self._cast_dest, self.shard)
 
 
 def view_unsharded(spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int) -> tuple[Tensor, Tensor]:
-    """The home at ``offset`` of the arena, and this rank's rows of it."""
+    """The unsharded tensor at ``offset`` of the arena, and this rank's rows of it."""
     row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
     local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
     return arena.tensor(offset, spec.shape, spec.compute_dtype), local_rows
 
 
 def get_arena_bytes(specs: Iterable[ParamSpec]) -> int:
-    """Bytes of arena for the homes of ``slots``, each aligned."""
+    """Bytes of arena for the unsharded tensors of ``specs``, each aligned."""
     return sum(spec.unsharded_bytes + 64 for spec in specs)
 
 
@@ -196,7 +195,7 @@ def max_unit_grad_bytes(param_specs: Mapping[str, ParamSpec], units: Iterable[st
 
 
 def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
-    """Cast this rank's rows into the homes; homes that are the shard itself need nothing."""
+    """Cast this rank's rows into the unsharded tensors; those over the shard itself need nothing."""
     with torch.no_grad():
         for storage in storages:
             if (copy_pair := storage.refresh_copy) is not None:

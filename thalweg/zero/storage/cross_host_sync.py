@@ -1,8 +1,8 @@
-"""Homes on several hosts: one copy of the parameters a host, kept in step by what changed.
+"""Several hosts: one copy of the parameters a host, kept the same by sending what changed.
 
-The picture: each host has a home of every parameter, which its ranks share.  A rank owns
-the rows of its shard; its peers, the ranks with its place on the other hosts, get them once
-a window and write them into their host's home.  Forward and backward then read the home:
+The picture: each host has an unsharded copy of every parameter, which its ranks share.  A rank owns
+the rows of its shard; its peers, the ranks with its local rank on the other hosts, get them once
+a window and write them into their host's copy.  Forward and backward then read that copy:
 nothing crosses the network between two updates.  This is hpZ, the secondary shard within
 a host (ZeRO++, section 3.2), with a host's memory in place of its ranks'.
 
@@ -12,13 +12,13 @@ its rows but how far they have moved from what the others hold: 4 bits of a step
 that is too large for that, such as a loaded checkpoint, goes as whole weights in 8 bits, so
 the error is never above that of qwZ itself.  In ascending order::
 
-    SAME nothing   STEP 4 bits of the difference   WHOLE 8 bits   RAW the compute dtype
+    UNCHANGED nothing   DELTA 4 bits of the difference   QUANTIZED 8 bits   RAW the compute dtype
 
-Ranks agree on the highest of their wishes for each parameter, in one small all-reduce.
+Ranks agree on the highest encoding that any of them chose for a parameter, in one small all-reduce.
 
-Invariants: all homes hold the same bits, as the sender too applies what it sent; rows of a
-home are written by one rank of the host, between the end of a backward pass on all of them
-and the fence that opens the next forward pass.
+Invariants: all hosts' copies hold the same bits, as the sender too applies what it sent; rows of a
+copy are written by one rank of the host, between the end of a backward pass on all of them
+and the barrier that opens the next forward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ParamUpdate:
 
 
 class CrossHostSync:
-    """Brings this host's homes up to date; collective over ``group``."""
+    """Brings this host's copy of the parameters up to date; collective over ``group``."""
 
     def __init__(
         self, hosts: HostGroups, rank: int, group: dist.ProcessGroup, ledger: CommsLog, lossy: frozenset[str]
@@ -74,7 +74,7 @@ class CrossHostSync:
         self._updated = True
 
     def __call__(self, storages: Iterable[ShardStorage]) -> None:
-        """Send what has changed and write what comes; a fence must follow before anyone reads."""
+        """Send what has changed and write what comes; a barrier must follow before anyone reads."""
         storages = list(storages)
         if self._updated:
             self._pending.update(name for name in self._versions)

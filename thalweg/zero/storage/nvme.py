@@ -1,14 +1,14 @@
-"""Where parameters rest between uses: the layout of the swap file, and the stores over it.
+"""Where parameters rest between uses: the layout of the swap file, and the storages over it.
 
 One file for the parameters of a rank, unit by unit::
 
-    | image of unit 0: parameter 0 | parameter 1 | ... | masters of unit 0 | image of unit 1 | ...
+    | packed unit 0: parameter 0 | parameter 1 | ... | masters of unit 0 | packed unit 1 | ...
 
-The *image* is what the forward pass needs, this rank's rows in the compute dtype, and is read in one go into
+The *packed unit* is what the forward pass needs, this rank's rows in the compute dtype, and is read in one go into
 a memory of the same layout.  Where master and compute dtype agree the master *is* the parameter's place in
-the image, else it lies behind it.  Each parameter begins at a page, so that all transfers are direct.
+the packed unit, else it lies behind it.  Each parameter begins at a page, so that all transfers are direct.
 
-Units that ``resident`` elements hold stay in memory for good: the root first, which is in use throughout,
+Units that ``resident_numel`` elements hold stay in memory for good: the root first, which is in use throughout,
 then units from the model's end, whose backward pass follows upon their forward pass.
 """
 
@@ -40,9 +40,9 @@ class ParamOffloadPolicy:
     """The parameters' tier.
 
     ``folder``: where the swap file goes; ``max_units_in_memory``: units that may be in memory at once beside the
-    root, which is in use throughout (at least 2); ``resident``: elements of this rank's shards that never
-    leave memory; ``pin``: page-lock what a GPU copies from; ``states``: where the optimiser's state is (of
-    ``ratio`` of the elements), which takes the masters along (below ``optimizer_folder`` on NVMe).
+    root, which is in use throughout (at least 2); ``resident_numel``: elements of this rank's shards that never
+    leave memory; ``pin_memory``: page-lock what a GPU copies from; ``optimizer_device``: where the optimiser's state
+    is (of ``optimizer_ratio`` of the elements), which takes the masters along (below ``optimizer_folder`` on NVMe).
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
@@ -106,7 +106,7 @@ def prefers_low_memory(config: Config) -> bool:
 
 @dataclass
 class NvmeStorage:
-    """What a model's paging consists of: the swap file, the pager, and the stores by parameter."""
+    """What a model's paging consists of: the swap file, the pager, and the storages by parameter."""
 
     swap: SwapFile
     pager: Pager
@@ -119,7 +119,7 @@ class NvmeStorage:
 
 
 class PagedShardStorage(ShardStorage):
-    """A store whose shard is a view of the swap file."""
+    """A storage whose shard is a view of the swap file."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class PagedShardStorage(ShardStorage):
 def select_paged_units(
     units: dict[str, list[ParamSpec]], offload: ParamOffloadPolicy, resident_units: Iterable[str] = ()
 ) -> list[str]:
-    """Names of the units to page, in order; those in ``keep`` and what ``resident`` has room for are not."""
+    """Names of the units to page, in order; ``resident_units`` and what ``resident_numel`` has room for are not."""
     budget, names = offload.resident_numel, [name for name in units if name not in set(resident_units)]
     eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
     for name in eviction_order:
@@ -165,7 +165,7 @@ def build_unit_paging(
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> NvmeStorage | None:
-    """The paging of the units that do not stay in memory, or None; those in ``fixed`` always do."""
+    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do."""
     if not offload.uses_nvme:
         return None
     names = [*resident_modules, *units]
@@ -188,7 +188,7 @@ def build_paged_storage(
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> NvmeStorage:
-    """Make the swap file and the stores of the ``paged`` units.
+    """Make the swap file and the storages of the ``paged`` units.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
@@ -210,7 +210,7 @@ def build_paged_storage(
             packed_shard = memory.tensor(start + packed_offset, spec.padded_shape, spec.compute_dtype)
             unsharded, dest_rows = None, None
             if storage_kind == "private":
-                # A tensor of its own over the image's bytes: refreshing those is no change to a parameter.
+                # A tensor of its own over the packed bytes: refreshing those is no change to a parameter.
                 unsharded = memory.tensor(start + packed_offset, spec.shape, spec.compute_dtype)
             elif storage_kind == "shared":
                 assert arena is not None
@@ -255,7 +255,7 @@ def build_paged_storage(
 
 
 class _UnitFileLayout:
-    """Offsets of one unit's parameters in its image, and of masters behind it."""
+    """Offsets of one unit's parameters in its packed form, and of masters behind it."""
 
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self.specs = specs
@@ -282,7 +282,7 @@ class SwapFileWriter:
     def make_write_fn(
         self, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
     ) -> Callable[[Tensor], None]:
-        """A function that stores rows at ``master`` in the file and, cast, at ``compute``."""
+        """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
         targets = [(master_offset, shard.dtype)]
         if master_offset != compute_offset:
             targets.append((compute_offset, packed_shard.dtype))

@@ -2,14 +2,14 @@
 
 With 16-bit parameters and the optimiser's state on NVMe::
 
-    swap file   | fp32 master, this rank's rows | moments (optim/streamed.py) |
-    memory      | home, 16 bits: what forward and backward read               |
+    swap file   | fp32 master, this rank's rows | moments (optim/offload/nvme_step.py) |
+    memory      | unsharded, 16 bits: what forward and backward read                   |
 
 so that a parameter takes 2 bytes of memory instead of 6.  The streamed update reads master and moments, and
-writes this rank's rows of the home in the same pass; nothing is cast again as a window opens.
+writes this rank's rows of the unsharded tensor in the same pass; nothing is cast again as a window opens.
 
-Invariant: the home's rows are the cast of the master, but for masters that somebody has written to through
-their views (a checkpoint, ``GatheredParameters``): these are cast when the home is next published.
+Invariant: these rows are the cast of the master, but for masters that somebody has written to through
+their views (a checkpoint, ``GatheredParameters``): these are cast at the next refresh.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from thalweg.zero.storage.pager import Pager
 
 
 class NvmeMasterStorage(PagedShardStorage):
-    """A store whose shard is a view of the swap file and whose home is in memory; ``rows``: this rank's rows
-    of the home, padded."""
+    """A storage whose shard is a view of the swap file and whose unsharded tensor is in memory; ``rows``: this
+    rank's rows of it, padded."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class NvmeMasterStorage(PagedShardStorage):
 
     @property
     def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
-        """What publishing must copy: nothing, unless somebody has written to the master."""
+        """What refreshing must copy: nothing, unless somebody has written to the master."""
         if (version := self.version()) == self._cast_version:
             return None
         self._cast_version = version
@@ -81,7 +81,7 @@ def build_nvme_storage(
     collectives: Collectives,
     mesh: DeviceMesh,
 ) -> NvmeStorage | None:
-    """What of ``slots`` rests on a disk: whole units (``build_unit_paging``), or masters; collective over ``mesh``.
+    """What of ``param_specs`` rests on a disk: whole units (``build_unit_paging``), or masters; collective.
 
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
@@ -115,9 +115,9 @@ def build_nvme_masters(
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> NvmeStorage | None:
-    """The swap file with the masters of ``slots``; None where there are none, or no homes to compute with.
+    """The swap file with the masters of ``param_specs``; None where there are none, or no compute copy.
 
-    The arguments are those of ``build_unit_paging``, whose place this takes where units stay in memory.
+    The arguments are those of ``build_unit_paging``, which this replaces where units stay in memory.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
@@ -125,17 +125,17 @@ def build_nvme_masters(
     master_specs = {name: spec for name, spec in param_specs.items() if _has_separate_master(spec)}
     if not master_specs or storage_kind == "wire" or offload.optimizer_device != "nvme":
         return None
-    num_bytes = sum(_master_bytes(slot) for slot in master_specs.values())
+    num_bytes = sum(_master_bytes(spec) for spec in master_specs.values())
     swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
     writer = SwapFileWriter(swap)
     storages: dict[str, PagedShardStorage] = {}
-    for name, slot in master_specs.items():
+    for name, spec in master_specs.items():
         if storage_kind == "shared":
             assert arena is not None
-            unsharded, rows = view_unsharded(slot, rank, arena, arena.reserve(slot.unsharded_bytes))
+            unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
         else:
-            unsharded = rows = torch.zeros(slot.shape, dtype=slot.compute_dtype)
-        storages[name] = NvmeMasterStorage(slot, rank, swap, writer, unsharded, rows)
+            unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
+        storages[name] = NvmeMasterStorage(spec, rank, swap, writer, unsharded, rows)
     return NvmeStorage(swap, Pager((), 2), storages)
 
 

@@ -2,27 +2,27 @@
 
 The picture, for one unit (a transformer block) on one rank::
 
-    swap file   | image of unit 0 | image of unit 1 | ...        compute dtype, this rank's rows
+    swap file   | packed unit 0  | packed unit 1  | ...          compute dtype, this rank's rows
                          |  O_DIRECT, threads
-    memory      |  home of unit 0  |  home of unit 1  | ...      addresses for good, pages for a while
+    memory      | unsharded unit 0 | unsharded unit 1 | ...      addresses for good, pages for a while
 
-A *home* is the unsharded parameter (see :mod:`.base`): the same tensor at the same address always, so that
+The *unsharded parameter* (see :mod:`.base`) is the same tensor at the same address always, so that
 what autograd has saved of it in the forward pass is valid again in the backward pass, once its bytes are
 back.  Between uses its pages are given to the system.  Outside of its use a unit's modules hold the shard, a
 view of the swap file's mapping.
 
 Phases of a unit: *out*, *coming* (a read is under way), *in* (its bytes are there), and *in use* (the modules
-hold the homes).  After use it stays in until the memory is wanted: besides those in use at most
-``limit - 1`` units are anything but out, and the least recently used goes first.  Its pages go to the unit
-that takes its place (*retired* units are out and wait for that), since pages fresh from the kernel would have
-to be cleared; no more than ``limit`` units have pages.
+hold the unsharded parameters).  After use it stays in until the memory is needed: besides those in use at most
+``max_units - 1`` units are anything but out, and the least recently used goes first.  Its pages go to the unit
+that takes its place (*evicted* units are out and wait for that), since pages fresh from the kernel would have
+to be cleared; no more than ``max_units`` units have pages.
 
 Read-ahead.  What followed a unit the last time is what is read while it computes: a table of pairs of units
 that is learnt as training goes, so that a forward pass, a backward pass and an evaluation each have their
 own order.  A wrong guess costs a read.  Nothing is read beyond the end of a pass, as an update may follow.
 
-Invariants: a unit in use is in; an updated unit that is not in use is out (:meth:`Pager.forget`); and every
-rank opens the same units in the same order where homes are shared, or all ranks get an error.
+Invariants: a unit in use is in; an updated unit that is not in use is out (:meth:`Pager.invalidate`); and every
+rank opens the same units in the same order where unsharded parameters are shared, or all ranks get an error.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PagingPhase = Literal["out", "coming", "in"]
 
 @dataclass(frozen=True)
 class PackedParam:
-    """One parameter's share of its unit's image.
+    """One parameter's place in its packed unit.
 
-    ``image``: its bytes in the image, compute dtype; ``dest_rows``: this rank's rows of the home, where the
-    image is not the home itself; ``shard``: the master, where that is not the image's place in the file;
-    ``offset``: of the image's bytes in the file; ``version()`` tells of writes to the master.
+    ``packed_shard``: its bytes there, compute dtype; ``dest_rows``: this rank's rows of the unsharded parameter,
+    where that is not the packed shard itself; ``master_shard``: the master, where that is other bytes of the
+    file; ``file_offset``: of the packed shard; ``version()`` counts writes to the master.
     """
 
     packed_shard: Tensor
@@ -58,7 +58,7 @@ class PackedParam:
 
 
 class PagedUnit:
-    """The image of one unit: its place in the file, its place in memory, and its phase."""
+    """One packed unit: its place in the file, its place in memory, and its phase."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class PagedUnit:
         self.name, self.swap, self.params = name, swap, params
         self.phase: PagingPhase = "out"
         self.in_use = False
-        self.released_at = -1  # how often the ranks had met when it was closed
-        self.stale = False  # masters have changed unseen, so that the image must be cast anew
+        self.released_at = -1  # barriers passed when it was released
+        self.stale = False  # masters have changed unseen: cast them anew
         self.last_use = 0
         self._memory, self._memory_offset, self._file_offset = memory, memory_offset, file_offset
         self._bytes = memory.tensor(memory_offset, (nbytes,), torch.uint8)
@@ -86,7 +86,7 @@ class PagedUnit:
         self._versions = [param.version() for param in params]
 
     def start_read(self, page_source: PagedUnit | None = None) -> None:
-        """Start reading, into the pages of ``page_source`` if there is one: a retired unit with as much room."""
+        """Start reading, into the pages of ``page_source`` if there is one: an evicted unit of the same size."""
         if self.phase == "out":
             self.rewrite_stale()
             if page_source is not None and page_source is not self:
@@ -100,7 +100,7 @@ class PagedUnit:
             self.phase = "coming"
 
     def wait_read(self) -> None:
-        """Return when the bytes are in their homes."""
+        """Return when the unsharded parameters hold the bytes."""
         self.start_read()
         if self.phase == "coming":
             try:
@@ -118,7 +118,7 @@ class PagedUnit:
             self.phase = "in"
 
     def evict(self) -> bool:
-        """Its bytes are not wanted any more; whether it leaves pages behind."""
+        """Its bytes are not needed any more; whether it leaves pages behind."""
         if self.phase == "coming":
             self._pending_read.wait_ignoring_errors()
         leaves_pages = self.phase != "out" and self._release_dest_pages is None
@@ -130,11 +130,11 @@ class PagedUnit:
         return leaves_pages
 
     def release_pages(self) -> None:
-        """Give the image's pages back."""
+        """Give the packed unit's pages back."""
         self._memory.evict(self._memory_offset, self.reserved_bytes)
 
     def rewrite_stale(self) -> None:
-        """Cast masters that somebody has written to into the image's place in the file."""
+        """Cast masters that somebody has written to into the packed shards in the file."""
         stale, self.stale = self.stale, False
         for i, param in enumerate(self.params):
             if param.master_shard is None or not (stale or param.version() != self._versions[i]):
@@ -150,8 +150,8 @@ class PagedUnit:
 class Pager:
     """Decides when each unit's bytes are in memory.
 
-    ``meet(name)``: called when a unit is about to be used, on every rank; returns once all ranks have their
-    rows in its homes (shared homes), None where homes are this rank's own.
+    ``barrier(name)``: called when a unit is about to be used, on every rank; returns once all ranks have their
+    rows in its unsharded parameters (shared memory); None where that memory is this rank's own.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Pager:
             self._touch(unit)
 
     def acquire(self, name: str) -> None:
-        """Return when the unit's homes hold its parameters."""
+        """Return when the unit's unsharded parameters hold their values."""
         unit = self.units[name]
         unit.in_use = True
         self._evict_idle(self.max_units - 1)
@@ -242,9 +242,9 @@ class Pager:
         unit.last_use = self._clock
 
     def _evict_idle(self, max_idle: int) -> bool:
-        """Drop units that are not in use until ``spare`` of them are left; False if that cannot be.
+        """Drop units that are not in use until ``max_idle`` of them are left; False if that cannot be.
 
-        A shared home may go when all ranks have met once more: they are then done with it.
+        Shared memory may go after one more barrier: all ranks are then done with it.
         """
         idle = [unit for unit in self.units.values() if unit.phase != "out" and not unit.in_use]
         excess = len(idle) - max(max_idle, 0)
