@@ -1,4 +1,4 @@
-"""The hard limits of the style guide as functions from one module to its violations.
+"""The rules of the style guide as functions from one module to its violations.
 
 Each returns lines ``path:line: what is wrong``.  They read the syntax tree, so they see what is written and
 not what a clever program could do; tests/repo/test_rules.py has a bad snippet for each.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 from tests.repo.source import SourceModule, resolve_from
 
-MAX_FILE, MAX_FUNCTION, MAX_CLASS = 450, 100, 350
 PARAMETER_NAMES = re.compile(r"^(p|param|parameter|.*_param|.*_parameter)$")
 PARAMETER_ATTRIBUTES = {"grad", "requires_grad"}
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -38,19 +37,6 @@ Rule = Callable[[SourceModule], Iterator[str]]
 
 def _violation(module: SourceModule, node: ast.AST, message: str) -> str:
     return f"{module.path}:{getattr(node, 'lineno', 1)}: {message}"
-
-
-def size_limits(module: SourceModule) -> Iterator[str]:
-    """Files, functions and classes stay small."""
-    num_lines = module.text.count("\n") + (not module.text.endswith("\n"))
-    if num_lines > MAX_FILE:
-        yield f"{module.path}:1: {num_lines} lines, at most {MAX_FILE}"
-    for node in module.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            limit = MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > limit:
-                yield _violation(module, node, f"{node.name} has {length} lines, at most {limit}")
 
 
 def no_globals(module: SourceModule) -> Iterator[str]:
@@ -202,7 +188,6 @@ def annotated_public(module: SourceModule) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    size_limits,
     no_globals,
     no_patching,
     no_parameter_attributes,

@@ -22,7 +22,7 @@ from tests.repo.source import ROOT
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.loader.hf import load_mmapped
-from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MLPSpec
+from thalweg.infer.models.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, LinearSpec, MLPSpec
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile
 from thalweg.infer.offload.weight_ring import optimal_batch_size, plan_ring, split_into_segments
 from thalweg.ops import cpu_kernels
@@ -260,7 +260,7 @@ def test_any_model_runs_in_a_quarter_of_its_weights(layers: int, width: int, voc
         LinearSpec(lambda: torch.empty(0), None, (outputs, width)) for outputs in (width, 3 * width, vocab)
     )
     attention = AttentionSpec(1, 1, width, wide, square, 1.0)
-    layer = LayerSpec(nothing, attention, MLPSpec(square, square, "relu", False), nothing)
+    layer = DecoderLayerSpec(nothing, attention, MLPSpec(square, square, "relu", False), nothing)
     decoder = DecoderSpec(vocab, width, 64, torch.empty(0), [layer] * layers, None, head)
     ranges, sizes = split_into_segments(decoder, form)
     assert len(ranges) == 4 * layers + 1 and all(size % 4096 == 0 for size in sizes)

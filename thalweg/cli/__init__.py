@@ -45,7 +45,7 @@ _EXAMPLES = """examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _SuggestingParser(argparse.ArgumentParser):
     """argparse whose errors are one paragraph that ends with where to look."""
 
     def error(self, message: str) -> NoReturn:
@@ -101,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, Any, Any]:
     """The parser, the chosen subcommand's module, and that subcommand's own parser (None without one)."""
-    parser = _Parser(
+    parser = _SuggestingParser(
         prog="thalweg",
         description="Train, fine-tune and serve PyTorch models bigger than the machine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"thalweg {thalweg.__version__}")
-    subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_Parser)
+    subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_SuggestingParser)
     module = None
     for name, text in available_commands().items():
         if name == command:

@@ -82,7 +82,7 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = False
 
     optimizer: training.Optimizer | None = None
-    scheduler: training.Scheduler | None = None
+    scheduler: training.SchedulerConfig | None = None
     fp16: training.FP16 = training.FP16()
     bf16: training.BF16 = training.BF16()
     torch_autocast: training.TorchAutocast = training.TorchAutocast()
@@ -93,7 +93,7 @@ class Config(Section):
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
     tiling: training.Tiling = training.Tiling()
     compile: training.Compile = training.Compile()
-    checkpoint: training.Checkpoint = training.Checkpoint()
+    checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     nebula: training.Nebula = training.Nebula()
     datastates_ckpt: Literal[False] | AnyDict = False
     health: training.Health = training.Health()
@@ -109,7 +109,7 @@ class Config(Section):
 
     tensor_parallel: parallel.TensorParallel = parallel.TensorParallel()
     expert_parallel: parallel.ExpertParallel = parallel.ExpertParallel()
-    pipeline: parallel.Pipeline = parallel.Pipeline()
+    pipeline: parallel.PipelineConfig = parallel.PipelineConfig()
     hybrid_engine: parallel.HybridEngine = parallel.HybridEngine()
     weight_quantization: parallel.WeightQuantization | None = None
     data_efficiency: parallel.DataEfficiency = parallel.DataEfficiency()

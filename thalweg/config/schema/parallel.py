@@ -99,7 +99,7 @@ class ExpertParallel(Section):
     shared_experts_gate_pattern: str | None = None
 
 
-class Pipeline(Section):
+class PipelineConfig(Section):
     """Layers spread over ``stages`` groups of ranks."""
 
     stages: PositiveInt = AUTO

@@ -83,7 +83,7 @@ class Optimizer(Section):
     legacy_fusion: bool = False
 
 
-class Scheduler(Section):
+class SchedulerConfig(Section):
     """A learning-rate schedule, stepped once per update."""
 
     type: str
@@ -169,7 +169,7 @@ class ParallelWrite(Section):
     pipeline_stage: bool = False
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """How checkpoints are kept and taken up again."""
 
     tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalize)] = "Warn"

@@ -8,8 +8,8 @@ import torch
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     EncoderSpec,
-    LayerSpec,
     MLPSpec,
     UnsupportedModelError,
     activation_name,
@@ -46,7 +46,7 @@ def build_encoder(model: Any) -> EncoderSpec:
 _POSITIONS_FROM_ZERO = ("bert", "electra")
 
 
-def _build_layer(layer: Any, c: Any) -> LayerSpec:
+def _build_layer(layer: Any, c: Any) -> DecoderLayerSpec:
     self_attention, out = layer.attention.self, layer.attention.output
     attention = AttentionSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_attention_heads, head_dim=self_attention.attention_head_size,
@@ -58,7 +58,7 @@ def _build_layer(layer: Any, c: Any) -> LayerSpec:
         activation_name(c.hidden_act),
         gated=False,
     )
-    return LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(out.LayerNorm),
+    return DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(out.LayerNorm),
                  mlp_residual_norm=build_layer_norm(layer.output.LayerNorm))  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _build_distilbert(model: Any) -> EncoderSpec:
             gated=False,
         )
         layers.append(
-            LayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(layer.sa_layer_norm),
+            DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(layer.sa_layer_norm),
                   mlp_residual_norm=build_layer_norm(layer.output_layer_norm))
         )  # fmt: skip
     return EncoderSpec(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     UnsupportedModelError,
     build_layer_norm,
@@ -36,7 +36,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         )  # fmt: skip
         up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(norms[0], attention, MLPSpec(up, down, "gelu_tanh", gated=False), norms[1]))
+        layers.append(DecoderLayerSpec(norms[0], attention, MLPSpec(up, down, "gelu_tanh", gated=False), norms[1]))
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,

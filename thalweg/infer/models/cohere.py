@@ -9,8 +9,8 @@ import torch
 from thalweg.infer.models.llama import build_llama_like, build_mlp, scale_norm
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     NormSpec,
     UnsupportedModelError,
     build_linear,
@@ -31,7 +31,7 @@ def build_decoder(model: Any) -> DecoderSpec:
             num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=a.head_dim,
             qkv=build_linear(a.q_proj, a.k_proj, a.v_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope,
         )  # fmt: skip
-        layers.append(LayerSpec(norm, attention, build_mlp(block.mlp, c), norm, parallel_residual=True))
+        layers.append(DecoderLayerSpec(norm, attention, build_mlp(block.mlp, c), norm, parallel_residual=True))
     return build_llama_like(model, layers, scale_norm(_build_norm(m.norm), float(c.logit_scale)))
 
 

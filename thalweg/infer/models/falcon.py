@@ -9,8 +9,8 @@ from torch import Tensor
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     NormSpec,
     UnsupportedModelError,
@@ -45,7 +45,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
         mlp = MLPSpec(up, down, activation_name(getattr(c, "activation", "gelu")), gated=False)
         first, second, parallel = _build_norms(block, c)
-        layers.append(LayerSpec(first, attention, mlp, second, parallel_residual=parallel))
+        layers.append(DecoderLayerSpec(first, attention, mlp, second, parallel_residual=parallel))
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,

@@ -7,8 +7,8 @@ from typing import Any
 from thalweg.infer.models.llama import get_sliding_window
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     RopeTable,
     activation_name,
@@ -39,7 +39,7 @@ def build_decoder(model: Any) -> DecoderSpec:
     )
 
 
-def _build_layer(layer: Any, c: Any, ropes: dict[str, RopeTable]) -> LayerSpec:
+def _build_layer(layer: Any, c: Any, ropes: dict[str, RopeTable]) -> DecoderLayerSpec:
     a = layer.self_attn
     has_qk_norm = hasattr(a, "q_norm")
     attention = AttentionSpec(
@@ -68,7 +68,7 @@ def _build_layer(layer: Any, c: Any, ropes: dict[str, RopeTable]) -> LayerSpec:
         build_rms_norm(layer.post_attention_layernorm, 1.0),
     )
     if c.model_type == "gemma":
-        return LayerSpec(first, attention, mlp, second)
+        return DecoderLayerSpec(first, attention, mlp, second)
     third = build_rms_norm(layer.pre_feedforward_layernorm, 1.0)
     fourth = build_rms_norm(layer.post_feedforward_layernorm, 1.0)
-    return LayerSpec(first, attention, mlp, third, post_attn_norm=second, post_mlp_norm=fourth)
+    return DecoderLayerSpec(first, attention, mlp, third, post_attn_norm=second, post_mlp_norm=fourth)

@@ -6,8 +6,8 @@ from typing import Any
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     UnsupportedModelError,
     activation_name,
@@ -33,7 +33,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         )  # fmt: skip
         act = activation_name(c.activation_function)
         mlp = MLPSpec(build_linear(block.mlp.c_fc), build_linear(block.mlp.c_proj), act, gated=False)
-        layers.append(LayerSpec(build_layer_norm(block.ln_1), attention, mlp, build_layer_norm(block.ln_2)))
+        layers.append(DecoderLayerSpec(build_layer_norm(block.ln_1), attention, mlp, build_layer_norm(block.ln_2)))
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.n_embd,

@@ -6,8 +6,8 @@ from typing import Any
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     activation_name,
     build_layer_norm,
@@ -33,7 +33,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
         mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=False)
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual))
+        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual))
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,

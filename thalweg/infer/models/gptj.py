@@ -6,8 +6,8 @@ from typing import Any
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     RopeTable,
     activation_name,
@@ -32,7 +32,7 @@ def build_decoder(model: Any) -> DecoderSpec:
         )  # fmt: skip
         act = activation_name(c.activation_function)
         inner = MLPSpec(build_linear(block.mlp.fc_in), build_linear(block.mlp.fc_out), act, gated=False)
-        layers.append(LayerSpec(norm, attention, inner, norm, parallel_residual=True))
+        layers.append(DecoderLayerSpec(norm, attention, inner, norm, parallel_residual=True))
     return DecoderSpec(
         vocab_size=c.vocab_size,
         hidden_size=c.n_embd,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     LinearSpec,
     MLPSpec,
     MoESpec,
@@ -35,7 +35,7 @@ def build_decoder(model: Any) -> DecoderSpec:
     return replace(spec, embed_scale=float(c.embedding_multiplier)) if granite else spec
 
 
-def _build_layer(layer: Any, c: Any, rope: RopeTable) -> LayerSpec:
+def _build_layer(layer: Any, c: Any, rope: RopeTable) -> DecoderLayerSpec:
     a = layer.self_attn
     has_qk_norm = hasattr(a, "q_norm")
     residual_scale = getattr(layer, "residual_multiplier", 1.0)
@@ -54,7 +54,7 @@ def _build_layer(layer: Any, c: Any, rope: RopeTable) -> LayerSpec:
     inner = build_mlp(layer.mlp, c)
     if isinstance(inner, MLPSpec):
         inner = replace(inner, down=scale_linear(inner.down, residual_scale))
-    return LayerSpec(
+    return DecoderLayerSpec(
         build_rms_norm(layer.input_layernorm),
         attention,
         inner,
@@ -62,7 +62,7 @@ def _build_layer(layer: Any, c: Any, rope: RopeTable) -> LayerSpec:
     )
 
 
-def build_llama_like(model: Any, layers: Sequence[LayerSpec], norm: NormSpec) -> DecoderSpec:
+def build_llama_like(model: Any, layers: Sequence[DecoderLayerSpec], norm: NormSpec) -> DecoderSpec:
     """Return the decoder of a model whose table, head and sizes are named as Llama's."""
     c = model.config
     return DecoderSpec(

@@ -10,8 +10,8 @@ from typing import Any
 
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     LinearSpec,
     MLPSpec,
     activation_name,
@@ -40,10 +40,10 @@ def build_decoder(model: Any) -> DecoderSpec:
         )
         norms = build_layer_norm(block.self_attn_layer_norm), build_layer_norm(block.final_layer_norm)
         if c.do_layer_norm_before:
-            layers.append(LayerSpec(norms[0], attention, mlp, norms[1]))
+            layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
         else:
             layers.append(
-                LayerSpec(None, attention, mlp, None, attn_residual_norm=norms[0], mlp_residual_norm=norms[1])
+                DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=norms[0], mlp_residual_norm=norms[1])
             )
     embed, head = m.embed_tokens.weight.detach(), build_linear(model.lm_head)
     if m.project_in is not None:

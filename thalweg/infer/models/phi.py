@@ -7,8 +7,8 @@ from typing import Any
 from thalweg.infer.models.llama import build_llama_like
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     UnsupportedModelError,
     activation_name,
@@ -37,5 +37,5 @@ def build_decoder(model: Any) -> DecoderSpec:
             activation_name(c.hidden_act),
             gated=False,
         )
-        layers.append(LayerSpec(norm, attention, mlp, norm, parallel_residual=True))
+        layers.append(DecoderLayerSpec(norm, attention, mlp, norm, parallel_residual=True))
     return build_llama_like(model, layers, build_layer_norm(m.final_layernorm))

@@ -7,8 +7,8 @@ from typing import Any
 from thalweg.infer.models.llama import build_llama_like, get_sliding_window
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     activation_name,
     build_linear,
@@ -31,5 +31,5 @@ def build_decoder(model: Any) -> DecoderSpec:
         up, down = build_linear(block.mlp.gate_up_proj), build_linear(block.mlp.down_proj)
         mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=True)
         norms = build_rms_norm(block.input_layernorm), build_rms_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(norms[0], attention, mlp, norms[1]))
+        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
     return build_llama_like(model, layers, build_rms_norm(m.norm))

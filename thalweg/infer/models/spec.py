@@ -180,7 +180,7 @@ class MoESpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class DecoderLayerSpec:
     """x += post1(attention(norm1(x))); cross; x += post2(mlp(norm2(x))).  ``parallel``: both read the same x.
 
     ``attn_residual_norm`` and ``mlp_residual_norm`` normalise x itself behind each sum, as the first transformers did.
@@ -206,7 +206,7 @@ class EncoderSpec:
     hidden_size: int
     max_length: int
     embed: Tensor
-    layers: Sequence[LayerSpec]
+    layers: Sequence[DecoderLayerSpec]
     final_norm: NormSpec | None = None
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
@@ -232,7 +232,7 @@ class DecoderSpec:
     hidden_size: int
     max_length: int
     embed: Tensor
-    layers: Sequence[LayerSpec]
+    layers: Sequence[DecoderLayerSpec]
     final_norm: NormSpec | None
     lm_head: LinearSpec
     embed_scale: float = 1.0

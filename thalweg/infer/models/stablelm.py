@@ -7,8 +7,8 @@ from typing import Any
 from thalweg.infer.models.llama import build_llama_like, build_mlp
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     UnsupportedModelError,
     build_layer_norm,
     build_linear,
@@ -32,5 +32,5 @@ def build_decoder(model: Any) -> DecoderSpec:
         )  # fmt: skip
         parallel = c.use_parallel_residual
         second = first if parallel else build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(first, attention, build_mlp(block.mlp, c), second, parallel_residual=parallel))
+        layers.append(DecoderLayerSpec(first, attention, build_mlp(block.mlp, c), second, parallel_residual=parallel))
     return build_llama_like(model, layers, build_layer_norm(m.norm))

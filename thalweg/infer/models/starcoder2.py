@@ -7,8 +7,8 @@ from typing import Any
 from thalweg.infer.models.llama import build_llama_like, get_sliding_window
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
-    LayerSpec,
     MLPSpec,
     activation_name,
     build_layer_norm,
@@ -36,5 +36,5 @@ def build_decoder(model: Any) -> DecoderSpec:
             gated=False,
         )
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(LayerSpec(norms[0], attention, inner, norms[1]))
+        layers.append(DecoderLayerSpec(norms[0], attention, inner, norms[1]))
     return build_llama_like(model, layers, build_layer_norm(m.norm))

@@ -11,9 +11,9 @@ import torch
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
     EncoderSpec,
-    LayerSpec,
     MLPSpec,
     NormSpec,
     RelativePositionBias,
@@ -63,7 +63,7 @@ def build_encoder(model: Any) -> EncoderSpec:
     )
 
 
-def _build_layers(stack: Any, c: Any) -> list[LayerSpec]:
+def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
     layers, relative = [], None
     for block in stack.block:
         first = block.layer[0]
@@ -81,7 +81,7 @@ def _build_layers(stack: Any, c: Any) -> list[LayerSpec]:
         last = block.layer[-1]
         cross = _build_cross_attention(block.layer[1]) if len(block.layer) == 3 else None
         layers.append(
-            LayerSpec(
+            DecoderLayerSpec(
                 build_rms_norm(first.layer_norm),
                 attention,
                 _build_mlp(last.DenseReluDense, c),

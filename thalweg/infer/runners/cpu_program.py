@@ -17,7 +17,7 @@ from thalweg.infer.lora import LoraManager, LoraWeights
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
-    LayerSpec,
+    DecoderLayerSpec,
     LinearSpec,
     MLPSpec,
     NormSpec,
@@ -228,7 +228,9 @@ class ProgramBuilder:
             cpu_kernels.round_up(layer.out_features, 16),
         )  # fmt: skip
 
-    def emit_layer(self, layer: LayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False) -> None:
+    def emit_layer(
+        self, layer: DecoderLayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
+    ) -> None:
         """Lay a layer down whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
 
         ``last``: from its attention on, go on with the rows that are wanted.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LayerSpec, LinearSpec, MLPSpec
+from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, LinearSpec, MLPSpec
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
@@ -56,7 +56,7 @@ class WeightStore(Protocol):
         ...
 
 
-def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
+def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:
     """Return a layer's linear layers in the order in which a runner lays them down."""
     a, m, cross = layer.attention, layer.mlp, layer.cross_attention
     assert isinstance(m, MLPSpec), "mixtures have runners of their own"

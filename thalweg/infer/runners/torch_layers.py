@@ -12,9 +12,9 @@ from torch import Tensor
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import (
     AttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
     EncoderSpec,
-    LayerSpec,
     LinearSpec,
     MLPSpec,
     MoESpec,
@@ -193,7 +193,7 @@ class TorchLayers:
             y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
         return y.to(x.dtype)
 
-    def _add_attention(self, layer: LayerSpec, x: Tensor, attended: Tensor) -> Tensor:
+    def _add_attention(self, layer: DecoderLayerSpec, x: Tensor, attended: Tensor) -> Tensor:
         """Add what attention gave to x."""
         x = x + (attended if layer.post_attn_norm is None else self._norm(layer.post_attn_norm, attended))
         return x if layer.attn_residual_norm is None else self._norm(layer.attn_residual_norm, x)
