@@ -83,7 +83,7 @@ def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
     """In half precision tokens go to the experts that they chose in a plain run.
 
     bf16 sends a token in hundreds to another expert, and what follows from that is as far from fp32 in one
-    process: docs/LOG.md.
+    process: docs/decisions/2026-11-21-the-matrix.md.
     """
     if "ep" not in combination.degrees or not {"bf16", "fp16"} & combination.degrees.keys():
         yield

@@ -19,7 +19,7 @@ from thalweg import cli
 from thalweg.config import load
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
-PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 FOREIGN = {"--shm-size", "--write", "--master_port"}
 """Options of other programs."""
 
