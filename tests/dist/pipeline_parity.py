@@ -298,13 +298,13 @@ def run_engine(case: PipelineCase, world: int, steps: int) -> PipelineResult:
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
-    mesh = engine._parts.axes.batch
+    mesh = engine._components.meshes.dp
     data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     losses, norms = [], []
     for _ in range(steps):
         losses.append(float(engine.train_batch(data)))
         norms.append(engine.get_global_grad_norm())
-    hidden = engine._parts.naming.hidden
+    hidden = engine._components.param_naming.excluded
     named = engine.module.named_parameters(remove_duplicate=False)
     parameters = {name: full_tensor(p).tolist() for name, p in named if name not in hidden}
     engine.close()

@@ -64,7 +64,7 @@ def _control(rank: int, world: int) -> tuple[float, str]:
     harmless = derive._drop_failing
 
     def exchanged(model, seen, regions, world):
-        return [replace(region, ins=tuple(reversed(region.ins))) for region in regions]
+        return [replace(region, in_indices=tuple(reversed(region.in_indices))) for region in regions]
 
     derive._drop_failing = exchanged
     with pytest.raises(ValueError, match="differs from the unsharded model") as caught:

@@ -56,7 +56,7 @@ def _engine(
         loss = compute_loss(engine, make_batch(step, rows)[rank // team :: ranks, :length])
         engine.backward(loss)
         if step == 0:
-            engine._parts.sharded.finalize_grads()
+            engine._components.sharded.finalize_grads()
             gradients = {
                 n: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
                 for n, p in engine.module.named_parameters()
@@ -133,7 +133,7 @@ def _traffic(rank: int, world: int) -> tuple[int, int, int]:
     engine, *_ = thalweg.initialize(model=model, config=config)
     loss = compute_loss(engine, make_batch(0, 2 * world)[rank::world])
     engine.backward(loss)
-    entries = {e.module: e for e in engine._parts.sharded.ledger.entries() if e.kind == "all_to_all"}
+    entries = {e.module: e for e in engine._components.sharded.ledger.entries() if e.kind == "all_to_all"}
     engine.close()
     rows = entries["experts"]
     return rows.full_bytes, rows.sent_bytes, entries["expert counts"].full_bytes

@@ -121,7 +121,7 @@ def _held(rank: int, world: int, stage: int) -> dict[str, int]:
         "parameters": sum(p.to_local().numel() for p in stacks),
         "moments": sum(m.to_local().numel() for m in moments),
     }
-    for entry in engine._parts.sharded.ledger.entries():
+    for entry in engine._components.sharded.ledger.entries():
         if entry.module == "experts" and entry.transport == "wire":
             found[entry.kind] = entry.sent_bytes
     block = engine.module.blocks[0]

@@ -54,8 +54,8 @@ def _held(rank, world, keeps):
         engine = start(GPT(SHAPE), folder)
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-        engine.optimizer._update.settle()
-        blocks = len(engine._parts.sharded._reducers[0].lender._blocks)
+        engine.optimizer._strategy.wait_for_updates()
+        blocks = len(engine._components.sharded._reducers[0].lender._blocks)
         engine.close()
     return blocks
 

@@ -101,7 +101,7 @@ def _without_room(rank, world):
             if not room:
                 patch.setattr(policy.SwapFile, "extend_if_free", lambda self, needed, free: False)
             engine = start(tiny_gpt(), folder)
-            tentative = engine.optimizer._update._tentative
+            tentative = engine.optimizer._strategy._double_buffered
             assert (tentative is not None) == room
             engine.close()
             results.append(_train(rank, world, folder, ("nvme", "nvme"), "block", (1,)))

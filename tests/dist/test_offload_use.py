@@ -163,7 +163,7 @@ def _masters(rank, world, folder):
     half = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
     for tiers in (("none", "none"), ("none", "nvme")):
         engine = start(tiny_gpt(), folder, *tiers, **half)
-        swap = engine._parts.sharded.swap
+        swap = engine._components.sharded.swap
         pieces = [p.to_local() for p in engine.module.parameters() if p.to_local().numel()]
         held.append(swap is not None and all(swap.locate(piece) is not None for piece in pieces))
         for step in range(4):
@@ -201,7 +201,7 @@ def _partly(rank, world, folder):
                 engine.load_checkpoint(f"{folder}/{len(results)}")
             engine.backward(engine(*mine(step, rank, world)))
             engine.step()
-        update = getattr(engine.optimizer._update, "inner", engine.optimizer._update)
+        update = getattr(engine.optimizer._strategy, "inner", engine.optimizer._strategy)
         swap, sizes = getattr(update, "swap", None), [0, 0]
         for param in engine.module.parameters():
             piece = engine.optimizer.state[param]["exp_avg"].to_local()

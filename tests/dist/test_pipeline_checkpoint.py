@@ -131,7 +131,7 @@ def _engine(case: Case, off: float = 0.0) -> Any:
 
 
 def _data(engine: Any, first: int) -> Iterator[dict[str, torch.Tensor]]:
-    mesh = engine._parts.axes.batch
+    mesh = engine._components.meshes.dp
     for step in range(first, first + 1000):
         tokens = make_batch(step, ROWS)[mesh.get_local_rank() :: mesh.size()]
         yield {"input_ids": tokens, "labels": tokens}

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 pytest.importorskip("transformers")
 STEPS = 3
 REMAT = {"activation_checkpointing": {"policy": "full"}}
-MIXED = {"lengths": (9, 12, 7, 11), "textures": ("padded", "plain", "packed", "masked"), "sizes": (2, 4, 3)}
+MIXED = {"lengths": (9, 12, 7, 11), "batch_kinds": ("padded", "plain", "packed", "masked"), "sizes": (2, 4, 3)}
 AT_4 = [
     PipelineCase("llama", 2, sp=2, stage=3, **MIXED),
     PipelineCase("llama", 2, cp=2, stage=1, schedule="gpipe", extra=REMAT, **MIXED),

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 STEPS = 3
 RAGGED: dict[str, Any] = {
     "lengths": (9, 12, 7),
-    "textures": ("ragged", "plain", "ragged", "masked"),
+    "batch_kinds": ("ragged", "plain", "ragged", "masked"),
     "sizes": (4, 4, 8),
     "extra": {"token_weighted_loss": True},
 }
@@ -85,7 +85,7 @@ def _worst(
 
 def test_all_ranks_and_micro_batches_together_equal_one_process():
     extras = [(micros, {**RAGGED["extra"], **more}) for micros, more in ((1, DISK), (3, {}))]
-    loops = [replace(AT_4[0], kind="gpt", micros=micros, extra=extra) for micros, extra in extras]
+    loops = [replace(AT_4[0], kind="gpt", num_micro_batches=micros, extra=extra) for micros, extra in extras]
     mean_of_means = replace(AT_4[1], extra={})
     half = replace(AT_4[2], extra=FP16)
     results = run_ranks(_run, 4, [*AT_4, mean_of_means, half], loops, timeout=240.0)

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 SAVES = {
     "new tag": {"tag": "b"},
     "same tag": {"tag": "a"},
-    "keep one": {"tag": "b", "keep": 1},
+    "keep one": {"tag": "b", "keep_latest_k": 1},
 }
 
 

@@ -36,10 +36,10 @@ def test_an_epoch_gives_each_id_once(size, world, batch, shuffle, epoch, seed):
         return
     rows = steps(size, world, batch, epoch=epoch, shuffle=shuffle, seed=seed)
     shares = [share for row in rows for share in row]
-    fresh = [i for share in shares if not share.repeated for i in share.ids]
+    fresh = [i for share in shares if not share.num_duplicates for i in share.ids]
     assert Counter(fresh) == Counter(range(size))
     assert all(1 <= len(share.ids) <= batch for share in shares)
-    repeated = sum(share.repeated for share in shares)
+    repeated = sum(share.num_duplicates for share in shares)
     assert repeated == (-size % world if batch == 1 else 0)
     assert len(rows) == len(plans(size, world, batch)[0])
     for row in rows:
@@ -75,9 +75,9 @@ def test_changing_world_and_batch_in_mid_epoch_keeps_the_ids(size, stages, seed)
         for row in steps(size, world, batch, position, seed=seed)[:num_steps]:
             start, stop = row[0].start, row[0].stop
             assert start == position
-            fresh = [i for share in row if not share.repeated for i in share.ids]
+            fresh = [i for share in row if not share.num_duplicates for i in share.ids]
             assert fresh == order[start:stop]
-            assert sum(share.repeated for share in row) == max(0, world - (stop - start))
+            assert sum(share.num_duplicates for share in row) == max(0, world - (stop - start))
             seen += fresh
             position = stop
     assert seen == order

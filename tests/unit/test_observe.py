@@ -178,7 +178,7 @@ def test_a_terminal_without_a_size_gets_a_bar_too():
     code = (
         "from thalweg.observe import StepRecord\n"
         "from thalweg.observe.console_writer import ConsoleWriter\n"
-        "writer = ConsoleWriter(every=1, total_steps=3)\n"
+        "writer = ConsoleWriter(steps_per_print=1, total_steps=3)\n"
         "[writer.step(StepRecord(step=step, loss=1.5)) for step in (1, 2, 3)]\n"
         "writer.close()\n"
     )

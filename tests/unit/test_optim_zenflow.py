@@ -56,7 +56,7 @@ def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
 
 
 @pytest.mark.parametrize("hyper", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
-@pytest.mark.parametrize("policy", [{"topk_ratio": 1.0}, {"warm_up": 12}, {"topk_ratio": 1.0, "overlap": True}])
+@pytest.mark.parametrize("policy", [{"topk_ratio": 1.0}, {"warmup_steps": 12}, {"topk_ratio": 1.0, "overlap": True}])
 def test_where_nothing_waits_the_bits_are_adams(hyper: dict[str, Any], policy: dict[str, Any]) -> None:
     assert same(run(waits("Adam", hyper, **policy))[0], run(plain("Adam", **hyper))[0])
     assert not same(run(waits("Adam", hyper, topk_ratio=0.5))[0], run(plain("Adam", **hyper))[0])

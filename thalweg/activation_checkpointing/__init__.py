@@ -21,7 +21,7 @@ The invariants:
 - Inputs that are put away (``offload.py``) come back with the same bits; units inside of such a unit keep
   theirs.
 
-Files: ``units.py`` the units and their policy; ``putaway.py`` one call whose inputs leave; ``offload.py``
+Files: ``checkpoint_wrapper.py`` the units and their policy; ``offloaded_forward.py`` one call whose inputs leave; ``offload.py``
 where to.
 """
 

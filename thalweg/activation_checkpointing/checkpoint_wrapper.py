@@ -157,7 +157,7 @@ def apply_activation_checkpointing(
 ) -> None:
     """Let ``units`` (modules of ``model``, in forward order) recompute their activations by ``policy``.
 
-    ``saver``: where the inputs that they keep wait for the backward pass; None leaves them in place.
+    ``offloader``: where the inputs that they keep wait for the backward pass; None leaves them in place.
     Comes before sharding and compiling.  Raises ValueError for a unit that is not in the
     model, is sharded already, or whose class cannot be replaced (a scripted module).
     """

@@ -153,7 +153,7 @@ class _NvmeTensor:
     def __del__(self) -> None:
         for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
             if future is not None:
-                future.settle()
+                future.wait_ignoring_errors()
         region = self.__dict__.get("_room")
         if region is not None:
             self._offloader.free(region)
@@ -211,7 +211,7 @@ class NvmeActivationOffloader:
             if file is None:
                 file = self._add_swap_file(num_bytes)
                 self._files.append(file)
-            return _SwapRegion(file, file.region(num_bytes))
+            return _SwapRegion(file, file.allocate(num_bytes))
 
     def _add_swap_file(self, num_bytes: int) -> Any:
         """A swap file of a whole segment, or of less where the disk has no room for that."""

@@ -70,7 +70,7 @@ class OffloadedForward:
             self._leaves[index] = None
 
     def context_fn(self, inner_context_fn: Callable[[], ContextPair] | None = None) -> ContextPair:
-        """``context_fn`` of torch's checkpoint: as ``choose`` says, and what is put away is fetched before
+        """``context_fn`` of torch's checkpoint: as ``inner_context_fn`` says, and what is put away is fetched before
         the second run's context begins, which would count the operators of fetching."""
         first, second = (nullcontext(), nullcontext()) if inner_context_fn is None else inner_context_fn()
         return first, _FetchContext(self, second)

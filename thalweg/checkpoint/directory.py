@@ -9,7 +9,7 @@
     DIR/.removing-...-<random>/    a checkpoint on its way out
 
 A save fills ``.saving-*``; the manifest is renamed into place inside it; then the
-directory itself is renamed to its public name, which is the commit; then ``save_latest`` is
+directory itself is renamed to its public name, which is the commit; then ``latest`` is
 replaced.  Nothing that has a public name is ever written to.  A tag that exists is not
 overwritten: the new directory is published beside it, and only when the pointer is
 durable is the old one renamed away, removed, and the new one given the plain name.  A
@@ -171,7 +171,7 @@ def _describe_available(io: FileSystem, directory: Path) -> str:
 
 
 def read_latest(io: FileSystem, directory: Path) -> str | None:
-    """The tag in ``save_latest``, or None where there is no such file."""
+    """The tag in ``latest``, or None where there is no such file."""
     try:
         return read_file(io, directory / LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +281,7 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
 
 
 def update_latest(io: FileSystem, directory: Path, tag: str) -> None:
-    """Make ``save_latest`` name ``tag``, in one step."""
+    """Make ``latest`` name ``tag``, in one step."""
     temporary = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
     write_file(io, temporary, f"{tag}\n".encode())
     io.rename(temporary, directory / LATEST)
@@ -305,7 +305,7 @@ def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:
 
 
 def remove_old_checkpoints(io: FileSystem, directory: Path, keep_latest_k: int, newest: Path) -> None:
-    """Discard all but ``newest`` and the ``count - 1`` before it; what is damaged is left alone."""
+    """Discard all but ``newest`` and the ``keep_latest_k - 1`` before it; what is damaged is left alone."""
     with _directory_lock(io, directory):
         older = [f for f in list_checkpoints(io, directory) if f.head and f.path != newest]
         trashed = [_move_to_trash(io, directory, old.path) for old in older[keep_latest_k - 1 :]]

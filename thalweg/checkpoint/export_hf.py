@@ -152,7 +152,7 @@ def _config_with_dtype(config: Mapping[str, Any] | None, weights: list[_ExportTe
 
 
 class _HfExportWriter:
-    """Writes weights one by one, in ``order``, into one file or several."""
+    """Writes weights one by one, in the order of ``weights``, into one file or several."""
 
     def __init__(self, io: FileSystem, directory: Path, weights: list[_ExportTensor], max_shard_bytes: float) -> None:
         if max_shard_bytes <= 0:
@@ -227,7 +227,7 @@ class _HfExportWriter:
 
 
 def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> Iterator[list[_ExportTensor]]:
-    """Weights in files of at most ``limit`` bytes (one weight may exceed it), each in an aligned order."""
+    """Weights in files of at most ``max_shard_bytes`` bytes (one weight may exceed it), each in an aligned order."""
     files: list[list[_ExportTensor]] = [[]]
     size = 0
     for weight in weights:

@@ -1,7 +1,7 @@
 """Every touch of a disk by the checkpoint room, in one small replaceable object.
 
 ``FileSystem`` is passed as an argument down to whoever needs it; nothing else in this
-room calls ``os`` on a path.  A test replaces it by a ``Probe`` (or a subclass) that
+room calls ``os`` on a path.  A test replaces it by a ``FaultInjectingFileSystem`` (or a subclass) that
 counts, delays, fails or kills at operation k.  Handles are file descriptors.  No
 method caches, so a sequence of calls is the exact sequence of system calls that a
 power-loss replay has to reorder.
@@ -146,10 +146,10 @@ OPERATIONS = tuple(name for name in vars(FileSystem) if not name.startswith("_")
 
 
 class FaultInjectingFileSystem(FileSystem):
-    """A file system that calls ``before(index, operation, target)`` ahead of each operation.
+    """A file system that calls ``before_operation(index, operation, target)`` ahead of each operation.
 
-    ``before`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
-    counts from 0, ``target`` is the path or handle.  ``log`` keeps what was called.
+    ``before_operation`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
+    counts from 0, ``target`` is the path or handle.  ``calls`` keeps what was called.
     """
 
     def __init__(self, before_operation: Callable[[int, str, Any], None] | None = None) -> None:

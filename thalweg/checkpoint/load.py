@@ -1,6 +1,6 @@
 """Which checkpoint to load: the one asked for, or the newest good one, never silently none.
 
-``load`` verifies the whole checkpoint before it returns it, each rank its share, and
+``open_verified`` verifies the whole checkpoint before it returns it, each rank its share, and
 falls back past damaged ones with a warning.  A directory that holds checkpoints never
 leads to a silent start at step 0.
 """
@@ -38,7 +38,7 @@ def open_verified(
 ) -> Checkpoint | None:
     """Choose and fully verify the checkpoint to load from; collective, the same answer on all ranks.
 
-    With a ``tag`` that one, or an error.  Without: the one that ``save_latest`` names, then the
+    With a ``tag`` that one, or an error.  Without: the one that ``latest`` names, then the
     newest, past damaged ones with a warning each.  ``resume``: "never" returns None; "auto"
     returns None only where the directory holds no checkpoint at all; "must" raises
     ``CheckpointNotFoundError`` there.  ``prefix`` ("model/") limits what is verified.

@@ -73,7 +73,7 @@ def build_snapshot(
     of ``module``.  ``state`` and ``per_rank`` are the caller's own trees; the key
     "thalweg" is reserved in both.  ``rng``: this rank's generators go along.  A Hugging
     Face config of the module is kept for export.  Of plain buffers, in which ranks may
-    differ (running statistics), the first rank's values are kept.  ``frozen=False`` leaves
+    differ (running statistics), the first rank's values are kept.  ``include_frozen=False`` leaves
     out parameters that need no gradient; ``restore`` then leaves those alone.  ``naming``: where
     the module is a part of the model; collective over its group then.
     """

@@ -35,7 +35,7 @@ def to_canonical_names(
 
 
 def merge_stage_states(local_state: dict[str, Any], naming: ParamNaming) -> dict[str, Any]:
-    """The trees of all stages in one; ``own`` is this rank's; collective over the pipeline.
+    """The trees of all stages in one; ``local_state`` is this rank's; collective over the pipeline.
 
     Raises:
         UnstorableState: a tensor among what only one stage has.

@@ -1,4 +1,4 @@
-"""Ranks that act together: one primitive, ``Ranks.together``.
+"""Ranks that act together: one primitive, ``RankGroup.together``.
 
 Each rank runs its part; the outcomes meet; if one failed, all raise the same error.
 So a collective save or load has no branch in which some ranks go on and others wait.
@@ -21,7 +21,7 @@ from thalweg.checkpoint.errors import ERRORS_BY_NAME, CheckpointError
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The processes of one save or load: ``rank`` of ``world`` in ``group`` (None: this process alone)."""
+    """The processes of one save or load: ``rank`` of ``world_size`` in ``group`` (None: this process alone)."""
 
     rank: int
     world_size: int
@@ -56,10 +56,10 @@ class RankGroup:
         return [json.loads(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
     def all_or_raise(self, operation: str, fn: Callable[[], Any]) -> list[Any]:
-        """Run ``part`` on each rank and return all results (JSON-able) by rank.
+        """Run ``fn`` on each rank and return all results (JSON-able) by rank.
 
         If it raised on any rank, every rank raises one error of the same class and text,
-        which says ``what`` failed and on which ranks.
+        which says ``operation`` failed and on which ranks.
         """
         cause: Exception | None = None
         try:

@@ -68,9 +68,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path, tag: str | None = None, *, io: FileSystem | None = None) -> Checkpoint:
-        """Open ``directory/tag``; without a tag (or with "latest") the newest whose manifest is intact.
+        """Open ``checkpoint_dir/tag``; without a tag (or with "latest") the newest whose manifest is intact.
 
-        ``directory`` may also be that of one checkpoint.
+        ``checkpoint_dir`` may also be that of one checkpoint.
         Raises ``CheckpointNotFoundError`` where there is none and ``CorruptCheckpointError`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
@@ -169,7 +169,7 @@ class Checkpoint:
     def find_corruption(self, *, rank: int = 0, world_size: int = 1, prefix: str = "") -> list[Corruption]:
         """All that is wrong, found by reading every byte (or those of names that begin with ``prefix``).
 
-        With ``shares`` only part ``share`` of that many equal ones is read.
+        With ``world_size`` only part ``rank`` of that many equal ones is read.
         """
         corruptions: list[Corruption] = []
         broken_files: set[str] = set()
@@ -224,7 +224,7 @@ class Checkpoint:
 
         ``strict``: a requested name that is not stored is an error, and so is a stored one
         that no rank requested, among the top-level names (``model``, ``optim``) of the
-        request; ``also`` names further ones that count as requested.  Otherwise such names
+        request; ``extra_names`` names further ones that count as requested.  Otherwise such names
         are skipped and returned.  Floating dtypes may differ (values are cast, with a
         warning).  No live tensor changes before every rank has checked all that it needs.
         ``release`` is given each part of a live tensor once it is filled.
@@ -247,7 +247,7 @@ class Checkpoint:
             if not self._verified:
                 self._map_concurrently(
                     read_items,
-                    lambda w: self._get_reader(w.piece).verify_chunk(w.name, w.piece, self._get_dtype(w.name)),
+                    lambda w: self._get_reader(w.chunk).verify_chunk(w.name, w.chunk, self._get_dtype(w.name)),
                 )
 
         ranks.all_or_raise(operation, check)

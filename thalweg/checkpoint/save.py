@@ -9,7 +9,7 @@ gathers anything.
 
 The phases, each a ``Ranks.together`` (so one rank's failure is every rank's error):
 plan and temporary directory; shards written, hashed and fsynced; digests met, manifest
-written and published by rank 0 (``publish.py`` has the order).  Until the last phase
+written and published by rank 0 (``directory.py`` has the order).  Until the last phase
 nothing has a public name.  After it, tidying up may fail without failing the save.
 """
 
@@ -59,7 +59,7 @@ class Snapshot:
     tensors: logical name -> DTensor (any mesh, Shard and Replicate) or plain tensor, which
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
-    per_rank: this rank's own tree (``tree.py`` says what trees may hold).  unsynced: names of
+    per_rank: this rank's own tree (``format/codec.py`` says what trees may hold).  unsynced: names of
     plain tensors in which ranks may differ; the first holder's values are kept.  release: is
     given each tensor, or part of one, once it has been written (to let go of its pages, say).
     """
@@ -104,10 +104,10 @@ def save_snapshot(
     epoch: int = 0,
     save_latest: bool = True,
 ) -> Path:
-    """Write and commit ``snapshot`` as ``directory/tag``; collective over ``group``; returns that path.
+    """Write and commit ``snapshot`` as ``checkpoint_dir/tag``; collective over ``group``; returns that path.
 
     An existing tag is replaced, and remains loadable until the new one is committed.  With
-    ``keep`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
+    ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
     counts incarnations of the job: a save below the newest committed epoch is refused.
     ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.

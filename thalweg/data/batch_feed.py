@@ -12,7 +12,7 @@ from thalweg.data.engine_loader import EpochEndDetector
 
 
 class BatchFeed:
-    """Hands out micro-batches; ``epoch_ends()`` tells whether the one just used was an epoch's last."""
+    """Hands out micro-batches; ``is_epoch_end()`` tells whether the one just used was an epoch's last."""
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
@@ -24,7 +24,7 @@ class BatchFeed:
         self._batches = None
 
     def next_batches(self, data_iter: Iterator[Any] | None, num_batches: int) -> Iterator[Any]:
-        """Up to ``count`` micro-batches on the device, of ``data_iter`` or of the loader.
+        """Up to ``num_batches`` micro-batches on the device, of ``data_iter`` or of the loader.
 
         Raises:
             ValueError: there is neither.
@@ -43,7 +43,7 @@ class BatchFeed:
             yield to_device(batch, self._device)
 
     def next_window(self, data_iter: Iterator[Any] | None, num_batches: int) -> list[Any]:
-        """As :meth:`take`, in one; fewer where the loader's epoch ends."""
+        """As :meth:`next_batches`, in a list; fewer where the loader's epoch ends."""
         batches = []
         for batch in self.next_batches(data_iter, num_batches):
             batches.append(batch)

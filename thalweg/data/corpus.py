@@ -60,7 +60,7 @@ def read_files(paths: Iterable[str | Path]) -> Iterator[Document]:
 
 
 def split_held_out(documents: Iterable[Document], one_in: int) -> tuple[list[Document], list[Document]]:
-    """Return ``(training, held out)``: about one document in ``every``, chosen by a hash of its name.
+    """Return ``(training, held out)``: about one document in ``one_in``, chosen by a hash of its name.
 
     Adding or removing a file moves no other file across the line.
     """

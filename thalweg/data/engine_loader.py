@@ -84,8 +84,8 @@ class EpochEndDetector:
         if not hasattr(self._loader, "at_epoch_end"):
             return 0, 0
         if hasattr(self._loader, "position"):
-            plan = self._loader.plan
-            return self._loader.epoch, -(-self._loader.position // (plan.batch_size * plan.world_size))
+            sampler = self._loader.epoch_sampler
+            return self._loader.epoch, -(-self._loader.position // (sampler.batch_size * sampler.world_size))
         return self._loader._epoch, self._loader._batches
 
     def __call__(self) -> bool:

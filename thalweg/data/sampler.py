@@ -21,7 +21,7 @@ The end of an epoch, when the ids left do not fill a step:
   fewer are left than ranks, the step before gives some up so that each rank has one.
   With ``batch_size`` 1, or when a job comes back with more ranks than samples are left,
   nothing can be given up: then, and only then, ids from the start of the epoch's order
-  are repeated, fewer than ``world_size``, and counted in ``Share.repeated``.
+  are repeated, fewer than ``world_size``, and counted in ``BatchSlice.num_duplicates``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import numpy as np
 class BatchSlice:
     """One rank's part of a step: the epoch's samples ``[start, stop)`` go to all ranks, ``ids`` to this.
 
-    ``last``: the epoch has no step after this one.
+    ``is_last``: the epoch has no step after this one.
     """
 
     start: int

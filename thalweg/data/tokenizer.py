@@ -69,7 +69,7 @@ class BytePairTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, cache_dir: str | Path | None = None) -> BytePairTokenizer:
     """Return a tokenizer of ``vocab_size`` tokens trained on ``texts``.
 
-    With a ``cache`` folder the result is kept there under a digest of the texts and the
+    With a ``cache_dir`` folder the result is kept there under a digest of the texts and the
     size, and taken from there the next time.  A small corpus may end with fewer tokens
     than asked for (nothing is left to merge).  Raises ``ValueError`` for a vocabulary
     that cannot hold the 256 bytes and the end marker.

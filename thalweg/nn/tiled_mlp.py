@@ -117,18 +117,18 @@ class _TiledForward(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
-        ctx.around = _RngAutocastState.capture(inputs[0].device)
+        ctx.rng_state = _RngAutocastState.capture(inputs[0].device)
         outputs, spec = _forward_in_tiles(forward, tiled_args, inputs)
         out_specs.append(spec)
         ctx.save_for_backward(*inputs)
-        ctx.module, ctx.plain_forward, ctx.cut = module, forward, tiled_args
+        ctx.module, ctx.plain_forward, ctx.tiled_args = module, forward, tiled_args
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tiled_args: _TiledArgs = ctx.cut
+        tiled_args: _TiledArgs = ctx.tiled_args
         # The module's own parameters, not saved ones: hooks on saved tensors may have made copies of those.
         tensors = [*ctx.saved_tensors, *_trainable_params(ctx.module)]
         needs_grad = ctx.needs_input_grad[4:]
@@ -137,7 +137,7 @@ class _TiledForward(torch.autograd.Function):
             None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
             for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
-        with ctx.around.again():
+        with ctx.rng_state.restored():
             for start, size in tiled_args.tile_bounds():
                 _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
         grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))

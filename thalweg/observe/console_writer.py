@@ -39,7 +39,7 @@ def format_record(record: StepRecord) -> str:
 
 
 class ConsoleWriter:
-    """A bar when ``stream`` is a terminal, else a line every ``every`` steps (and at the last)."""
+    """A bar when ``stream`` is a terminal, else a line every ``steps_per_print`` steps (and at the last)."""
 
     def __init__(self, *, steps_per_print: int, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream

@@ -21,7 +21,7 @@ def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) 
     ``6 N + 12 L d T``: two operations a weight forward and four backward, and the two
     products of attention (Chowdhery et al. 2022, "PaLM", appendix B, whose ``H Q`` is
     the width ``d`` here).  The causal half is not subtracted and recomputed activations
-    are not added, so this is *model* arithmetic, the numerator of MFU.  ``facts`` is a
+    are not added, so this is *model* arithmetic, the numerator of MFU.  ``model_size`` is a
     ``ModelFacts`` (``num_parameters, hidden_size, num_layers``); without a width, a depth
     or a length the attention term is left out.  A weight that is only looked up (positions, an
     untied input embedding) does no arithmetic: subtract it from ``num_parameters`` where it matters.

@@ -25,7 +25,7 @@ SEQUENCE_META_KEY = "sequence_part"
 class StepMeter:
     """Counts losses, samples and tokens of a window and hands them to ``recorder``.
 
-    ``flops_per_token``: of one training token, given the sequence length.  ``copies``: ranks of the
+    ``flops_per_token``: of one training token, given the sequence length.  ``num_batch_copies``: ranks of the
     group that are given the same rows.
     """
 

@@ -1,15 +1,15 @@
 """Operators with a plain form and faster ones, and the measurement that picks.
 
 The picture: a linear layer is three matrix products (forward, input gradient, weight
-gradient), each a pure function of two 2-D tensors.  ``products.py`` lists, for each of the
+gradient), each a pure function of two 2-D tensors.  ``linear/kernels.py`` lists, for each of the
 three, the candidates that the installed torch wheel offers: torch's own operator first, as
 the reference, then oneDNN's, then detours through another precision.  Nothing is compiled
 and nothing of torch is patched.
 
-The phases: at the first product of a new shape class, ``measure.py`` times the usable
-candidates for a few milliseconds; ``table.py`` keeps the winner, in the process and in a
-file that all processes of the machine share; ``linear.py`` looks the winner up at each call
-and runs it inside an ``autograd.Function``; ``switch.py`` moves a model's layers over and back.
+The phases: at the first product of a new shape class, ``linear/autotune.py`` times the usable
+candidates for a few milliseconds; ``linear/autotune_cache.py`` keeps the winner, in the process and in a
+file that all processes of the machine share; ``linear/functional.py`` looks the winner up at each call
+and runs it inside an ``autograd.Function``; ``linear/patch.py`` moves a model's layers over and back.
 
 The invariants:
 
@@ -19,7 +19,7 @@ The invariants:
   goes the same way in forward, recomputation and backward, and on every rank of a host.
 - Results differ from torch's by rounding alone; the mode ``"torch"`` gives torch's bits.
 - Measuring consumes no random numbers and leaves no trace in whatever is being recorded.
-- Private names of torch appear in ``_private.py`` alone.
+- Private names of torch appear in ``_torch_private.py`` alone.
 """
 
 from __future__ import annotations

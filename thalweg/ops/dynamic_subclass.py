@@ -38,9 +38,9 @@ class DynamicSubclass:
 
 
 def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
-    """Make a subclass of ``plain`` that looks the same, with ``mixins`` (Disguised among them) before it.
+    """Make a subclass of ``base_class`` that looks the same, with ``mixins`` (Disguised among them) before it.
 
-    One that ``plain`` has already stands before it again, as a subclass of itself: Python orders bases so.
+    One that ``base_class`` has already stands before it again, as a subclass of itself: Python orders bases so.
     """
     mixins = tuple(type(one.__name__, (one,), {}) if issubclass(base_class, one) else one for one in mixins)
     identity = {

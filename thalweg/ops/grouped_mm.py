@@ -47,7 +47,7 @@ def fake_grouped_mm(name: str, args: tuple[Any, ...]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows, those of a group together: ``counts`` (E,) of each group, ``index`` (M,) of each row."""
+    """Rows, those of a group together: ``counts`` (E,) of each group, ``group_ids`` (M,) of each row."""
 
     counts: Tensor
     group_ids: Tensor
@@ -70,8 +70,8 @@ class RowGroups:
 class TokenPermutation:
     """N x k choices in the order of their groups.
 
-    ``order`` (M,): the choice in each row.  ``place`` (N * k,): the row of each choice, any
-    row for one that was left out; ``kept`` (N, k) says which were not, None if none was.
+    ``order`` (M,): the choice in each row.  ``row_of_choice`` (N * k,): the row of each choice, any
+    row for one that was left out; ``valid_mask`` (N, k) says which were not, None if none was.
     """
 
     order: Tensor
@@ -98,7 +98,7 @@ class TokenPermutation:
 
 
 def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | None = None) -> TokenPermutation:
-    """Sort the choices ``experts`` (N, k) by group, in order within one; those not ``kept`` are left out."""
+    """Sort the choices ``expert_ids`` (N, k) by group, in order within one; those not ``valid_mask`` are left out."""
     k = expert_ids.shape[1]
     flat = expert_ids.reshape(-1)
     if valid_mask is not None:
@@ -116,7 +116,7 @@ def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | Non
 
 
 def unpermute(rows: Tensor, permutation: TokenPermutation) -> Tensor:
-    """Undo ``order.take`` of rows that have one choice each, none left out."""
+    """Undo ``permutation.take`` of rows that have one choice each, none left out."""
     return _Unpermute.apply(rows, permutation)  # type: ignore[return-value]
 
 
@@ -165,7 +165,7 @@ def grouped_linear(
 ) -> Tensor:
     """Each row of ``x`` (M, K) times the matrix of its group, plus its bias: (M, N).
 
-    ``weight``: (E, N, K), or (E, K, N) with ``inputs_first``; ``bias``: (E, N).  All in one
+    ``weight``: (E, N, K), or (E, K, N) with ``in_features_first``; ``bias``: (E, N).  All in one
     dtype, or whatever autocast makes of it.  A group without rows gets gradients of zero.
     """
     device = x.device.type
@@ -192,7 +192,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups, in_features_first: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.inputs_first = groups, in_features_first
+        ctx.groups, ctx.in_features_first = groups, in_features_first
         y = x.new_empty(len(x), weight.shape[2 if in_features_first else 1])
         for e, rows in _group_slices(groups):
             matrix = weight[e] if in_features_first else weight[e].t()
@@ -212,15 +212,15 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = grad.new_zeros(len(weight), grad.shape[1]) if need_bias else None
         if grad_weight is not None:
-            for e, size in enumerate(ctx.groups.sizes):
+            for e, size in enumerate(ctx.groups.counts_list):
                 if not size:
                     grad_weight[e].zero_()
         for e, rows in _group_slices(ctx.groups):
             x_rows, grad_rows = x[rows], grad[rows]
             if grad_x is not None:
-                torch.mm(grad_rows, weight[e].t() if ctx.inputs_first else weight[e], out=grad_x[rows])
+                torch.mm(grad_rows, weight[e].t() if ctx.in_features_first else weight[e], out=grad_x[rows])
             if grad_weight is not None:
-                left, right = (x_rows, grad_rows) if ctx.inputs_first else (grad_rows, x_rows)
+                left, right = (x_rows, grad_rows) if ctx.in_features_first else (grad_rows, x_rows)
                 torch.mm(left.t(), right, out=grad_weight[e])
             if grad_bias is not None:
                 torch.sum(grad_rows, 0, out=grad_bias[e])

@@ -53,7 +53,7 @@ class LossCall:
 
 
 class TargetCountMode(TorchFunctionMode):
-    """While it is on, ``tell`` hears of the number of targets of each loss that is a mean (0-dim, fp64).
+    """While it is on, ``on_token_count`` hears of the number of targets of each loss that is a mean (0-dim, fp64).
 
     Such a loss without any target is 0 then, not NaN, so that a micro-batch without targets counts nothing.
     """

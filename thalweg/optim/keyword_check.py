@@ -27,7 +27,7 @@ def match_name(kind: str, name: Any, known: Iterable[str]) -> str:
 
 
 def get_keyword_parameters(function: Any, *, exclude: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
-    """Return the keyword parameters that a function, or a class, takes, ``self`` and ``without`` left out."""
+    """Return the keyword parameters that a function, or a class, takes, ``self`` and ``exclude`` left out."""
     excluded = {"self", *exclude}
     keyword_params: dict[str, inspect.Parameter] = {}
     for cls in inspect.getmro(function) if inspect.isclass(function) else (function,):
@@ -45,7 +45,7 @@ def get_keyword_parameters(function: Any, *, exclude: Iterable[str] = ()) -> dic
 
 
 def check_keywords(owner: str, keywords: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
-    """Raise ``ValueError`` for the keys of ``given`` that ``known`` lacks, and for required ones left out."""
+    """Raise ``ValueError`` for the keys of ``keywords`` that ``known`` lacks, and for required ones left out."""
     unknown = [f"{key!r}{did_you_mean(str(key), known)}" for key in keywords if key not in known]
     if unknown:
         raise ValueError(f"{owner} takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")

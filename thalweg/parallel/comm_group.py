@@ -27,7 +27,7 @@ from thalweg.comm import CommsLog
 
 
 class ParallelGroup:
-    """One rank's view of its group; ``ledger`` counts what it communicates, as ``carrier``'s."""
+    """One rank's view of its group; ``ledger`` counts what it communicates, as ``axis``'s."""
 
     def __init__(self, process_group: dist.ProcessGroup, axis: str = "tensor") -> None:
         self.process_group, self.axis = process_group, axis
@@ -106,7 +106,7 @@ class ParallelGroup:
         return total.narrow(dim, 0, sizes[self.rank])
 
     def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
-        """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``counts`` come back."""
+        """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
         with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
             dist.all_to_all_single(received, sent, recv_counts, send_counts, group=self.process_group)
@@ -126,14 +126,14 @@ def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ParallelGroup, name: str) -> Tensor:  # type: ignore[override]
-        ctx.team, ctx.name = group, name
+        ctx.group, ctx.name = group, name
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # a copy: the gradient may belong to another branch as well
         return (
-            ctx.team.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
+            ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
             None,
             None,
         )
@@ -177,12 +177,12 @@ class _GatherParams(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str
     ) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.team, ctx.name = dim, sizes, group, name
+        ctx.dim, ctx.sizes, ctx.group, ctx.name = dim, sizes, group, name
         return group.all_gather(x, dim, sizes, name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        local_grad = ctx.team.reduce_scatter(grads[0], ctx.dim, ctx.sizes, ctx.name)
+        local_grad = ctx.group.reduce_scatter(grads[0], ctx.dim, ctx.sizes, ctx.name)
         return local_grad, None, None, None, None
 
 

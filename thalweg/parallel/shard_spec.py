@@ -8,8 +8,8 @@ counted or saved twice.
 
 At rest a cut is a DTensor placement, :class:`Pieces`: a ``Shard`` that knows its spans and can
 be gathered, split and saved like any other.  Also one that agrees with ``torch.chunk``: DTensor's
-cache of layouts asks ``==`` alone, and ``Pieces`` has to equal the plain ``Shard`` of its dim (see
-there), so that no parameter may carry a plain one where another carries ``Pieces``.
+cache of layouts asks ``==`` alone, and ``RaggedShard`` has to equal the plain ``Shard`` of its dim (see
+there), so that no parameter may carry a plain one where another carries ``RaggedShard``.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def aligned_spec(dim: int, size: int, world_size: int) -> ShardSpec:
 
 
 def fused_spec(dim: int, sizes: Sequence[int], spans_by_rank: Sequence[Sequence[Span]]) -> ShardSpec:
-    """Fused sections one behind the other; ``per_rank[rank][k]`` is a span within section k."""
+    """Fused sections one behind the other; ``spans_by_rank[rank][k]`` is a span within section k."""
     offsets = [sum(sizes[:k]) for k in range(len(sizes))]
     spans = tuple(
         tuple((start + offset, stop + offset) for (start, stop), offset in zip(own, offsets, strict=True))

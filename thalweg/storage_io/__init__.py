@@ -1,13 +1,12 @@
 """Storage behind tensors that keep their identity: device, host memory, and a disk.
 
-    SwapFile     nvme.py     a file without a name: mapped views, and direct transfers from threads
-    PagedMemory  paged.py    host memory whose pages come and go under tensors that stay
-    Ring         buffers.py  a fixed number of aligned buffers that a stream passes through
-    Tier         tiers.py    put / prefetch / get / release, the same for all three places
-    Ticket       io.py       a transfer under way
-    Disk         disk.py     the system calls, replaceable
+    SwapFile         swap_file.py         a file without a name: mapped views, and direct transfers from threads
+    EvictableMemory  evictable_memory.py  host memory whose pages come and go under tensors that stay
+    BufferRing       buffer_ring.py       a fixed number of aligned buffers that a stream passes through
+    IoFuture         io_threads.py        a transfer under way
+    Disk             disk.py              the system calls, replaceable
 
-Where ranges of a swap file have changed places, extents.py knows it.
+``remap_table.py`` keeps track of ranges of a swap file that have changed places.
 
 Nothing here knows of models or optimisers.  No thread starts and no memory is taken at import.
 """

@@ -17,7 +17,7 @@ from thalweg.storage_io.evictable_memory import EvictableMemory
 
 
 class BufferRing:
-    """``count`` buffers of ``nbytes`` (rounded up to pages); ``ring[i]`` is the one that turn ``i`` uses.
+    """``num_buffers`` buffers of ``buffer_bytes`` (rounded up to pages); ``ring[i]`` is the one that turn ``i`` uses.
 
     ``pin``: page-locked, so that copies to and from a CUDA device are asynchronous.
     """

@@ -132,8 +132,8 @@ class PagePrefaulter:
         initial_bytes: int = 256 << 20,
         margin_bytes: int = 64 << 20,
     ) -> None:
-        """``piece``: bytes that are used together; ``first``: bytes that come at once (at most a quarter of
-        the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""
+        """``chunk_bytes``: bytes that are used together; ``initial_bytes``: bytes that come at once (at most a
+        quarter of the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""
         self._memory, self._chunk_bytes = memory, chunk_bytes
         self._margin_bytes = min(margin_bytes, memory.num_bytes // 8)
         self._prefaulted_bytes = 0

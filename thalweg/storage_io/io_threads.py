@@ -19,10 +19,10 @@ from typing import Any
 class IoFuture:
     """Transfers under way.  :meth:`wait` returns when all are done, or raises the first one's error."""
 
-    __slots__ = ("_parts", "_pid")
+    __slots__ = ("_futures", "_pid")
 
     def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
-        self._parts = tuple(futures)
+        self._futures = tuple(futures)
         self._pid = os.getpid()
 
     def wait(self) -> None:
@@ -31,7 +31,7 @@ class IoFuture:
         Raises:
             SwapError: a transfer failed.
         """
-        futures, error = self._parts, None
+        futures, error = self._futures, None
         if futures and self._pid != os.getpid():
             raise RuntimeError("a transfer begun before a fork belongs to the parent process")
         for future in futures:
@@ -39,26 +39,26 @@ class IoFuture:
             error = error or future.exception()
         if error is not None:
             raise error
-        self._parts = ()
+        self._futures = ()
 
     def wait_ignoring_errors(self) -> None:
         """As :meth:`wait`, but an error is left for it to raise: for buffers that must be at rest."""
-        for future in self._parts:
+        for future in self._futures:
             future.exception()
 
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return (or raise) at once."""
-        return all(future.done() for future in self._parts)
+        return all(future.done() for future in self._futures)
 
 
 def combine_futures(futures: Iterable[IoFuture]) -> IoFuture:
-    """One ticket for all of ``tickets``."""
-    return IoFuture(inner_future for future in futures for inner_future in future._parts)
+    """One ticket for all of ``futures``."""
+    return IoFuture(inner_future for future in futures for inner_future in future._futures)
 
 
 class IoThreadPool:
-    """At most ``num_threads`` threads that run calls in the order in which they came; each runs ``begin``
+    """At most ``num_threads`` threads that run calls in the order in which they came; each runs ``initializer``
     first."""
 
     def __init__(

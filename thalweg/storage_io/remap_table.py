@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """``nbytes`` from ``start`` of the mapping lie at ``place`` of the file."""
+    """``nbytes`` from ``start`` of the mapping lie at ``file_offset`` of the file."""
 
     start: int
     file_offset: int

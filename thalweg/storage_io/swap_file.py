@@ -14,7 +14,7 @@ Coherence.  A direct read first writes dirty cached pages of its range out, a di
 local file systems; tests/unit/test_storage_io_swap_file.py).  So the two paths may alternate freely, but must not run
 at the same time on the same bytes, as with any two writers.
 
-Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (extents.py): views
+Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (remap_table.py): views
 keep their addresses and show the other bytes, and not a byte is moved.
 
 Space is taken in full when the file is made: a disk that is too small is an error before training, not in
@@ -123,8 +123,8 @@ class SwapFile:
         if offset is None:
             raise ValueError(
                 f"the swap file in {self.folder} was made for {_format_bytes(self.num_bytes)} and has "
-                f"{_format_bytes(self._allocator.largest_gap)} left in one piece; {_format_bytes(nbytes)} more are needed: "
-                "make it larger"
+                f"{_format_bytes(self._allocator.largest_gap)} left in one piece; {_format_bytes(nbytes)} more are "
+                "needed: make it larger"
             )
         return offset
 

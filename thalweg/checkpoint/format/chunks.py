@@ -147,7 +147,7 @@ def _intersect_intervals(spans: list[Interval], start: int, stop: int) -> list[I
 
 
 def split_chunk(chunk: TensorChunk, itemsize: int, max_bytes: int) -> list[TensorChunk]:
-    """Cut a box into pieces of at most ``limit`` bytes, along its first dims as far as need be."""
+    """Cut a box into pieces of at most ``max_bytes`` bytes, along its first dims as far as need be."""
     dim = next((d for d, n in enumerate(chunk.size) if n > 1), None)
     total = chunk.numel * itemsize
     if dim is None or total <= max_bytes:

@@ -96,7 +96,7 @@ def encode_tree(tree: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode_tree(node: Any, load_tensor: TensorLoader) -> Any:
-    """The tree that ``encode`` was given; ``fetch(name)`` returns a stored tensor."""
+    """The tree that ``encode`` was given; ``load_tensor(name)`` returns a stored tensor."""
     if isinstance(node, list):
         return [decode_tree(item, load_tensor) for item in node]
     if not isinstance(node, dict):

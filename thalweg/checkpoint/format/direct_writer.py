@@ -40,7 +40,7 @@ class DirectWriter:
         self._handle: int | None = io.open_write(path, direct=self._use_direct_io)
 
     def append(self, data: memoryview, update_hash: Callable[[memoryview], None]) -> None:
-        """Add ``data`` to the file; ``update`` (of a hash) sees each part while it is in the cache."""
+        """Add ``data`` to the file; ``update_hash`` (of a hash) sees each part while it is in the cache."""
         while data.nbytes:
             block = data[: BUFFER_BYTES - self._num_buffered]
             update_hash(block)

@@ -33,7 +33,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def safetensors_dtype_and_shape(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The safetensors dtype and shape under which a piece of ``size`` elements is filed."""
+    """The safetensors dtype and shape under which a piece of ``shape`` elements is filed."""
     safetensors_dtype = _SAFETENSORS_DTYPES[name]
     if safetensors_dtype is None:
         return "U8", [*shape, DTYPES[name].itemsize]

@@ -151,7 +151,7 @@ def parse_head(data: bytes, source: str) -> ManifestHead:
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
-    """Check and read a manifest; ``where`` (a path) begins the text of any ``CorruptCheckpointError``."""
+    """Check and read a manifest; ``source`` (a path) begins the text of any ``CorruptCheckpointError``."""
     body = _read_verified_body(data, source)
     parse_head(data, source)
     try:

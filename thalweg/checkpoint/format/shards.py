@@ -155,7 +155,7 @@ class ShardReader:
         self._check_digest(name, chunk, digest.hexdigest())
 
     def read_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> torch.Tensor:
-        """The checked values of a piece as a CPU tensor of ``piece.size``."""
+        """The checked values of a piece as a CPU tensor of ``chunk.size``."""
         with self._open_file() as handle:
             start, nbytes = self._locate(name, chunk, dtype, handle)
             flat = torch.empty(nbytes, dtype=torch.uint8)

@@ -2,9 +2,9 @@
 
 The picture: a causal language model ends in ``logits = head(hidden); loss = cross_entropy(logits, labels)``
 with some reshaping, shifting, scaling or capping in between.  The head of *this* model (by instance, see
-``ops/subclass.py``) answers with a :class:`LazyLogits`: hidden, and what was done to the logits since.
+``ops/dynamic_subclass.py``) answers with a :class:`LazyLogits`: hidden, and what was done to the logits since.
 Operations on rows (view, flatten, a shifting slice) are done to hidden; elementwise ones (float, a scale,
-tanh) are noted; ``cross_entropy`` runs tile by tile (``tiled_loss.py``).  Anything else computes the real
+tanh) are noted; ``cross_entropy`` runs tile by tile (``tiled_cross_entropy.py``).  Anything else computes the real
 logits, once.
 
 Invariants:
@@ -146,7 +146,7 @@ class LazyLogits(Tensor):
         lazy = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
-        lazy._source, lazy._hidden, lazy._curves, lazy._parent = head_call, hidden, transforms, parent
+        lazy._head_call, lazy._hidden, lazy._transforms, lazy._parent = head_call, hidden, transforms, parent
         lazy._value, lazy._hooks = None, []
         return lazy
 

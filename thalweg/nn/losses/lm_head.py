@@ -1,4 +1,4 @@
-"""The head that makes a model's logits: found, and taught to put them off (see ``deferred.py``)."""
+"""The head that makes a model's logits: found, and taught to put them off (see ``lazy_logits.py``)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def tile_rows(num_rows: int, vocab_size: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class _TileOptions:
-    """What does not change from tile to tile.  ``curve`` goes from the product to the logits."""
+    """What does not change from tile to tile.  ``logit_transform`` goes from the product to the logits."""
 
     num_rows: int
     ignore_index: int
@@ -106,7 +106,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         losses = torch.zeros(hidden.shape[0], dtype=row_weights.dtype, device=hidden.device)
         _run_tiles(inputs, losses, sums)
         ctx.save_for_backward(hidden, weight, bias, labels, row_weights)
-        ctx.plan, ctx.sums, ctx.wanted = options, sums, needs_grad
+        ctx.options, ctx.sums, ctx.needs_grad = options, sums, needs_grad
         # Adding 0 x the factors makes a mean over no token NaN, as torch has it.
         return losses.sum() + 0 * row_weights.sum() if options.is_scalar else losses
 
@@ -117,8 +117,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad = grads[0].to(row_weights.dtype)
         sums, ctx.sums = ctx.sums, None  # handed out once: whoever gets a gradient may keep its memory
         if sums is None:
-            inputs = _LossInputs(hidden, weight, bias, labels, row_weights * grad, ctx.plan)
-            sums, grad = _zero_grad_sums(inputs, ctx.wanted), None
+            inputs = _LossInputs(hidden, weight, bias, labels, row_weights * grad, ctx.options)
+            sums, grad = _zero_grad_sums(inputs, ctx.needs_grad), None
             _run_tiles(inputs, None, sums)
         return (*sums.scaled(grad, (hidden, weight, bias)), None, None, None)
 
@@ -237,7 +237,7 @@ def tiled_cross_entropy(
     hidden (..., D), weight (V, D), bias (V,), labels (...) of class numbers, ``token_weights`` (...) or
     None.  ``reduction``: ``"mean"`` over the tokens that are not ``ignore_index``, weighted by
     ``token_weights`` if given; ``"sum"``; ``"none"``, one loss for each token.  Logits are multiplied with
-    ``logit_scale``, then capped as ``softcap * tanh(logits / softcap)``; ``curve``, an elementwise function,
+    ``logit_scale``, then capped as ``softcap * tanh(logits / softcap)``; ``logit_transform``, an elementwise function,
     takes the place of both.  ``z_loss`` times the square of log(sum(exp(logits))) is added (PaLM,
     Chowdhery et al. 2022, section 5).  ``tile_tokens``: rows of a tile, by default :func:`tile_rows`.
     ``gradients``: computed in the forward pass (no second product, d weight is held until backward) or in

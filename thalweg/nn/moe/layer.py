@@ -219,7 +219,7 @@ class MoE(nn.Module):
         return permutation.combine(results, routing.weights.to(results.dtype)).to(x.dtype)
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
-        """The experts' parameters and how ``ranks`` divide them."""
+        """The experts' parameters and how ``num_ranks`` divide them."""
         spec = expert_row_spec(self.num_experts, num_ranks)
         for path, module in self.experts.stack.named_modules(prefix="experts.stack"):
             for key, parameter in module._parameters.items():

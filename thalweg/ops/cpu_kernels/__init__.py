@@ -1,6 +1,6 @@
 """Kernels for inference on CPUs, made at load by LLVM (the optional package ``llvmlite``; no compiler).
 
-``missing`` tells whether they can be used; the rest of this module may be called only where they can.
+``unsupported_reason`` tells whether they can be used; the rest of this module may be called only where they can.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The cache of a layer is a pool of blocks of 16 positions, in stripes of 16 block
 head, so that blocks that follow each other are one stream, and stripes of all layers side by side, so that
 memory is first touched as blocks are first used (were the whole pool head by head, one block more would touch
 a page in each head of each layer: half a gigabyte of huge pages in one step).  How a block lies is
-``kept.py``'s.  A token knows its position, the row of its sequence's block
+``kv_layout.py``'s.  A token knows its position, the row of its sequence's block
 table, and nothing else: a step may mix decoding tokens and pieces of prompts freely, and each token attends
 to the positions up to its own.
 

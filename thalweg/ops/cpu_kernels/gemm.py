@@ -1,6 +1,6 @@
 """Matrix products with packed weights: one row streams at memory speed, many rows at the multiplier's.
 
-A weight lies in panels (``panels.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
+A weight lies in panels (``packing.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
 Arguments of a product: see :data:`GEMM_ARGS`.
 """
 

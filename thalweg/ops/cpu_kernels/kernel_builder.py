@@ -8,7 +8,7 @@ that LLVM turns into registers, loops are context managers::
         code.store(code.fma(a, code.load(code.vec(16), x + 4 * i), c), y + 4 * i)
 
 Every kernel has one signature, ``void kernel(int64 *args, int64 thread, int64 threads)``, so that one loop
-can run a list of them (``tape.py``).
+can run a list of them (``program.py``).
 """
 
 from __future__ import annotations

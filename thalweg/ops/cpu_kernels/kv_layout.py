@@ -91,8 +91,8 @@ class AttentionShape:
     def kernel_name(self, prefix: str) -> str:
         """Return a name that tells this shape from others."""
         fields = (
-            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.kv_dtype, self.bf16_pairs, self.rotary_dim,
-            self.rotary_interleaved, self.qk_norm, self.sliding_window, self.softcap, self.alibi, self.bias_span,
+            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.kv_dtype, self.bf16_pairs,
+            self.rotary_dim, self.rotary_interleaved, self.qk_norm, self.sliding_window, self.softcap, self.alibi, self.bias_span,
         )  # fmt: skip
         return f"{prefix}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in fields)
 
@@ -148,7 +148,7 @@ class PlainKV:
         return probs
 
     def accumulate(self, acc: Sequence[StackVar], at: Any, block: Any, num_valid: Any) -> None:
-        """Add the first ``inside`` values of a block, weighted, to sums of 16 dims each."""
+        """Add the first ``num_valid`` values of a block, weighted, to sums of 16 dims each."""
         code, shape = self.code, self.shape
         with code.range(0, num_valid) as j:
             p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)

@@ -84,7 +84,7 @@ def iter_packed_blocks(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the bytes (flat uint8) of each part of a packed weight (N, K), block by block of its outputs.
 
-    ``copy(start, stop, out)`` copies rows of the weight.  What is yielded is overwritten by the next block.
+    ``copy_rows(start, stop, out)`` copies rows of the weight.  What is yielded is overwritten by the next block.
 
     The blocks lie in memory mapped for them, not on the heap: there each small thing that a caller keeps
     between two blocks splits the hole that the first one left, so that the second one needs new memory.
@@ -143,7 +143,7 @@ def quantize_int4(full: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, T
     """Return nibbles (N, K/32, 32), scales and offsets (N, K/32): weight = scale * nibble + offset.
 
     The range of each group is shrunk by the factor, out of a few, that makes the squared error smallest.  The
-    nibbles are fp32, in ``room`` where it is given (as many as ``full`` has).
+    nibbles are fp32, in ``buffer`` where it is given (as many as ``full`` has).
     """
     groups = full.float().view(full.shape[0], -1, GROUP_SIZE)
     q = torch.empty_like(groups) if buffer is None else buffer.view(groups.shape)

@@ -167,7 +167,7 @@ def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
 
 
 def emit_add(module: Any) -> str:
-    """Add the kernel that adds rows to rows: ``x``, ``part``, ``rows``, ``width``, ``input_stride``."""
+    """Add the kernel that adds rows to rows: ``x``, ``addend``, ``rows``, ``width``, ``input_stride``."""
     code = KernelBuilder(module, "add")
     x, addend, width, stride = (code.load_arg(i) for i in (0, 1, 3, 4))
     first, last = code.thread_range(code.load(I64, code.load_arg(2), 8))

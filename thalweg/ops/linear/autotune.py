@@ -25,7 +25,7 @@ _TRIAL_FLOPS_HALF = 1.0e8  # less, as torch's own fp16 product may run at 1 GFLO
 
 
 def shrink_shape(rows: int, k: int, n: int, max_flops: float) -> tuple[int, int, int]:
-    """Halve the longest dimension until the product costs at most ``flops`` (2 rows k n)."""
+    """Halve the longest dimension until the product costs at most ``max_flops`` (2 rows k n)."""
     dims = [rows, k, n]
     while 2.0 * dims[0] * dims[1] * dims[2] > max_flops and max(dims) > 128:
         longest = dims.index(max(dims))

@@ -133,7 +133,7 @@ class AutotuneCache:
     def import_entries(self, entries: Mapping[str, str], *, frozen: bool = False) -> int:
         """Take another process's choices over our own and return how many were usable here.
 
-        With ``fixed``, products that the table does not name go to torch's own operator, so
+        With ``frozen``, products that the table does not name go to torch's own operator, so
         that processes on several machines can never measure differently afterwards.
         """
         valid = {key: name for key, name in entries.items() if _is_valid_entry(key, name)}

@@ -59,14 +59,14 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: _KernelChoice
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-        ctx.plan = choice
+        ctx.choice = choice
         return (_NT if choice.out_features_first else _NN)[choice.forward](x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        choice: _KernelChoice = ctx.plan
+        choice: _KernelChoice = ctx.choice
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if need_x:

@@ -25,7 +25,7 @@ _INT4_GROUP_SIZE = 32
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A layer and the ``kernel`` that computes it: ``onednn``, ``int8``, ``int4`` or ``torch``."""
+    """A layer and the ``kernel_name`` that computes it: ``onednn``, ``int8``, ``int4`` or ``torch``."""
 
     kernel_name: str
     linear_fn: LinearFn

@@ -187,7 +187,7 @@ def _factor_shape(param: Tensor, mean_dim: int) -> torch.Size:
 
 
 def _new_factor(param: Tensor, mean_dim: int) -> Tensor:
-    """Return zeros for the factor that has ``param``'s dim ``averaged`` averaged away."""
+    """Return zeros for the factor that has ``param``'s dim ``mean_dim`` averaged away."""
     piece = to_local(param).new_zeros(_factor_shape(to_local(param), mean_dim), dtype=default_state_dtype(param))
     if not isinstance(param, DTensor):
         return piece

@@ -35,7 +35,7 @@ MAX_ROUND_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """How a matrix lies over a group of ``world`` ranks: in chunks along ``dim``, or as copies (None)."""
+    """How a matrix lies over a group of ``world_size`` ranks: in chunks along ``dim``, or as copies (None)."""
 
     shape: torch.Size
     dim: int | None
@@ -151,7 +151,7 @@ def compute_on_owners(
 
     ``get_shard(i)`` is this rank's piece, asked for once; ``compute`` maps a whole matrix (of its logical
     shape) to one of the same shape and runs on the owner only. Pieces travel in ``dtype``. All ranks of
-    ``group`` must iterate to the end, over the same ``cuts``.
+    ``group`` must iterate to the end, over the same ``shardings``.
     """
     world_size = 1 if group is None else dist.get_world_size(group)
     if group is None or world_size == 1:

@@ -1,4 +1,4 @@
-"""``torch.optim``'s elementwise optimisers, stepping on local pieces (see ``local.py``).
+"""``torch.optim``'s elementwise optimisers, stepping on local pieces (see ``dtensor_local.py``).
 
 An update is elementwise when each element of the new parameter depends on that element's own history alone.
 All the classes below are, so a shard is stepped exactly as that part of the whole parameter would be.

@@ -53,9 +53,9 @@ def fused_adam_step(
     num_previous_steps: float,
     **overrides: Any,
 ) -> None:
-    """Torch's kernel on one contiguous tensor, each element of which has had ``before`` updates.
+    """Torch's kernel on one contiguous tensor, each element of which has had ``num_previous_steps`` updates.
 
-    ``by`` overrides options of ``group``.
+    ``overrides`` overrides options of ``group``.
     """
     if not weight.numel():
         return

@@ -1,4 +1,4 @@
-"""Adam, AdamW and Lion whose moments are kept in bf16 or 8 bits (see ``states.py``).
+"""Adam, AdamW and Lion whose moments are kept in bf16 or 8 bits (see ``moment_codec.py``).
 
 A step goes through the parameters in chunks that fit the cache:
 

@@ -49,7 +49,7 @@ def check_state_dtype(name: str, dtype_name: Any) -> None:
 
 
 def get_stored_dtype(param: Tensor, dtype_name: str) -> str:
-    """What the state of ``param`` is really kept in where ``kind`` is asked for."""
+    """What the state of ``param`` is really kept in where ``dtype_name`` is asked for."""
     if dtype_name == "fp32" or param.numel() < _MIN_NUMEL or not param.is_floating_point():
         return "fp32"
     if dtype_name == "bf16":
@@ -188,7 +188,7 @@ def _new_scales(param: Tensor) -> Tensor:
 
 
 def is_stored_as(param: Tensor, state: Mapping[str, Any], moment: MomentSpec, dtype_name: str) -> bool:
-    """Whether the moment is stored as ``kind`` wants it."""
+    """Whether the moment is stored as ``dtype_name`` wants it."""
     stored_dtype, stored = get_stored_dtype(param, dtype_name), state[moment.key]
     expected_dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[stored_dtype]
     return stored.dtype == expected_dtype and (stored_dtype == "int8") == (moment.key + SCALE_SUFFIX in state)
@@ -197,7 +197,7 @@ def is_stored_as(param: Tensor, state: Mapping[str, Any], moment: MomentSpec, dt
 def convert_moments(
     param: Tensor, state: dict[str, Any], dtype_name: str, moments: tuple[MomentSpec, ...] = ADAM_MOMENTS
 ) -> None:
-    """Bring moments that a checkpoint stored otherwise into ``kind``; new ones are not made."""
+    """Bring moments that a checkpoint stored otherwise into ``dtype_name``; new ones are not made."""
     for moment in moments:
         if moment.key not in state or is_stored_as(param, state, moment, dtype_name):
             continue

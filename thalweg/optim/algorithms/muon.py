@@ -4,7 +4,7 @@ A Muon step of a matrix W with gradient G:
 
     B = mu B + (1 - mu) G                    momentum, elementwise, on the local piece
     D = (1 - mu) G + mu B (Nesterov) or B    on the local piece
-    O = orthogonalize(D)                     on the LOGICAL matrix, at one owner rank (``owners.py``)
+    O = orthogonalize(D)                     on the LOGICAL matrix, at one owner rank (``distributed_matrices.py``)
     W = (1 - lr weight_decay) W - lr scale O     on the local piece
 
 with ``scale`` = sqrt(max(1, rows / cols)) ("original") or 0.2 sqrt(max(rows, cols)) ("match_rms_adamw"; Liu
@@ -186,7 +186,7 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
             self._apply(group, params[i], piece)
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
-        """A layout that ``owners.py`` does not know: every rank gathers the matrix and computes all of it."""
+        """A layout that ``distributed_matrices.py`` does not know: every rank gathers the matrix and computes all of it."""
         assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
         piece = self._update_momentum(group, param)()

@@ -310,7 +310,7 @@ class ZenFlowAdam(AbstractAdam):
         self._pending_update = self._thread.submit(_run_all, jobs)
 
     def _update_deferred_columns(self, group: dict[str, Any], param: Tensor, weight: Tensor, out: Tensor) -> None:
-        """One update of the columns that wait: in ``weight`` itself, or as the difference in ``into``."""
+        """One update of the columns that wait: in ``weight`` itself, or as the difference in ``out``."""
         state = self._state[param]
         delayed = to_local(state["delayed"]).view(weight.shape)
         exp_avg, exp_avg_sq = (to_local(state[key]).view(weight.shape) for key in ("exp_avg", "exp_avg_sq"))
@@ -368,7 +368,7 @@ def _adam_step_columns(
     steps: Tensor,
     out: Tensor,
 ) -> None:
-    """Adam on some columns, a few rows at a time; ``into``: the weight itself, or where the change goes."""
+    """Adam on some columns, a few rows at a time; ``out``: the weight itself, or where the change goes."""
     step_counts = steps[columns]
     decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
     for rows in _row_chunks(weight):

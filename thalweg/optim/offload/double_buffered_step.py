@@ -30,7 +30,7 @@ from thalweg.storage_io.allocator import PAGE, round_up
 
 
 class DoubleBufferedStep:
-    """Steps parameters of ``update``, all of whose tensors lie in ``swap``, until :meth:`commit` or
+    """Steps parameters of ``nvme_step``, all of whose tensors lie in ``swap``, until :meth:`commit` or
     :meth:`discard`.  One step at a time; not from two threads at once."""
 
     def __init__(self, nvme_step: NvmeStep, swap: SwapFile) -> None:

@@ -32,7 +32,7 @@ ALIGN_ELEMENTS = PAGE
 @dataclass
 class StepTensor:
     """A flat tensor, whether it is needed and changed, and its place in the swap file if it has one; new
-    values go there, or to ``twin``, another place that is as large."""
+    values go there, or to ``shadow_offset``, another place that is as large."""
 
     tensor: Tensor
     file_offset: int | None
@@ -48,7 +48,7 @@ class StepTensor:
 
 @dataclass
 class ParamStep:
-    """One parameter in this step; ``scalars`` is the part of its state that is not cut."""
+    """One parameter in this step; ``scalar_state`` is the part of its state that is not cut."""
 
     group: dict[str, Any]
     param: Tensor
@@ -60,7 +60,7 @@ class ParamStep:
     new_scalar_state: dict[str, Any] = field(default_factory=dict)
 
     def buffer_bytes(self, num_elements: int) -> int:
-        """Bytes of buffer that ``count`` elements take."""
+        """Bytes of buffer that ``num_elements`` elements take."""
         return sum(
             round_up(num_elements * step_tensor.tensor.itemsize)
             for step_tensor in self.step_tensors.values()
@@ -78,7 +78,7 @@ class IoRange(NamedTuple):
 
 @dataclass
 class ParamSlice:
-    """Elements ``[start, stop)`` of an item; ``places`` is where its operands lie in the buffer."""
+    """Elements ``[start, stop)`` of an item; ``buffer_offsets`` is where its operands lie in the buffer."""
 
     param_step: ParamStep
     start: int
@@ -117,7 +117,7 @@ class IoChunk:
 
 
 def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_elements: int) -> list[IoChunk]:
-    """Cut ``items``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
+    """Cut ``param_steps``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
 
     Raises:
         ValueError: not even ``ALIGN_ELEMENTS`` elements of an item fit a buffer.
@@ -170,12 +170,14 @@ def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
     writes: list[IoRange] = []
     buffer_offset = 0
     for offset, nbytes, piece, name, step_tensor in ranges:
-        piece.places[name] = buffer_offset
+        piece.buffer_offsets[name] = buffer_offset
         if step_tensor.read:
             _append_or_merge(reads, IoRange(offset, buffer_offset, nbytes))
         if step_tensor.write:
             shadow_shift = (
-                0 if step_tensor.twin is None or step_tensor.offset is None else step_tensor.twin - step_tensor.offset
+                0
+                if step_tensor.shadow_offset is None or step_tensor.file_offset is None
+                else step_tensor.shadow_offset - step_tensor.file_offset
             )
             _append_or_merge(writes, IoRange(offset + shadow_shift, buffer_offset, nbytes))
         buffer_offset += nbytes

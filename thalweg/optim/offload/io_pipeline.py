@@ -32,7 +32,7 @@ ChunkFn = Callable[[IoChunk, Tensor], None]
 
 
 class IoPipeline:
-    """``ring``: at least two buffers, each large enough for any chunk; ``waited``: seconds of the last run in
+    """``ring``: at least two buffers, each large enough for any chunk; ``io_wait_seconds``: seconds of the last run in
     which the work waited for the disk."""
 
     def __init__(self, swap: SwapFile, ring: BufferRing) -> None:
@@ -44,7 +44,7 @@ class IoPipeline:
         self._warned = False
 
     def run(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn) -> None:
-        """Call ``work(chunk, buffer)`` for each chunk, in order.
+        """Call ``chunk_fn(chunk, buffer)`` for each chunk, in order.
 
         Raises:
             SwapError: a transfer failed; some chunks are then written and others not.

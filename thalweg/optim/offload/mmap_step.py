@@ -28,10 +28,10 @@ from thalweg.storage_io import SwapFile
 
 
 class MmapStep:
-    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``copies`` as for
-    :class:`.nvme_step.StreamedUpdate`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
-    ``resident``: parameters whose state stays in memory; ``at_once``: for an optimiser whose update of one
-    parameter depends on others, step all of them together (their pages are then in memory together)."""
+    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``compute_copies`` as for
+    :class:`.nvme_step.NvmeStep`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
+    ``in_memory_params``: parameters whose state stays in memory; ``step_together``: for an optimiser whose
+    update of one parameter depends on others, step all of them together (their pages are then in memory together)."""
 
     def __init__(
         self,

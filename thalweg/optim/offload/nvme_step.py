@@ -1,8 +1,8 @@
 """The optimiser's step on tensors that lie in a swap file: read n+1, update n, write n-1.
 
-The picture, for chunks 0, 1, ... (chunks.py) and a ring of buffers (stream.py)::
+The picture, for chunks 0, 1, ... (io_pipeline.py) and a ring of buffers::
 
-    disk      read 2 | write 0 | read 3 | write 1 | ...      threads (store/io.py)
+    disk      read 2 | write 0 | read 3 | write 1 | ...      threads (storage_io/io_threads.py)
     buffers      [0: to disk] [1: in use] [2: from disk] [3: from disk]
     cores          update 1: scale, widen, the optimiser's own kernel, the compute copy
 
@@ -66,12 +66,12 @@ class NvmeStep:
 
     ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
     ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
-    ``copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
+    ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
     memory, in the swap file on a page boundary, or on a GPU), which the update fills.
 
     A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
     on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
-    the swap file if ``swap`` is given, unless ``state_in_memory``, or the parameter is among ``resident``.
+    the swap file if ``swap`` is given, unless ``state_in_memory``, or the parameter is among ``in_memory_params``.
 
     Raises:
         ValueError: the swap file or the buffers are too small.
@@ -131,7 +131,7 @@ class NvmeStep:
 
     @torch.no_grad()
     def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
-        """Scale the gradients by ``factor`` and update every parameter (``only`` of these) that has one."""
+        """Scale the gradients by ``factor`` and update every parameter (``subset`` of these) that has one."""
         for hook in self.optimizer._optimizer_step_pre_hooks.values():
             hook(self.optimizer, (), {})
         items = self.build_param_steps(subset)
@@ -140,7 +140,7 @@ class NvmeStep:
         for hook in self.optimizer._optimizer_step_post_hooks.values():
             hook(self.optimizer, (), {})
 
-    # Its parts, for whoever wants new values elsewhere first (tentative.py)
+    # Its parts, for whoever wants new values elsewhere first (double_buffered_step.py)
 
     def build_param_steps(self, subset: Collection[Tensor] | None) -> list[ParamStep]:
         """What a step over these parameters reads and writes."""
@@ -359,7 +359,7 @@ class NvmeStep:
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:
-    """Bytes of swap file that the state of an elementwise ``optimizer`` takes, in pages; that of ``resident``
+    """Bytes of swap file that the state of an elementwise ``optimizer`` takes, in pages; that of ``in_memory_params``
     parameters is elsewhere."""
     worker, total = PiecewiseOptimizer(optimizer), 0
     for group in optimizer.param_groups:

@@ -40,9 +40,9 @@ from thalweg.parallel.tensor.plan import UnshardableModelError
 
 @dataclass(frozen=True)
 class ExpertFilter:
-    """Which layers to take: ``layers`` and ``experts`` are regular expressions on the name of the layer
-    and of the experts in it; ``count``: the attribute that tells how many there are; ``grouped``: by one
-    grouped product where the stack's form allows."""
+    """Which layers to take: ``layer_pattern`` and ``expert_pattern`` are regular expressions on the name of the layer
+    and of the experts in it; ``num_experts_attr``: the attribute that tells how many there are;
+    ``use_grouped_mm``: by one grouped product where the stack's form allows."""
 
     layer_pattern: str | None = None
     expert_pattern: str | None = None
@@ -105,7 +105,7 @@ class StackedExperts:
         self.module, self.num_experts, self.use_grouped_mm = module, num_experts, use_grouped_mm
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
-        """The experts' parameters and how ``ranks`` divide them."""
+        """The experts' parameters and how ``num_ranks`` divide them."""
         spec = expert_row_spec(self.num_experts, num_ranks)
         for key, parameter in self.module._parameters.items():
             if parameter is not None:

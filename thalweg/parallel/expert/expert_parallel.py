@@ -54,9 +54,9 @@ class TokenDispatcher(Protocol):
 
 
 class AllToAllDispatcher:
-    """Takes sorted rows to the ranks of their experts; ``team`` is the group of ``ep`` ranks.
+    """Takes sorted rows to the ranks of their experts; ``ep_group`` is the group of ``ep`` ranks.
 
-    ``spread``: where rows are that copies have divided among them.
+    ``expert_params``: where rows are that copies have divided among them.
     """
 
     def __init__(self, ep_group: ParallelGroup, num_experts: int) -> None:
@@ -110,12 +110,12 @@ class _AllToAll(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ep_group: ParallelGroup
     ) -> Tensor:
-        ctx.send_counts, ctx.counts, ctx.team = send_counts, recv_counts, ep_group
+        ctx.send_counts, ctx.recv_counts, ctx.group = send_counts, recv_counts, ep_group
         return ep_group.all_to_all(sent.contiguous(), send_counts, recv_counts, "experts")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent_back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "experts")
+        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, "experts")
         return sent_back, None, None, None
 
 
@@ -155,7 +155,7 @@ class ExpertLayer(Protocol):
         ...
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
-        """The experts' parameters and how ``ranks`` divide them."""
+        """The experts' parameters and how ``num_ranks`` divide them."""
         ...
 
     def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
@@ -174,10 +174,10 @@ def shard_experts(
     ep_size: int = 1,
     tp_layout: TensorParallelLayout | None = None,
 ) -> list[AllToAllDispatcher]:
-    """Spread the experts of each layer over ``size`` data ranks, or over its own ``ep_size``; collective.
+    """Spread the experts of each layer over ``ep_size`` data ranks, or over its own ``ep_size``; collective.
 
     Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the
-    model's logical shapes.  ``states``: how tensor ranks have cut them before.
+    model's logical shapes.  ``tp_layout``: how tensor ranks have cut them before.
 
     Raises:
         ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
@@ -230,7 +230,7 @@ class _ExpertMesh:
 
     @classmethod
     def build(cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None) -> _ExpertMesh:
-        """Groups of ``size`` neighbours on the data axis; collective over its ranks."""
+        """Groups of ``ep_size`` neighbours on the data axis; collective over its ranks."""
         data = meshes.fsdp
         ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
         first = rank // ep_size * ep_size

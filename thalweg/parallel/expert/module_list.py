@@ -59,7 +59,7 @@ class _TwoPassCall:
 
 
 class ExpertModuleList:
-    """Alike modules in a list; ``around`` is the layer whose forward calls them."""
+    """Alike modules in a list; ``parent`` is the layer whose forward calls them."""
 
     ep_size = 1
 

@@ -199,7 +199,7 @@ class LocalLayers(nn.Module):
         self._checkpoint_interval = checkpoint_interval
 
     def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:
-        """Run the layers (or ``part`` of them) one after the other on ``value`` (a tensor or a tree)."""
+        """Run the layers (or ``layer_indices`` of them) one after the other on ``value`` (a tensor or a tree)."""
         indices = self._indices if layer_indices is None else list(layer_indices)
         if not self._checkpoint_interval or not torch.is_grad_enabled():
             return self._run(indices, value)

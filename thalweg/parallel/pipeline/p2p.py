@@ -32,7 +32,7 @@ _JSON_TYPES = (bool, int, float, str, type(None))
 class P2PChannel:
     """This rank's connection with the others of ``group`` (ranks of the group throughout).
 
-    ``back``: a group of the same ranks for messages to earlier ones, if they need one of their own.
+    ``reverse_group``: a group of the same ranks for messages to earlier ones, if they need one of their own.
     ``ledger`` counts what is sent: tensors as ``send``, what describes them as ``header``.
     """
 

@@ -18,7 +18,7 @@ def partition_balanced(
     """Split layers ``0..n-1`` into ``num_stages`` runs; the largest sum of ``costs`` is least.
 
     With fewer layers than stages some runs are empty, the later ones.  Among equally good cuts,
-    the one whose stages are most alike (least sum of squares).  ``least``: layers that every
+    the one whose stages are most alike (least sum of squares).  ``min_layers``: layers that every
     run must have.  ``fits(stage, start, stop)``: whether the stage has room for these layers.
 
     Raises:

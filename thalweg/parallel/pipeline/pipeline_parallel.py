@@ -57,7 +57,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """Where this rank is: ``place`` of ``size`` in ``group``, which is None for a pipeline of one."""
+    """Where this rank is: ``rank`` of ``size`` in ``group``, which is None for a pipeline of one."""
 
     rank: int
     size: int
@@ -153,7 +153,7 @@ class PipelineParallel:
         return best.name
 
     def _build_schedule(self, num_micro_batches: int) -> PipelineSchedule:
-        """The schedule of ``count`` micro-batches; a window may end too early for DualPipeV, but ZBV has
+        """The schedule of ``num_micro_batches`` micro-batches; a window may end too early for DualPipeV, but ZBV has
         the same placement."""
         name: ScheduleName = self.schedule_name
         num_ranks = self.pp.size

@@ -68,7 +68,7 @@ class PipelineLossNormalizer(Protocol):
     """What of :class:`thalweg.optim.loss_normalization.Averaging` a pipeline needs."""
 
     def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """The loss at hand as it is to be differentiated, one of ``count``."""
+        """The loss at hand as it is to be differentiated, one of ``num_micro_batches``."""
         ...
 
     def loss_and_weight(self, loss: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class PipelineLossNormalizer(Protocol):
 class ForwardHooks:
     """What an engine wants around each forward, and by what each loss is multiplied.
 
-    ``keep``, ``resume``: what a model knows of the micro-batch at hand beside its graph.
+    ``save_context``, ``restore_context``: what a model knows of the micro-batch at hand beside its graph.
     """
 
     loss_normalizer: PipelineLossNormalizer

@@ -56,7 +56,7 @@ def saved_per_stage(block_costs: Sequence[BlockCost], stage_ranges: Sequence[ran
 
 
 def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -> list[BlockCost]:
-    """The cost of each block of the ``ModuleList`` named ``blocks``; the last one's includes the exit."""
+    """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
     modules = list(model.get_submodule(list_name).children())
     calls: list[CallArgs] = []
     handles = [

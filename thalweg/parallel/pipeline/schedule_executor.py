@@ -34,10 +34,10 @@ class StageCallbacks:
 
     ``run(stage, value, batch)``: a stage's forward on the previous one's output (None for the
     first); the last one returns the loss (0-dim).  ``weights(stage)``: its parameters as its
-    graph holds them.  ``scale(loss)``: the loss as it is to be differentiated.  ``keep()`` is asked
+    graph holds them.  ``scale_loss(loss)``: the loss as it is to be differentiated.  ``save_context()`` is asked
     after each forward for what its backward may need besides its graph, where it is recomputed;
-    ``resume(kept)`` gives it back first.  ``before(action, last)`` is told of each backward action, and
-    whether it is this rank's last; ``after(action)`` when it is done.
+    ``restore_context(kept)`` gives it back first.  ``before_backward(action, last)`` is told of each backward
+    action, and whether it is this rank's last; ``after_backward(action)`` when it is done.
     """
 
     run: Callable[[int, Any, Any], Any]
@@ -62,7 +62,7 @@ class _MicroBatchState:
 class ScheduleExecutor:
     """Runs one rank's part of ``schedule``.
 
-    ``copied``: stages that write to their inputs and so get copies; runs add to it what they find.
+    ``copied_stages``: stages that write to their inputs and so get copies; runs add to it what they find.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ScheduleExecutor:
         return [losses[micro] for micro in sorted(losses)]
 
     def _messages_to(self, action: Action, destination: int) -> list[tuple[tuple[str, int], int]]:
-        """What the rank of ``action`` sends to ``to`` when it has done it: (kind, name) pairs."""
+        """What the rank of ``action`` sends to ``destination`` when it has done it: (kind, name) pairs."""
         messages = []
         target = self._target_stage(action)
         if target is not None and self.schedule.stage_to_rank[target] == destination:

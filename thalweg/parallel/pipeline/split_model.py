@@ -36,9 +36,9 @@ from thalweg.utils.trees import call_model, get_loss
 class BlockLayout:
     """The parts of a model, by name.
 
-    ``blocks``: the ModuleList; ``entry`` and ``exit``: leaf modules with parameters before and
-    after it; ``extra``: None if a block returns its hidden tensor, else how many values follow
-    it in the tuple that it returns; ``costs``: of the blocks.
+    ``list_name``: the ModuleList; ``entry_modules`` and ``exit_modules``: leaf modules with parameters before and
+    after it; ``num_extra_outputs``: None if a block returns its hidden tensor, else how many values follow
+    it in the tuple that it returns; ``block_costs``: of the blocks.
     """
 
     list_name: str

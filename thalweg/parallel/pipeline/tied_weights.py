@@ -32,7 +32,7 @@ class TiedWeight:
 class ParamNaming:
     """How this rank's names stand to the whole model's.
 
-    ``canonical``: by local name the name that it is stored under, where that is another; ``hidden``:
+    ``canonical``: by local name the name that it is stored under, where that is another; ``excluded``:
     parameters that are no part of the model; ``group``: the ranks of this pipeline, None for no others.
     """
 
@@ -45,7 +45,7 @@ IDENTITY_NAMING = ParamNaming()
 
 
 def find_tied_weights(alias_groups: Iterable[Sequence[str]], rank_by_name: Mapping[str, int]) -> list[TiedWeight]:
-    """The shared weights that lie in several places; ``places_of`` tells the place of each name."""
+    """The shared weights that lie in several places; ``rank_by_name`` tells the place of each name."""
     tied_weights = []
     for names in alias_groups:
         placed_names = [name for name in names if name in rank_by_name]
@@ -64,7 +64,7 @@ def find_alias_groups(model: nn.Module) -> list[list[str]]:
 
 
 class TiedWeights:
-    """This rank's copies of weights that other stages have too; ``here`` is its place in ``group``.
+    """This rank's copies of weights that other stages have too; ``pp_rank`` is its place in ``group``.
 
     Copies meet by messages over the pipeline's own group: a group for each tie would have to be made by
     ranks that do not know of it.  Collective over the places of each tie.
@@ -131,7 +131,7 @@ class TiedWeights:
         return [parameter for parameter in parameters if id(parameter) not in not_counted]
 
     def norm(self, local_norm: float) -> float:
-        """The 2-norm over all stages, the same bits everywhere; ``own`` is that of this stage."""
+        """The 2-norm over all stages, the same bits everywhere; ``local_norm`` is that of this stage."""
         total = torch.tensor([local_norm * local_norm], dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return math.sqrt(value) if math.isfinite(value := total.item()) and value >= 0 else math.nan

@@ -96,7 +96,7 @@ def sequence_meta_from_batch(batch: Mapping[str, Any], signature: ForwardSignatu
 
 @dataclass(frozen=True)
 class BatchSplitter:
-    """Hands each rank its part of a batch; ``shifts``: the model's loss shifts labels by itself."""
+    """Hands each rank its part of a batch; ``shifts_labels``: the model's loss shifts labels by itself."""
 
     partition: SequencePartition
     signature: ForwardSignature

@@ -48,7 +48,7 @@ def replace_loss_by_mean(output: Any, sp_group: ParallelGroup) -> Any:
 def token_mean_loss(total: Tensor, count: Tensor, total_count: Tensor, sp_group: ParallelGroup) -> Tensor:
     """A loss whose mean over the team's ranks is the mean over the team's tokens.
 
-    ``total``: the sum of this rank's token losses (0-dim); ``count``, ``whole``: its number of targets, and
+    ``total``: the sum of this rank's token losses (0-dim); ``count``, ``total_count``: its number of targets, and
     the team's.
     """
     return total * (sp_group.size / total_count).to(total.dtype)
@@ -57,7 +57,7 @@ def token_mean_loss(total: Tensor, count: Tensor, total_count: Tensor, sp_group:
 class SequenceParallelLoss(TorchFunctionMode):
     """While the model runs: ``F.cross_entropy`` and ``F.nll_loss`` weigh tokens alike across parts.
 
-    ``tell``, if there is one, hears of the team's number of targets (0-dim, fp64); a loss without any is
+    ``on_token_count``, if there is one, hears of the team's number of targets (0-dim, fp64); a loss without any is
     0 then, not NaN.
     """
 

@@ -23,7 +23,7 @@ from thalweg.parallel.shard_spec import Span, split_evenly
 
 @dataclass(frozen=True)
 class SequencePartition:
-    """``context`` x ``heads`` ranks, the latter varying faster, and this rank's place among them."""
+    """``cp_size`` x ``ulysses_size`` ranks, the latter varying faster, and this rank's place among them."""
 
     cp_size: int = 1
     ulysses_size: int = 1

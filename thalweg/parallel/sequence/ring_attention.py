@@ -8,7 +8,7 @@ the blocks of keys and values (kv) move one rank on after each step:
       1        kv 2      kv 0      kv 1
       2        kv 1      kv 2      kv 0
 
-Every step attends to one block and merges the result by its log-sum-exp (``ops/blockwise.py``); the
+Every step attends to one block and merges the result by its log-sum-exp (``ops/attention/block.py``); the
 next block travels meanwhile.  Nobody ever holds more than two blocks, whatever the number of
 ranks, so a sequence n times as long takes n ranks and no more memory on each.
 
@@ -50,7 +50,7 @@ _KV_TAG, _GRAD_TAG = 0, 1  # tags: both may be on their way at once
 
 @dataclass(frozen=True)
 class RingAttentionSpec:
-    """One attention on the ring: ``spans[rank]`` its tokens; ``repeat`` query heads for each of the keys'."""
+    """One attention on the ring: ``token_spans[rank]`` its tokens; ``kv_repeat`` query heads for each of the keys'."""
 
     token_spans: tuple[tuple[Span, ...], ...]
     causal: bool
@@ -63,7 +63,7 @@ class RingAttentionSpec:
         return sum(stop - start for start, stop in self.token_spans[rank])
 
     def tiles(self, query_rank: int, kv_rank: int, device: torch.device) -> Iterator[AttentionTile]:
-        """What rank ``own`` computes with the keys of ``other``: rows, columns, whether causal, a mask."""
+        """What rank ``query_rank`` computes with the keys of ``kv_rank``: rows, columns, whether causal, a mask."""
         everything = slice(None)
         if self.mask_fn is not None:
             yield from self._masked_tiles(query_rank, kv_rank, self.mask_fn, device)
@@ -198,20 +198,20 @@ class _RingAttentionFunction(torch.autograd.Function):
                     block = _KVBlock(wait_next(), *shapes)
         y = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.ring, ctx.layout = ring, spec
+        ctx.ring, ctx.spec = ring, spec
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
-        ring, spec = ctx.ring, ctx.layout
+        ring, spec = ctx.ring, ctx.spec
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
         block, local_grad, wait_grad = _pack_kv(k, v), None, None
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
-                kv_rank, wait_next = ring.source(step), None
-                shapes = _block_shapes(k, v, spec.length(ring.source(step + 1)))
+                kv_rank, wait_next = ring.kv_rank(step), None
+                shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
                 numel = shapes[0].numel() + shapes[1].numel()
                 if step + 1 < ring.size:
                     wait_next = ring.send_recv_next(block.flat, numel, _KV_TAG)

@@ -1,7 +1,7 @@
 """The exchange of Ulysses: own tokens of all heads against all tokens of own heads.
 
-Heads are dealt out like tensor ranks' (:mod:`thalweg.parallel.tensor.tensor_parallel.heads`) and shares of tokens may differ, so counts
-differ by rank; one all-to-all carries q, k and v together, another the result back
+Heads are dealt out like tensor ranks' (:mod:`thalweg.parallel.tensor.heads`) and shares of tokens may differ, so
+counts differ by rank; one all-to-all carries q, k and v together, another the result back
 (Jacobs et al. 2023).
 """
 
@@ -23,7 +23,7 @@ def tokens_to_heads(
 ) -> list[Tensor]:
     """Tensors (B, H, own T, D) -> (B, own H, T, D), in one exchange.
 
-    ``heads[i][rank]``: the heads of tensor i that a rank gets; ``sizes``: tokens by rank.
+    ``heads_by_rank[i][rank]``: the heads of tensor i that a rank gets; ``token_counts``: tokens by rank.
     """
     send_tensors: list[list[Tensor]] = [[] for _ in range(ulysses_group.size)]
     for tensor, by_rank in zip(tensors, heads_by_rank, strict=True):
@@ -42,7 +42,7 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup) -> Tensor:
-    """(B, own H, T, D) -> (B, H, own T, D); ``heads``: number of heads by rank."""
+    """(B, own H, T, D) -> (B, H, own T, D); ``head_counts``: number of heads by rank."""
     send_tensors = [[part.reshape(-1)] for part in y.split(token_counts, 2)]
     num_tokens = token_counts[ulysses_group.rank]
     recv_shapes = [[(y.shape[0], count, num_tokens, y.shape[3])] for count in head_counts]
@@ -52,7 +52,7 @@ def heads_to_tokens(y: Tensor, head_counts: list[int], token_counts: list[int], 
 def _all_to_all(
     send_tensors: list[list[Tensor]], recv_shapes: list[list[tuple[int, ...]]], ulysses_group: ParallelGroup
 ) -> list[list[Tensor]]:
-    """Send ``parts[rank]`` (flat) to each rank; returns what each sent here, in ``shapes[rank]``."""
+    """Send ``send_tensors[rank]`` (flat) to each rank; returns what each sent here, in ``recv_shapes[rank]``."""
     sent = torch.cat([piece for pieces in send_tensors for piece in pieces])
     send_counts = [sum(piece.numel() for piece in pieces) for pieces in send_tensors]
     lengths = [[torch.Size(shape).numel() for shape in own] for own in recv_shapes]
@@ -69,10 +69,10 @@ class _AllToAll(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ulysses_group: ParallelGroup
     ) -> Tensor:
-        ctx.send_counts, ctx.counts, ctx.team = send_counts, recv_counts, ulysses_group
+        ctx.send_counts, ctx.recv_counts, ctx.group = send_counts, recv_counts, ulysses_group
         return ulysses_group.all_to_all(sent, send_counts, recv_counts, "attention")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent_back = ctx.team.all_to_all(grads[0].contiguous(), ctx.counts, ctx.send_counts, "attention")
+        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, "attention")
         return sent_back, None, None, None

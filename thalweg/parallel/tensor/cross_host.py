@@ -25,7 +25,7 @@ def warn_cross_host_groups(
 ) -> int:
     """The most hosts that any tensor group lies on; rank 0 warns above one, with the traffic; collective.
 
-    ``width``: elements of an activation a token; ``num_blocks``: blocks that are split.
+    ``hidden_size``: elements of an activation a token; ``num_blocks``: blocks that are split.
     """
     max_hosts = torch.tensor([HostTopology.discover(group, device).num_hosts], device=device)
     dist.all_reduce(max_hosts, op=dist.ReduceOp.MAX, group=world_group)

@@ -3,17 +3,17 @@
 A rule maps the end of a module's name to its role; the first that fits counts.  Roles:
 
     query, key_value, out    the projections of attention, cut by whole heads
-    sections, sections_kv    fused [q | k | v] or [k | v], one section behind the other
-    heads3                   fused by head: q, k, v of head 0, then of head 1, ...
-    groups                   fused by key-value head: its queries, its key, its value
-    column, row, column2     a linear layer cut by outputs, by inputs, by outputs in two sections
+    qkv_fused, kv_fused      fused [q | k | v] or [k | v], one section behind the other
+    qkv_interleaved          fused by head: q, k, v of head 0, then of head 1, ...
+    gqa_interleaved          fused by key-value head: its queries, its key, its value
+    column, row, gate_up_fused  a linear layer cut by outputs, by inputs, by outputs in two sections
     bias_table               an embedding whose columns are heads
     embedding, head          cut by vocabulary
-    partial                  whole parameters that see a part of the heads
-    whole                    left alone
+    grad_all_reduce          whole parameters that see a part of the heads
+    replicated               left alone
 
 ``attributes`` are numbers that a model's attention keeps and that must become this rank's:
-``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.ATTN_IMPLEMENTATION`` the
+``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.attention`` the
 module gets a config of its own.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Rules of one family; ``attention`` ends the names of the modules that hold ``attributes``."""
+    """Rules of one family; ``attention_modules`` ends the names of the modules that hold ``local_attributes``."""
 
     rules: Mapping[str, str]
     attention_modules: tuple[str, ...]
@@ -36,10 +36,10 @@ class Family:
 
 _GPT2 = Family(
     {
-        "crossattention.c_attn": "sections_kv",
+        "crossattention.c_attn": "kv_fused",
         "crossattention.q_attn": "query",
         "crossattention.c_proj": "out",
-        "attn.c_attn": "sections",
+        "attn.c_attn": "qkv_fused",
         "attn.c_proj": "out",
         "mlp.c_fc": "column",
         "mlp.c_proj": "row",
@@ -53,8 +53,8 @@ _LLAMA = Family(
         "self_attn.k_proj": "key_value",
         "self_attn.v_proj": "key_value",
         "self_attn.o_proj": "out",
-        "self_attn.q_norm": "partial",
-        "self_attn.k_norm": "partial",
+        "self_attn.q_norm": "grad_all_reduce",
+        "self_attn.k_norm": "grad_all_reduce",
         "mlp.gate_proj": "column",
         "mlp.up_proj": "column",
         "mlp.down_proj": "row",
@@ -72,8 +72,8 @@ _PHI = Family(
         "self_attn.k_proj": "key_value",
         "self_attn.v_proj": "key_value",
         "self_attn.dense": "out",
-        "self_attn.q_layernorm": "partial",
-        "self_attn.k_layernorm": "partial",
+        "self_attn.q_layernorm": "grad_all_reduce",
+        "self_attn.k_layernorm": "grad_all_reduce",
         "mlp.fc1": "column",
         "mlp.fc2": "row",
     },
@@ -82,9 +82,9 @@ _PHI = Family(
 )
 _PHI3 = Family(
     {
-        "self_attn.qkv_proj": "sections",
+        "self_attn.qkv_proj": "qkv_fused",
         "self_attn.o_proj": "out",
-        "mlp.gate_up_proj": "column2",
+        "mlp.gate_up_proj": "gate_up_fused",
         "mlp.down_proj": "row",
     },
     attention_modules=("self_attn",),
@@ -108,7 +108,7 @@ _OPT = Family(
 )
 _BLOOM = Family(
     {
-        "self_attention.query_key_value": "heads3",
+        "self_attention.query_key_value": "qkv_interleaved",
         "self_attention.dense": "out",
         "mlp.dense_h_to_4h": "column",
         "mlp.dense_4h_to_h": "row",
@@ -119,7 +119,7 @@ _BLOOM = Family(
 )
 _GPT_NEOX = Family(
     {
-        "attention.query_key_value": "heads3",
+        "attention.query_key_value": "qkv_interleaved",
         "attention.dense": "out",
         "mlp.dense_h_to_4h": "column",
         "mlp.dense_4h_to_h": "row",
@@ -138,7 +138,7 @@ _FALCON = {
         local_attributes={"num_heads": "query", "num_kv_heads": "key_value"},
         per_head_args=("alibi", "attention_mask"),
     )
-    for kind in ("groups", "sections", "heads3")
+    for kind in ("gqa_interleaved", "qkv_fused", "qkv_interleaved")
 }
 _T5 = Family(
     {
@@ -175,7 +175,7 @@ _BERT = Family(
 )
 _REFERENCE = Family(
     {
-        "attention.qkv": "sections",
+        "attention.qkv": "qkv_fused",
         "attention.proj": "out",
         "mlp.up": "column",
         "mlp.down": "row",
@@ -212,8 +212,8 @@ def get_family(model: Any) -> Family | None:
     model_type = getattr(config, "model_type", None)
     if model_type == "falcon":
         if config.new_decoder_architecture:
-            return _FALCON["groups"]
-        return _FALCON["sections" if config.multi_query else "heads3"]
+            return _FALCON["gqa_interleaved"]
+        return _FALCON["qkv_fused" if config.multi_query else "qkv_interleaved"]
     if model_type is None and f"{type(model).__module__}.{type(model).__qualname__}" == "thalweg.nn.transformer.GPT":
         return _REFERENCE
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None

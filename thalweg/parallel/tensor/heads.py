@@ -17,7 +17,7 @@ from thalweg.parallel.tensor.layers import SharedRows
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Query and key-value heads of one attention, each ``width`` features."""
+    """Query and key-value heads of one attention, each ``head_dim`` features."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,8 +31,8 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class HeadAssignment:
-    """Heads dealt out: ``query[rank]`` a span, ``key_value[rank]`` the heads it uses, each for
-    ``repeat[rank]`` query heads."""
+    """Heads dealt out: ``query_spans[rank]`` a span, ``kv_heads[rank]`` the heads it uses, each for
+    ``kv_repeats[rank]`` query heads."""
 
     heads: AttentionHeads
     query_spans: tuple[Span, ...]
@@ -46,7 +46,7 @@ class HeadAssignment:
 
 
 def assign_heads(heads: AttentionHeads, world_size: int, align_to_kv_groups: bool = False) -> HeadAssignment:
-    """Deal the heads out to ``world`` ranks.
+    """Deal the heads out to ``world_size`` ranks.
 
     With fewer key-value heads than ranks, no rank's query heads are of two groups where that costs nobody a
     head more, or ``align_to_kv_groups`` asks for it.
@@ -96,7 +96,7 @@ FusedSpec = tuple[ShardSpec, Callable[[int], SharedRows | None]]
 
 
 def query_spec(assignment: HeadAssignment, dim: int, rows_per_head: int) -> ShardSpec:
-    """Rows that belong to query heads, ``per_head`` of them each."""
+    """Rows that belong to query heads, ``rows_per_head`` of them each."""
     spans = tuple(((start * rows_per_head, stop * rows_per_head),) for start, stop in assignment.query_spans)
     return ShardSpec(dim, assignment.heads.num_heads * rows_per_head, spans)
 
@@ -148,7 +148,7 @@ def gqa_interleaved_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
 
 
 def qkv_fused_spec(assignment: HeadAssignment, dim: int, with_queries: bool = True) -> FusedSpec:
-    """Rows fused in sections: queries (unless not ``first``), keys, values."""
+    """Rows fused in sections: queries (unless not ``with_queries``), keys, values."""
     head_dim = assignment.heads.head_dim
     queries: Sequence[tuple[Span, ...]] = [
         ((start * head_dim, stop * head_dim),) for start, stop in assignment.query_spans
@@ -166,7 +166,7 @@ def _with_shared_tail(
     offset: int,
     num_sections: int,
 ) -> FusedSpec:
-    """``before`` of each rank, then ``sections`` of key-value rows from ``offset`` on."""
+    """``leading_spans`` of each rank, then ``num_sections`` of key-value rows from ``offset`` on."""
     head_dim, world_size = assignment.heads.head_dim, len(assignment.query_spans)
     length = assignment.heads.num_kv_heads * head_dim
     size = offset + num_sections * length

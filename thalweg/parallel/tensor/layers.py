@@ -1,7 +1,7 @@
 """The forward of each kind of split layer, given to a module by a disguised subclass.
 
 A module keeps its class name, its parameters' names and its hooks; its parameters are this
-rank's pieces.  ``column`` layers cut their outputs, ``row`` layers their inputs, so that
+rank's pieces.  ``column_parallel`` layers cut their outputs, ``row_parallel`` layers their inputs, so that
 what lies between them needs no communication.
 """
 
@@ -38,8 +38,8 @@ def replace_forward(module: nn.Module, forward: ForwardFn) -> None:
 class SharedRows:
     """Rows of a cut layer that every rank needs some of: the tail of each rank's piece.
 
-    ``own``: rows of the piece that are this rank's alone, before the tail; ``sizes``: lengths
-    of all ranks' tails; ``select``: which rows of the joined tails this rank uses, or None for all.
+    ``num_exclusive``: rows of the piece that are this rank's alone, before the tail; ``tail_sizes``: lengths
+    of all ranks' tails; ``row_indices``: which rows of the joined tails this rank uses, or None for all.
     """
 
     num_exclusive: int

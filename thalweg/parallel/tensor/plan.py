@@ -33,14 +33,14 @@ from thalweg.parallel.tensor.layers import SharedRows
 class LayerPlan:
     """One module of a plan: what it does, its parameters' cuts by key, and rows it shares."""
 
-    kind: str  # column, row, embedding, head, partial, experts, columns_of_heads
+    kind: str  # column, row, embedding, head, grad_all_reduce, experts, head_columns
     shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
     shared_rows: SharedRows | None = None
 
 
 @dataclass
 class TpPlan:
-    """Layers and attributes by module name; ``by_head``: modules with arguments that carry heads."""
+    """Layers and attributes by module name; ``per_head_args``: modules with arguments that carry heads."""
 
     source: str
     layers: dict[str, LayerPlan] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class UnshardableModelError(ValueError):
 
 
 def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
-    """The plan for this rank of ``world``, or None where neither a family nor the model itself has one.
+    """The plan for this rank of ``world_size``, or None where neither a family nor the model itself has one.
 
     Raises:
         ValueError: the model has fewer heads than ranks.
@@ -62,7 +62,9 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     family, hf_rules = get_family(model), _hf_tp_rules(model)
     if family is None and not hf_rules:
         return None
-    assignment = _assign_model_heads(model, world_size, family is not None and "groups" in family.rules.values())
+    assignment = _assign_model_heads(
+        model, world_size, family is not None and "gqa_interleaved" in family.rules.values()
+    )
     if family is not None and assignment is not None:
         plan = TpPlan(f"the {_model_type(model)} family", head_assignment=assignment)
         for name, module in model.named_modules():
@@ -117,7 +119,7 @@ def heads_from_config(config: Any) -> AttentionHeads | None:
 def _plan_layer(
     name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int
 ) -> LayerPlan:
-    if role in ("partial", "whole"):
+    if role in ("grad_all_reduce", "replicated"):
         return LayerPlan(role)
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
@@ -126,7 +128,7 @@ def _plan_layer(
     head_dim = assignment.heads.head_dim
     shared_rows: SharedRows | None = None
     if role == "bias_table":
-        return LayerPlan("columns_of_heads", {"weight": query_spec(assignment, 1, 1)})
+        return LayerPlan("head_columns", {"weight": query_spec(assignment, 1, 1)})
     if role in ("out", "row"):
         in_dim = 1 - out_dim
         size = weight.shape[in_dim]
@@ -137,18 +139,18 @@ def _plan_layer(
     size = weight.shape[out_dim]
     if role == "query":
         spec = query_spec(assignment, out_dim, head_dim)
-    elif role == "heads3":
+    elif role == "qkv_interleaved":
         spec = query_spec(assignment, out_dim, 3 * head_dim)
-    elif role == "groups":
+    elif role == "gqa_interleaved":
         spec, get_shared_rows = gqa_interleaved_spec(assignment, out_dim)
         shared_rows = get_shared_rows(rank)
     elif role == "key_value":
         spec, get_shared_rows = kv_spec(assignment, out_dim)
         shared_rows = get_shared_rows(rank)
-    elif role in ("sections", "sections_kv"):
-        spec, get_shared_rows = qkv_fused_spec(assignment, out_dim, with_queries=role == "sections")
+    elif role in ("qkv_fused", "kv_fused"):
+        spec, get_shared_rows = qkv_fused_spec(assignment, out_dim, with_queries=role == "qkv_fused")
         shared_rows = get_shared_rows(rank)
-    elif role == "column2":
+    elif role == "gate_up_fused":
         spec = gate_up_spec(out_dim, size, world_size)
     else:
         assert role == "column", role
@@ -213,8 +215,8 @@ _HF_ROLES = {
     "colwise_rep": "column",
     "rowwise": "row",
     "rowwise_rep": "row",
-    "packed_colwise": "column2",
-    "replicated_with_grad_allreduce": "partial",
+    "packed_colwise": "gate_up_fused",
+    "replicated_with_grad_allreduce": "grad_all_reduce",
 }
 
 
@@ -253,7 +255,7 @@ def _apply_hf_rules(
             raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
         if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
             mapped_role = _per_head_role(module, mapped_role, assignment.heads)
-        assert assignment is not None or mapped_role in ("column", "row", "column2", "partial")
+        assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
         plan.layers[name] = _plan_layer(
             name,
             module,
@@ -286,7 +288,7 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     role_by_width = {
         heads.num_heads * heads.head_dim: "query",
         heads.num_kv_heads * heads.head_dim: "key_value",
-        3 * heads.num_heads * heads.head_dim: "heads3",
+        3 * heads.num_heads * heads.head_dim: "qkv_interleaved",
     }
     if heads.num_heads == heads.num_kv_heads:
         role_by_width[heads.num_heads * heads.head_dim] = "query"

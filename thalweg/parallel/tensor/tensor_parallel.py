@@ -52,7 +52,7 @@ def apply_tensor_parallel(
     kernels: str = "torch",
     check: bool = True,
 ) -> TensorParallelLayout:
-    """Cut ``model`` in place over ``team``; collective over ``everyone``, whose rank 0's values count.
+    """Cut ``model`` in place over ``tp_group``; collective over ``world_group``, whose rank 0's values count.
 
     ``tp_fsdp_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
 
@@ -75,7 +75,7 @@ def apply_tensor_parallel(
 
 
 def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup) -> None:
-    """Cut ``model`` in place as ``team.rank``'s, without a word to the others and without comparing anything.
+    """Cut ``model`` in place as ``tp_group.rank``'s, without a word to the others and without comparing anything.
 
     Raises:
         ValueError: no plan fits.
@@ -181,7 +181,7 @@ def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, ke
             return layers.vocab_parallel_embedding(tp_context, layer.shard_specs["weight"])
         case "head":
             return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
-        case "partial":
+        case "grad_all_reduce":
             return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
         case "experts":
             return layers.expert_tensor_parallel(module, tp_context)

@@ -84,7 +84,7 @@ class VocabParallelLogits(Tensor):
         result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        result.local, result.team, result.sizes = local, tp_group, shard_sizes
+        result.local, result.tp_group, result.shard_sizes = local, tp_group, shard_sizes
         return result
 
     def full_tensor(self) -> Tensor:
@@ -92,7 +92,7 @@ class VocabParallelLogits(Tensor):
         return gather_from_region(self.local, self.local.dim() - 1, self.shard_sizes, self.tp_group, _LEDGER_NAME)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"VocabularyShards(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+        return f"VocabParallelLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
     def _with_local(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits(local, self.tp_group, self.shard_sizes)

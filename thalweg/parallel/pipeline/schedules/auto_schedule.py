@@ -34,7 +34,7 @@ def rank_schedules(
     get_costs: Callable[[int], ActionCosts] | None = None,
     num_virtual_stages: int = 2,
 ) -> list[ScheduleCandidate]:
-    """Every schedule that ``num_ranks``, ``num_micro`` and ``max_stages`` allow, the best first.
+    """Every schedule that ``num_ranks``, ``num_micro_batches`` and ``max_stages`` allow, the best first.
 
     ``get_costs(num_stages)``: what the actions of the model cost, cut into so many stages; by default all
     the same, in sum one unit a rank.
@@ -61,7 +61,7 @@ def rank_schedules(
 
 
 def choose_schedule(candidates: Sequence[ScheduleCandidate], max_in_flight: int | None = None) -> ScheduleCandidate:
-    """The best of ``found``, as :func:`candidates` gives them; ``max_in_flight``: micro-batches that fit."""
+    """The best of ``candidates``, as :func:`candidates` gives them; ``max_in_flight``: micro-batches that fit."""
     fitting = [one for one in candidates if max_in_flight is None or one.peak_in_flight <= max_in_flight]
     if not fitting:
         return min(candidates, key=lambda one: one.peak_in_flight)

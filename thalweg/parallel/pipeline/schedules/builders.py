@@ -35,7 +35,7 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 def stages_per_rank(name: ScheduleName, num_virtual_stages: int = 2) -> int:
-    """How many stages each rank holds: 2 where the placement is a V, ``chunks`` where it is interleaved."""
+    """How many stages each rank holds: 2 where the placement is a V, ``num_virtual_stages`` where it is interleaved."""
     if name in ("zbv", "dualpipev"):
         return 2
     return num_virtual_stages if name == "interleaved" else 1
@@ -147,7 +147,7 @@ def _zbv(request: _ScheduleRequest) -> Orders:
 
 
 def _zero_bubble(request: _ScheduleRequest, max_in_flight: int) -> Orders:
-    """The shortest of what list scheduling finds, no rank ever holding over ``most`` activations.
+    """The shortest of what list scheduling finds, no rank ever holding over ``max_in_flight`` activations.
 
     A rank that fills its memory with forwards at once may have nothing to alternate with
     later, so tighter limits towards the end of the pipeline are tried too, and both orders

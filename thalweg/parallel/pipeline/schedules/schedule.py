@@ -36,7 +36,7 @@ class Action(NamedTuple):
 class PipelineSchedule:
     """The orders of all ranks.
 
-    Attributes: ``placement[s]`` the rank of stage ``s``; ``orders[r]`` what rank ``r`` does.
+    Attributes: ``stage_to_rank[s]`` the rank of stage ``s``; ``orders[r]`` what rank ``r`` does.
     """
 
     name: str
@@ -65,7 +65,7 @@ class PipelineSchedule:
 
 
 def dependencies(action: Action, num_stages: int, split_backward: Container[tuple[int, int]]) -> Iterator[Action]:
-    """What must be done before ``action`` may begin; ``halved`` as in :class:`Schedule`."""
+    """What must be done before ``action`` may begin; ``split_backward`` as in :class:`Schedule`."""
     kind, stage, micro = action
     if kind == "F":
         if stage > 0:

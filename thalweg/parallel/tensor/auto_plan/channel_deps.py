@@ -27,7 +27,7 @@ MAX_CHUNKS = 256
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Inputs of the second layer (``columns``) and outputs of each first one that go together."""
+    """Inputs of the second layer (``in_channels``) and outputs of each first one that go together."""
 
     in_channels: tuple[int, ...]
     out_channels: tuple[tuple[int, ...], ...]
@@ -92,7 +92,7 @@ class ChannelDependence:
         ]
 
     def depends_only_on(self, in_channels: Sequence[int], out_channels: Sequence[Sequence[int]]) -> bool:
-        """Whether ``columns`` depend on nothing but ``channels`` of each leaf."""
+        """Whether ``in_channels`` depend on nothing but ``out_channels`` of each leaf."""
         if not in_channels:
             return True
         allowed = torch.zeros(sum(leaf.shape[-1] for leaf in self.leaves), dtype=torch.bool)

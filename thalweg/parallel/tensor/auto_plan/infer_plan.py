@@ -50,7 +50,7 @@ IndicesByRank = tuple[tuple[int, ...], ...]  # by rank
 
 @dataclass
 class ColumnRowPair:
-    """Columns of ``first`` products and rows of ``second``, with the indices of each rank."""
+    """Columns of ``column_ops`` products and rows of ``row_op``, with the indices of each rank."""
 
     column_ops: list[LinearOp]
     row_op: LinearOp

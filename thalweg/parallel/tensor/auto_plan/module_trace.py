@@ -231,14 +231,14 @@ class LinearGraph:
     param_modules: dict[str, str]  # the module of each other parameter
 
     def exclusive_sources(self, op: LinearOp) -> list[LinearOp]:
-        """The products that feed ``second`` and nothing else, if no others feed it."""
+        """The products that feed ``op`` and nothing else, if no others feed it."""
         sources = [name for name in self.sources.get(op.name, ()) if name in self.leaves]
         if any(self.consumers[name] != {op.name} for name in sources):
             return []
         return [product for name, product in self.linear_ops.items() if name in sources]
 
     def modules_between(self, op: LinearOp) -> list[str] | None:
-        """Modules whose parameters act on the way to ``second``; None if they act elsewhere too."""
+        """Modules whose parameters act on the way to ``op``; None if they act elsewhere too."""
         names = [name for name in self.sources[op.name] if name in self.param_modules]
         if any(self.consumers[name] != {op.name} for name in names):
             return None
