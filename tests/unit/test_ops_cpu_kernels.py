@@ -45,8 +45,8 @@ def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Te
         ]),
         cpu_kernels.Instruction(kernels.gemm(form), [
             ready.operand, parts["weight"], out, count, cpu_kernels.round_up(width),
-            len(bias) // cpu_kernels.WEIGHT_FORMATS[form].panel_columns, ready.operand_stride, out.stride(0) * 4, bias, 0, ready.scale,
-            parts.get("scale", 0), *ready.sum_args(form),
+            len(bias) // cpu_kernels.WEIGHT_FORMATS[form].panel_columns, ready.operand_stride, out.stride(0) * 4, bias,
+            0, ready.scale, parts.get("scale", 0), *ready.sum_args(form),
         ]),
     ]  # fmt: skip
     cpu_kernels.build_program(calls, made, [ready, parts]).run()  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ The invariants:
 - Inputs that are put away (``offload.py``) come back with the same bits; units inside of such a unit keep
   theirs.
 
-Files: ``checkpoint_wrapper.py`` the units and their policy; ``offloaded_forward.py`` one call whose inputs leave; ``offload.py``
-where to.
+Files: ``checkpoint_wrapper.py`` the units and their policy; ``offloaded_forward.py`` one call whose inputs
+leave; ``offload.py`` where to.
 """
 
 from __future__ import annotations

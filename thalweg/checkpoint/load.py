@@ -1,6 +1,6 @@
 """Which checkpoint to load: the one asked for, or the newest good one, never silently none.
 
-``open_verified`` verifies the whole checkpoint before it returns it, each rank its share, and
+``open_verified`` checks the whole checkpoint before it returns it, each rank its share, and
 falls back past damaged ones with a warning.  A directory that holds checkpoints never
 leads to a silent start at step 0.
 """

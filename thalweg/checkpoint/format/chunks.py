@@ -47,10 +47,6 @@ class TensorChunk:
         """This box as slices of a tensor whose first element is at ``origin``."""
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, origin, self.size, strict=True))
 
-    def shifted(self, by: tuple[int, ...]) -> TensorChunk:
-        """The box shifted by ``by``."""
-        return TensorChunk(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.size)
-
 
 @dataclass(frozen=True)
 class LocalChunk:

@@ -92,7 +92,8 @@ class AttentionShape:
         """Return a name that tells this shape from others."""
         fields = (
             self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.kv_dtype, self.bf16_pairs,
-            self.rotary_dim, self.rotary_interleaved, self.qk_norm, self.sliding_window, self.softcap, self.alibi, self.bias_span,
+            self.rotary_dim, self.rotary_interleaved, self.qk_norm, self.sliding_window, self.softcap,
+            self.alibi, self.bias_span,
         )  # fmt: skip
         return f"{prefix}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in fields)
 

@@ -186,7 +186,7 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
             self._apply(group, params[i], piece)
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
-        """A layout that ``distributed_matrices.py`` does not know: every rank gathers the matrix and computes all of it."""
+        """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
         assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
         piece = self._update_momentum(group, param)()
