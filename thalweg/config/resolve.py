@@ -128,7 +128,7 @@ def try_resolve(
         reasons[path] = resolution[1]
     resolved = context.config
     derived = dict(config.provenance.derived) | reasons
-    resolved._provenance = replace(config.provenance, filled=tuple(derived.items()))
+    resolved._provenance = replace(config.provenance, derived=tuple(derived.items()))
     problems += find_rule_violations(resolved, skipped)
     problems += find_unsupported(resolved, skipped)
     return resolved, _dedupe(problems)

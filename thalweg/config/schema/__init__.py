@@ -132,7 +132,7 @@ class Config(Section):
     def add_note(self, path: str, text: str) -> None:
         """Remember what an option comes to in this run, for :meth:`describe`; the values stay as they are."""
         derived = (*self._provenance.derived, (path, text))
-        self._provenance = replace(self._provenance, filled=derived)
+        self._provenance = replace(self._provenance, derived=derived)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option as plain JSON values; ``load`` of it gives an equal config."""

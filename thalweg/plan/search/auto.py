@@ -80,7 +80,7 @@ def with_auto_values(config: Config, values: dict[str, Any], reason: str) -> Con
     derived = dict(config.provenance.derived) | dict.fromkeys(values, reason)
     filled_config = replace_by_path(config, values)
     assert isinstance(filled_config, Config)
-    filled_config._provenance = replace(config.provenance, filled=tuple(derived.items()))
+    filled_config._provenance = replace(config.provenance, derived=tuple(derived.items()))
     return filled_config
 
 
