@@ -1,4 +1,4 @@
-"""The speed and memory that Thalweg promises on one host with two ranks, as checks on a duel.
+"""The speed and memory that Thalweg promises on one host with two ranks, as checks on an interleaved run.
 
 Each goal names a model, a contestant, a peer, and the least ratio (theirs over ours) that keeps the
 promise.  A goal whose contestants did not run is left out, never counted as met.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from _duel import InterleavedRun
+from _interleaved import InterleavedRun
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ def _make_goals() -> list[PerformanceGoal]:
 GOALS = _make_goals()
 
 
-def measure_ratio(duel: InterleavedRun, goal: PerformanceGoal) -> float:
+def measure_ratio(interleaved: InterleavedRun, goal: PerformanceGoal) -> float:
     """Return theirs over ours in the goal's metric."""
     if goal.metric == "clock":
-        return duel.time_ratio(goal.ours, goal.peer)
-    return duel.outcomes[goal.peer].peak_mib() / duel.outcomes[goal.ours].peak_mib()
+        return interleaved.time_ratio(goal.ours, goal.peer)
+    return interleaved.outcomes[goal.peer].peak_mib() / interleaved.outcomes[goal.ours].peak_mib()
 
 
-def check_goals(duel: InterleavedRun) -> list[dict[str, object]]:
-    """Return each goal of this duel's model that could be measured, with its ratio and whether it is met."""
-    if duel.world != 2 or duel.job.dtype != "fp32":
+def check_goals(interleaved: InterleavedRun) -> list[dict[str, object]]:
+    """Return each goal of this run's model that could be measured, with its ratio and whether it is met."""
+    if interleaved.world != 2 or interleaved.job.dtype != "fp32":
         return []
     return [
         {
@@ -62,9 +62,9 @@ def check_goals(duel: InterleavedRun) -> list[dict[str, object]]:
             "peer": goal.peer,
             "metric": goal.metric,
             "least": round(goal.min_ratio, 3),
-            "ratio": round(measure_ratio(duel, goal), 3),
-            "met": measure_ratio(duel, goal) >= goal.min_ratio,
+            "ratio": round(measure_ratio(interleaved, goal), 3),
+            "met": measure_ratio(interleaved, goal) >= goal.min_ratio,
         }
         for goal in GOALS
-        if goal.model == duel.job.name and duel.succeeded(goal.ours) and duel.succeeded(goal.peer)
+        if goal.model == interleaved.job.name and interleaved.succeeded(goal.ours) and interleaved.succeeded(goal.peer)
     ]

@@ -146,7 +146,7 @@ class RankGroup:
                 raise self._make_error("a rank has gone") from None
 
     def _read_replies(self, timeout: float) -> list[dict[str, Any]]:
-        """Wait for one line from every rank; raise GroupError when one fails, dies or takes too long."""
+        """Wait for one line from every rank; raise RankGroupError when one fails, dies or takes too long."""
         deadline = time.monotonic() + timeout
         replies: dict[int, dict[str, Any]] = {}
         while len(replies) < self.world:
@@ -167,7 +167,7 @@ class RankGroup:
         return RankGroupError("\n".join([f"{self.name}: {reason}", *tails]))
 
     def wait_ready(self, timeout: float = 300.0) -> None:
-        """Return when every rank has built its model; GroupError otherwise."""
+        """Return when every rank has built its model; RankGroupError otherwise."""
         self._read_replies(timeout)
 
     def run(self, steps: int, timeout: float = 600.0) -> TurnResult:

@@ -1,7 +1,7 @@
 """One engine of `_infer_peers.py`, run in that engine's own environment: convert a model, or take turns.
 
-    _infer_peer.py convert ENGINE FORM SOURCE TARGET
-    _infer_peer.py serve ENGINE FORM TARGET THREADS
+    _infer_peer_worker.py convert ENGINE FORM SOURCE TARGET
+    _infer_peer_worker.py serve ENGINE FORM TARGET THREADS
 
 A turn generates one token a prompt, then all of them, greedily and with no end token heeded.
 """

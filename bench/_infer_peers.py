@@ -24,7 +24,7 @@ from _peers import ROOT
 
 FOLDER = ROOT / ".venv-infer-peers"
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
-WORKER = Path(__file__).with_name("_infer_peer.py")
+WORKER = Path(__file__).with_name("_infer_peer_worker.py")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PeerSpec:
         return VLLM.exists() if self.engine == "vllm" else (FOLDER / self.engine).is_dir()
 
     def command(self, *words: str) -> tuple[list[str], dict[str, str]]:
-        """Return a command line for `_infer_peer.py` and its environment."""
+        """Return a command line for `_infer_peer_worker.py` and its environment."""
         python = str(VLLM) if self.engine == "vllm" else sys.executable
         environment = dict(os.environ)
         environment.pop("PYTHONPATH", None)

@@ -63,7 +63,7 @@ class ContestantResult:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a duel is run: rounds of `steps` steps for each, after `warmup` steps that are not counted; with
+    """How an interleaved run goes: rounds of `steps` steps for each, after `warmup` steps that are not counted; with
     `memory_mib` for all that are alive at once (None: most of what is free)."""
 
     rounds: int = 5
@@ -76,7 +76,7 @@ class RunSettings:
 class InterleavedRun:
     """The outcomes of one run; `outcomes[name]` is the contestant's first (the anchor has one a batch).
 
-    `meter()` is a counter read before and after each turn; `Outcome.metered_per_step` has its rise per step.
+    `meter()` is a counter read before and after each turn; `ContestantResult.metered_per_step` has its rise per step.
     """
 
     def __init__(

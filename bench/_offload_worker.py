@@ -110,8 +110,8 @@ def main() -> None:
     result["setup_mib"] = memory_mib()
     result["losses"], result["seconds"], result["cpu_seconds"] = [], [], []
     result["read_bytes"], result["written_bytes"] = [], []
-    swap = getattr(getattr(engine, "_parts", None), "sharded", None)
-    swap = getattr(swap, "swap", None)
+    components = getattr(engine, "_components", None)  # DeepSpeed's engine has none
+    swap = components.sharded.swap if components is not None else None
     vocabulary = SHAPES[args.case][3]
     for step in range(args.steps):
         generator = torch.Generator().manual_seed(step)

@@ -26,13 +26,13 @@ class CrudeQuantizer(BlockQuantizer):
     """The negative control: 2 bits (three values) and one scale for a whole tensor."""
 
     def quantize(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """As the codec's, of values rounded to -max, 0 and max."""
+        """As its base does, of values rounded to -max, 0 and max."""
         peak = values.float().abs().max().clamp(min=1e-30)
         super().quantize((values / peak).round() * peak, payload)
 
 
 def use_crude_quantizers() -> None:
-    """Put the control in the place of every codec."""
+    """Put the control in the place of every quantizer."""
     from thalweg.zero import collectives
     from thalweg.zero.storage import cross_host_sync
 

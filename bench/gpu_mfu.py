@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from _contestants import Job
-from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
+from _interleaved import InterleavedRun, RunSettings
 from _llama import flops_per_token, peak_flops
 from _report import (
     Row,
@@ -68,15 +68,15 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     return best
 
 
-def lines_of(duel: InterleavedRun, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
+def lines_of(interleaved: InterleavedRun, names: list[str], peak: float | None, matmul: float) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
-    job = duel.job
+    job = interleaved.job
     tokens = job.micro_batch * job.sequence
     work = tokens * flops_per_token(job.llama_config(), job.sequence)
     causal = tokens * flops_per_token(job.llama_config(), job.sequence, causal=True)
     lines = []
     for name in names:
-        outcome = duel.outcomes[name]
+        outcome = interleaved.outcomes[name]
         line: dict[str, Any] = {"contestant": name, "note": outcome.error}
         if not outcome.error:
             seconds = statistics.median(outcome.clock_ms()) / 1e3
@@ -88,24 +88,24 @@ def lines_of(duel: InterleavedRun, names: list[str], peak: float | None, matmul:
                 "mfu_causal": causal / seconds / peak if peak else None,
                 "share_of_matmul": work / seconds / matmul,
                 "gpu_peak_mib": outcome.reports[0]["cuda_peak_mib"],
-                "loss_difference": duel.loss_difference(name),
+                "loss_difference": interleaved.loss_difference(name),
             }
         lines.append(line)
     return lines
 
 
-def rows_of(duel: InterleavedRun, lines: list[dict[str, Any]]) -> list[Row]:
+def rows_of(interleaved: InterleavedRun, lines: list[dict[str, Any]]) -> list[Row]:
     """Return the rows of Thalweg's stages against the raw loops."""
     by_name = {line["contestant"]: line for line in lines}
     rows = []
     for ours, theirs in PAIRS.items():
-        case = f"{duel.job.name} {duel.job.dtype}, micro-batch {duel.job.micro_batch}, {ours}"
+        case = f"{interleaved.job.name} {interleaved.job.dtype}, micro-batch {interleaved.job.micro_batch}, {ours}"
         a, b = by_name[ours], by_name[theirs]
         lost = next((line for line in (a, b) if line["note"]), None)
         if lost:
             rows.append(compare(case, theirs, "mfu", None, None, note=f"{lost['contestant']}: {lost['note']}"))
             continue
-        ratio = duel.time_ratio(ours, theirs)
+        ratio = interleaved.time_ratio(ours, theirs)
         rows.append(compare(case, theirs, "mfu", a["mfu"], b["mfu"], lower_is_better=False, ratio=ratio))
         rows.append(compare(case, theirs, "step_ms", a["step_ms"], b["step_ms"], ratio=ratio))
         rows.append(compare(case, theirs, "gpu_peak_mib", a["gpu_peak_mib"], b["gpu_peak_mib"]))
@@ -113,18 +113,18 @@ def rows_of(duel: InterleavedRun, lines: list[dict[str, Any]]) -> list[Row]:
 
 
 def measure(job: Job, plan: RunSettings) -> dict[str, Any]:
-    """Run the duel on this GPU and return its JSON object."""
+    """Run the contestants on this GPU and return its JSON object."""
     name = torch.cuda.get_device_name()
     matmul, peak = matmul_flops(), peak_flops(name)
     torch.cuda.empty_cache()
     names = ["fsdp2_3", "thalweg_3", "fsdp2_2", "thalweg_2", "thalweg_0"]
-    duel = InterleavedRun(job, 1, plan, "fsdp2_3")
-    duel.run(names)
-    if not duel.succeeded("fsdp2_3"):
-        raise RuntimeError(f"the raw FSDP2 loop failed: {duel.outcomes['fsdp2_3'].error}")
-    lines = lines_of(duel, names, peak, matmul)
+    interleaved = InterleavedRun(job, 1, plan, "fsdp2_3")
+    interleaved.run(names)
+    if not interleaved.succeeded("fsdp2_3"):
+        raise RuntimeError(f"the raw FSDP2 loop failed: {interleaved.outcomes['fsdp2_3'].error}")
+    lines = lines_of(interleaved, names, peak, matmul)
     gpu = {"name": name, "peak_tflops": peak and peak / 1e12, "matmul_tflops": round(matmul / 1e12, 1)}
-    rows = rows_of(duel, lines)
+    rows = rows_of(interleaved, lines)
     return make_result("gpu_mfu", rows, gpu=gpu, job=job.to_dict(), plan=dataclasses.asdict(plan), contestants=lines)
 
 

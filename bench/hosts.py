@@ -17,8 +17,8 @@ import sys
 from typing import Any
 
 from _contestants import JOBS
-from _duel import InterleavedRun, RunSettings
 from _groups import exit_on_terminate
+from _interleaved import InterleavedRun, RunSettings
 from _namespaces import NamespaceError, NamespaceHosts, missing_reason
 from _report import Row, add_output_options, compare, format_cell, make_result, publish_runs, render_section
 
@@ -27,20 +27,20 @@ DEFAULT = [ANCHOR, *(f"thalweg_torch_{stage}" for stage in range(4)), "fsdp2_2",
 QUICK = [ANCHOR, "thalweg_torch_1", "thalweg_torch_3"]
 
 
-def rows_of(duel: InterleavedRun, head: str, asked: list[str]) -> list[Row]:
+def rows_of(interleaved: InterleavedRun, head: str, asked: list[str]) -> list[Row]:
     """Return the rows of Thalweg's contestants against every other one."""
     rows = []
     for name in (n for n in asked if n.startswith("thalweg")):
         for peer in (n for n in asked if not n.startswith("thalweg")):
             case = f"{head}, {name}"
-            lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
+            lost = next((n for n in (name, peer) if not interleaved.succeeded(n)), None)
             if lost:
-                note = f"{lost}: {duel.outcomes[lost].error}"
+                note = f"{lost}: {interleaved.outcomes[lost].error}"
                 rows.append(compare(case, peer, "clock_ms_median", None, None, note=note))
                 continue
-            a, b = duel.outcomes[name], duel.outcomes[peer]
+            a, b = interleaved.outcomes[name], interleaved.outcomes[peer]
             clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
-            rows.append(compare(case, peer, "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
+            rows.append(compare(case, peer, "clock_ms_median", *clocks, ratio=interleaved.time_ratio(name, peer)))
             rows.append(compare(case, peer, "clock_ms_min", min(a.clock_ms()), min(b.clock_ms())))
             sent = [statistics.median(o.metered_per_step) for o in (a, b)]
             rows.append(compare(case, peer, "link_mib", *sent))
@@ -48,23 +48,25 @@ def rows_of(duel: InterleavedRun, head: str, asked: list[str]) -> list[Row]:
 
 
 def measure(model: str, ranks: int, rate: str | None, plan: RunSettings, asked: list[str]) -> dict[str, Any]:
-    """Run one duel over a fresh pair of hosts and return its JSON object."""
+    """Run the contestants over a fresh pair of hosts and return its JSON object."""
     job = JOBS[model]
     head = f"{model} {job.dtype}, 2 hosts x {ranks} ranks, cable {rate or 'unlimited'}"
     with NamespaceHosts(rate) as hosts:
-        duel = InterleavedRun(job, 2 * ranks, plan, ANCHOR, meter=hosts.sent_mib)
-        duel.run(asked, hosts.placements(ranks))
+        interleaved = InterleavedRun(job, 2 * ranks, plan, ANCHOR, meter=hosts.sent_mib)
+        interleaved.run(asked, hosts.placements(ranks))
     lines = []
     for name in asked:
-        outcome = duel.outcomes[name]
+        outcome = interleaved.outcomes[name]
         line: dict[str, Any] = {"contestant": name, "note": outcome.error}
         if not outcome.error:
             line |= {
                 **outcome.summary(1),
-                "loss_difference": float(f"{duel.loss_difference(name):.2g}") if duel.succeeded(ANCHOR) else None,
+                "loss_difference": float(f"{interleaved.loss_difference(name):.2g}")
+                if interleaved.succeeded(ANCHOR)
+                else None,
             }
         lines.append(line)
-    rows = rows_of(duel, head, asked)
+    rows = rows_of(interleaved, head, asked)
     return make_result("hosts", rows, run=head, plan=dataclasses.asdict(plan), contestants=lines)
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from _infer_peers import start_peers
-from _multiply import multiply_adds_per_second
+from _peak_macs import multiply_adds_per_second
 from _peers import ROOT
 from _report import (
     Row,

@@ -46,7 +46,7 @@ XL = {"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_posit
 
 def run(group: Path | None = None, **case: Any) -> dict[str, Any]:
     """Run one case in a process (of a memory cgroup) and return what it printed."""
-    command = [sys.executable, str(ROOT / "bench" / "_stream_case.py"), json.dumps(case)]
+    command = [sys.executable, str(ROOT / "bench" / "_infer_offload_worker.py"), json.dumps(case)]
     if group is not None:
         command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -56,7 +56,9 @@ class Times:
     clock: list[float]
 
 
-def duel(ours: Callable[[], None], theirs: Callable[[], None], repeats: int, seconds: float) -> tuple[Times, Times]:
+def time_interleaved(
+    ours: Callable[[], None], theirs: Callable[[], None], repeats: int, seconds: float
+) -> tuple[Times, Times]:
     """Run both in turns, `repeats` times each or until `seconds` are over (three times at least)."""
     results = Times([], []), Times([], [])
     for run in (ours, theirs):
@@ -108,7 +110,7 @@ def layer_case(dtype: torch.dtype, rows: int, k: int, n: int, repeats: int, seco
     x = torch.randn(rows, k).to(dtype).requires_grad_()
     grad = torch.randn(rows, n).to(dtype)
     case = f"layer, {dtype_name(dtype)}, {torch.get_num_threads()} threads, {rows} x {k} x {n}"
-    return rows_of(case, *duel(layer_run(ours, x, grad), layer_run(theirs, x, grad), repeats, seconds))
+    return rows_of(case, *time_interleaved(layer_run(ours, x, grad), layer_run(theirs, x, grad), repeats, seconds))
 
 
 def step_case(case: str, dtype: torch.dtype, repeats: int, seconds: float) -> list[Row]:
@@ -127,7 +129,7 @@ def step_case(case: str, dtype: torch.dtype, repeats: int, seconds: float) -> li
         return run
 
     name = f"{case}, {dtype_name(dtype)}, {torch.get_num_threads()} threads"
-    return rows_of(name, *duel(step_of(ours), step_of(theirs), repeats, seconds))
+    return rows_of(name, *time_interleaved(step_of(ours), step_of(theirs), repeats, seconds))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

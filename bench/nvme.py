@@ -99,7 +99,7 @@ class Aio:
     """DeepSpeed's operator in a process of its own."""
 
     def __init__(self, folder: Path, nbytes: int, setting: dict[str, int]) -> None:
-        command = [str(PEERS_PYTHON), str(ROOT / "bench" / "_aio.py"), "--folder", str(folder)]
+        command = [str(PEERS_PYTHON), str(ROOT / "bench" / "_deepspeed_aio.py"), "--folder", str(folder)]
         command += ["--bytes", str(nbytes)]
         for key, value in setting.items():
             command += [f"--{key}", str(value)]

@@ -93,7 +93,7 @@ def _ring(passes: int) -> Callable[[Shape, int, int], float]:
     return lambda shape, n, parameters: passes * parameters * (n - 1) / n
 
 
-# All on one host, where stage 3 frees nothing (homes in shared memory) and so gathers once, as stages 1
+# All on one host, where stage 3 frees nothing (shards in shared memory) and so gathers once, as stages 1
 # and 2 do.
 AXES: dict[str, Axis] = {
     **{f"zero{stage}": Axis(_zero(stage), _ring(2), _state, divides_rows=True) for stage in range(4)},

@@ -208,7 +208,7 @@ def main() -> None:
     """Run what is asked for."""
     args = parse()
     if args.fuzz or args.soak or args.residue:
-        from _serve_long import run_long_tiers
+        from _serve_soak import run_long_tiers
 
         parts = run_long_tiers(args.fuzz or 0, args.soak or 0, args.residue or 0, args.seed)
         runs = [make_result("serve_long", **part) for part in parts]

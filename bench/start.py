@@ -18,8 +18,8 @@ import subprocess
 from typing import Any
 
 from _contestants import JOBS
-from _duel import log_stderr, missing_reason
 from _groups import RankGroup, RankGroupError, exit_on_terminate
+from _interleaved import log_stderr, missing_reason
 from _peers import ROOT, deepspeed_env, python_for
 from _report import Row, compare, format_machine, make_result, rows_table, write_result
 

@@ -2,7 +2,7 @@
 
 All contestants train the same GPT from the same seed on the same batches with the same AdamW, on gloo
 ranks of this host.  They are alive at once, as many as fit into memory, and take turns of a few steps
-(`_duel.py`), so that their ratios hold on a machine that is not quiet.  Clock is the slowest rank's;
+(`_interleaved.py`), so that their ratios hold on a machine that is not quiet.  Clock is the slowest rank's;
 CPU time is the mean over ranks; the peak is VmHWM of the rank's own process, which has imported nothing
 but torch and the contestant.  Steps before the timed ones, start and compilation are not counted.
 
@@ -20,9 +20,9 @@ import statistics
 from typing import Any
 
 from _contestants import JOBS
-from _duel import InterleavedRun, RunSettings
 from _goals import check_goals
 from _groups import exit_on_terminate
+from _interleaved import InterleavedRun, RunSettings
 from _report import (
     Row,
     compare,
@@ -61,25 +61,27 @@ def peers_of(name: str) -> list[str]:
     return peers
 
 
-def rows_of(duel: InterleavedRun, asked: list[str]) -> list[Row]:
+def rows_of(interleaved: InterleavedRun, asked: list[str]) -> list[Row]:
     """Return the comparison rows of every stage of Thalweg that was asked for."""
     rows = []
-    head = f"{duel.job.name} {duel.job.dtype} {duel.world} ranks"
+    head = f"{interleaved.job.name} {interleaved.job.dtype} {interleaved.world} ranks"
     for name in (n for n in asked if n.startswith("thalweg")):
         kernels = "torch" if "torch" in name else "auto"
         case = f"{head}, stage {name[-1]}, cpu_kernels {kernels}"
         for peer in peers_of(name):
             if peer not in asked:
                 continue
-            lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
+            lost = next((n for n in (name, peer) if not interleaved.succeeded(n)), None)
             if lost is not None:
                 rows.append(
-                    compare(case, peer, "clock_ms_median", None, None, note=f"{lost} {duel.outcomes[lost].error}")
+                    compare(
+                        case, peer, "clock_ms_median", None, None, note=f"{lost} {interleaved.outcomes[lost].error}"
+                    )
                 )
                 continue
-            ours, theirs = duel.outcomes[name], duel.outcomes[peer]
+            ours, theirs = interleaved.outcomes[name], interleaved.outcomes[peer]
             a, b = ours.clock_ms(), theirs.clock_ms()
-            paired = duel.time_ratio(name, peer)
+            paired = interleaved.time_ratio(name, peer)
             rows += [
                 compare(case, peer, "clock_ms_median", statistics.median(a), statistics.median(b), ratio=paired),
                 compare(case, peer, "clock_ms_min", min(a), min(b)),
@@ -95,11 +97,11 @@ def rows_of(duel: InterleavedRun, asked: list[str]) -> list[Row]:
     return rows
 
 
-def contestants_of(duel: InterleavedRun, asked: list[str]) -> list[dict[str, Any]]:
+def contestants_of(interleaved: InterleavedRun, asked: list[str]) -> list[dict[str, Any]]:
     """Return one line of measurements for each contestant."""
     lines = []
     for name in asked:
-        outcome = duel.outcomes[name]
+        outcome = interleaved.outcomes[name]
         line: dict[str, Any] = {"contestant": name, "note": outcome.error}
         if not outcome.error:
             clock = outcome.clock_ms()
@@ -107,11 +109,11 @@ def contestants_of(duel: InterleavedRun, asked: list[str]) -> list[dict[str, Any
                 "clock_ms_min": round(min(clock), 1),
                 "clock_ms_median": round(statistics.median(clock), 1),
                 "cpu_ms_median": round(statistics.median(outcome.cpu_ms()), 1),
-                "of_ddp_fused": round(duel.time_ratio(ANCHOR, name), 3) if name != ANCHOR else 1.0,
+                "of_ddp_fused": round(interleaved.time_ratio(ANCHOR, name), 3) if name != ANCHOR else 1.0,
                 "peak_mib": round(outcome.peak_mib()),
                 "peak_over_import_mib": round(outcome.peak_mib(over_import=True)),
                 "loss_last": outcome.losses()[-1],
-                "loss_difference": float(f"{duel.loss_difference(name):.2g}"),
+                "loss_difference": float(f"{interleaved.loss_difference(name):.2g}"),
                 "imports": outcome.reports[0]["imports"],
             }
         lines.append(line)
@@ -119,19 +121,19 @@ def contestants_of(duel: InterleavedRun, asked: list[str]) -> list[dict[str, Any
 
 
 def measure(model: str, world: int, dtype: str, plan: RunSettings, asked: list[str]) -> dict[str, Any]:
-    """Run one duel and return its JSON object."""
+    """Run the contestants in turns and return the JSON object."""
     job = dataclasses.replace(JOBS[model], dtype=dtype)
-    duel = InterleavedRun(job, world, plan, ANCHOR)
-    duel.run(asked)
+    interleaved = InterleavedRun(job, world, plan, ANCHOR)
+    interleaved.run(asked)
     return make_result(
         "train_step",
-        rows_of(duel, asked) if duel.succeeded(ANCHOR) else [],
+        rows_of(interleaved, asked) if interleaved.succeeded(ANCHOR) else [],
         run=f"{model} {dtype} {world} ranks",
         job=job.to_dict(),
         plan=dataclasses.asdict(plan),
-        contestants=contestants_of(duel, asked) if duel.succeeded(ANCHOR) else [],
-        goals=check_goals(duel) if duel.succeeded(ANCHOR) else [],
-        error=duel.outcomes[ANCHOR].error,
+        contestants=contestants_of(interleaved, asked) if interleaved.succeeded(ANCHOR) else [],
+        goals=check_goals(interleaved) if interleaved.succeeded(ANCHOR) else [],
+        error=interleaved.outcomes[ANCHOR].error,
     )
 
 
@@ -198,7 +200,7 @@ def write(runs: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the duels, print one object or the tables."""
+    """Parse the command line, run the contestants, print one object or the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(JOBS), default=["small"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])

@@ -5,7 +5,7 @@ root and iproute2).  `link_mib` is what the first host's interface sent in a ste
 acknowledgements included; `ledger_mib` what its ranks counted.  The peer is Thalweg's own stage 3 in bf16,
 which sends parameters and gradients in 16 bits once a host, and raw FSDP2 with the same dtypes.
 
-Loss: a small GPT on the standard library's sources (`_text_rank.py`), the same batches for every mix; the
+Loss: a small GPT on the standard library's sources (`_text_worker.py`), the same batches for every mix; the
 control has 2 bits and one scale for a tensor, and has to fail.
 
     python bench/zeropp.py --rate 1gbit 100mbit --write
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from _contestants import JOBS
-from _duel import InterleavedRun, RunSettings, log_stderr
 from _groups import exit_on_terminate
+from _interleaved import InterleavedRun, RunSettings, log_stderr
 from _namespaces import NamespaceError, NamespaceHosts, missing_reason
 from _peers import ROOT
 from _report import (
@@ -73,17 +73,17 @@ TITLE = "ZeRO++ and MiCS on two hosts"
 
 
 def traffic(model: str, rate: str | None, plan: RunSettings, mixes: dict[str, str]) -> dict[str, Any]:
-    """Run one duel over a fresh pair of hosts and return its JSON object."""
+    """Run the contestants over a fresh pair of hosts and return its JSON object."""
     job = dataclasses.replace(JOBS[model], dtype="bf16")
     head = f"{model} bf16, 2 hosts x {RANKS_PER_HOST} ranks, cable {rate or 'unlimited'}"
     names, load = [*PEERS, *mixes.values()], os.getloadavg()[0]
     with NamespaceHosts(rate) as hosts:
-        duel = InterleavedRun(job, 2 * RANKS_PER_HOST, plan, RAW, meter=hosts.sent_mib)
-        duel.run(names, hosts.placements(RANKS_PER_HOST))
+        interleaved = InterleavedRun(job, 2 * RANKS_PER_HOST, plan, RAW, meter=hosts.sent_mib)
+        interleaved.run(names, hosts.placements(RANKS_PER_HOST))
     labels = {RAW: "stage 3 bf16", PEERS[1]: "FSDP2 bf16", **{v: k for k, v in mixes.items()}}
     lines = []
     for name in names:
-        outcome = duel.outcomes[name]
+        outcome = interleaved.outcomes[name]
         line: dict[str, Any] = {"contestant": labels[name], "note": outcome.error}
         if not outcome.error:
             counted = [r["inter_mib"] for r in outcome.reports[:RANKS_PER_HOST] if "inter_mib" in r]
@@ -92,24 +92,24 @@ def traffic(model: str, rate: str | None, plan: RunSettings, mixes: dict[str, st
                 "ledger_mib": round(sum(counted), 3) if counted else None,
             }
         lines.append(line)
-    rows = [row for mix, name in mixes.items() for row in _rows(duel, head, mix, name, labels)]
+    rows = [row for mix, name in mixes.items() for row in _rows(interleaved, head, mix, name, labels)]
     return make_result("zeropp", rows, run=head, load=load, plan=dataclasses.asdict(plan), contestants=lines)
 
 
-def _rows(duel: InterleavedRun, head: str, mix: str, name: str, labels: dict[str, str]) -> list[Row]:
+def _rows(interleaved: InterleavedRun, head: str, mix: str, name: str, labels: dict[str, str]) -> list[Row]:
     rows = []
     for peer in PEERS:
         case = f"{head}, {mix}"
-        lost = next((n for n in (name, peer) if not duel.succeeded(n)), None)
+        lost = next((n for n in (name, peer) if not interleaved.succeeded(n)), None)
         if lost:
-            note = f"{lost}: {duel.outcomes[lost].error}"
+            note = f"{lost}: {interleaved.outcomes[lost].error}"
             rows.append(compare(case, labels[peer], "link_mib", None, None, note=note))
             continue
-        a, b = duel.outcomes[name], duel.outcomes[peer]
+        a, b = interleaved.outcomes[name], interleaved.outcomes[peer]
         sent = [statistics.median(o.metered_per_step) for o in (a, b)]
         clocks = [statistics.median(o.clock_ms()) for o in (a, b)]
         rows.append(compare(case, labels[peer], "link_mib", *sent))
-        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=duel.time_ratio(name, peer)))
+        rows.append(compare(case, labels[peer], "clock_ms_median", *clocks, ratio=interleaved.time_ratio(name, peer)))
     return rows
 
 
@@ -125,7 +125,7 @@ def learn(name: str, steps: int, seed: int = 1) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="thalweg-bench-text-") as folder:
         ranks, world = [], 2 * RANKS_PER_HOST
         for rank in range(world):
-            command = [sys.executable, str(Path(__file__).with_name("_text_rank.py"))]
+            command = [sys.executable, str(Path(__file__).with_name("_text_worker.py"))]
             command += ["--job", json.dumps(job), "--rank", str(rank), "--world", str(world)]
             environment = {
                 **os.environ,

@@ -24,9 +24,9 @@ from thalweg.cli import main as cli_main
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
 sys.path.insert(0, str(BENCH))
-contestants, duel, goals, groups, llama, namespaces, report = (
+contestants, interleaved, goals, groups, llama, namespaces, report = (
     importlib.import_module(name)
-    for name in ("_contestants", "_duel", "_goals", "_groups", "_llama", "_namespaces", "_report")
+    for name in ("_contestants", "_interleaved", "_goals", "_groups", "_llama", "_namespaces", "_report")
 )
 TINY = contestants.JOBS["tiny"]
 
@@ -83,14 +83,14 @@ def test_a_ratio_above_one_means_that_thalweg_is_better() -> None:
 
 def outcome(name: str, batch: int, seconds: list[list[float]]) -> Any:
     """Return an outcome with one turn for each inner list, two ranks, the second a little faster."""
-    made = duel.Outcome(name, batch)
+    made = interleaved.ContestantResult(name, batch)
     for turn in seconds:
-        made.turns.append(groups.Turn([turn, [0.9 * s for s in turn]], [turn, turn], [[1.0] * len(turn)] * 2))
+        made.turns.append(groups.TurnResult([turn, [0.9 * s for s in turn]], [turn, turn], [[1.0] * len(turn)] * 2))
     return made
 
 
 def test_ratios_survive_a_slow_minute_and_different_batches() -> None:
-    run = duel.InterleavedRun(TINY, 2, duel.Plan(), "anchor")
+    run = interleaved.InterleavedRun(TINY, 2, interleaved.RunSettings(), "anchor")
     slow = [1.0, 1.0, 7.0]  # the machine is seven times slower in the last round, for all alike
     a = outcome("ours", 0, [[0.2 * s] * 3 for s in slow])
     b = outcome("theirs", 1, [[0.5 * s] * 3 for s in slow])
@@ -100,9 +100,9 @@ def test_ratios_survive_a_slow_minute_and_different_batches() -> None:
         outcome("anchor", 1, [[0.6 * s] * 3 for s in slow]),
     ]
     run.outcomes, run.anchors = {"ours": a, "theirs": b, "anchor": anchors[0]}, anchors
-    assert run.relative("ours", "anchor") == pytest.approx(1.5)
-    assert run.relative("anchor", "theirs") == pytest.approx(0.5 / 0.6)
-    assert run.relative("ours", "theirs") == pytest.approx((0.5 / 0.6) / (0.2 / 0.3))
+    assert run.time_ratio("ours", "anchor") == pytest.approx(1.5)
+    assert run.time_ratio("anchor", "theirs") == pytest.approx(0.5 / 0.6)
+    assert run.time_ratio("ours", "theirs") == pytest.approx((0.5 / 0.6) / (0.2 / 0.3))
     assert a.clock_ms()[0] == pytest.approx(200.0), "the slowest rank's clock counts"
 
 
@@ -114,21 +114,21 @@ def test_ratios_survive_a_slow_minute_and_different_batches() -> None:
 )
 def test_batches_hold_everyone_once_and_fit(names: list[str], world: int, budget: float) -> None:
     job = contestants.JOBS["69m"]
-    batches = duel.pack(names, "ddp_fused", job, world, budget)
+    batches = interleaved.split_into_batches(names, "ddp_fused", job, world, budget)
     assert [name for batch in batches for name in batch[1:]] == names
     assert all(batch[0] == "ddp_fused" for batch in batches)
     for batch in batches:
-        need = sum(duel.estimate_mib(name, job, world) for name in batch)
+        need = sum(interleaved.estimate_mib(name, job, world) for name in batch)
         assert need <= budget or len(batch) <= 2, "only a pair that does not fit may exceed the budget"
 
 
 def test_goals_are_measured_never_assumed() -> None:
-    run = duel.InterleavedRun(contestants.JOBS["69m"], 2, duel.Plan(), "ddp_fused")
+    run = interleaved.InterleavedRun(contestants.JOBS["69m"], 2, interleaved.RunSettings(), "ddp_fused")
     ours, theirs = outcome("thalweg_torch_3", 0, [[0.5]] * 5), outcome("deepspeed_3", 0, [[1.0]] * 5)
     for made, peak in ((ours, 1500.0), (theirs, 2500.0)):
         made.reports = [{"peak_mib": peak, "import_mib": 200.0}]
     run.outcomes = {"thalweg_torch_3": ours, "deepspeed_3": theirs}
-    found = {(g["peer"], g["metric"]): g for g in goals.check(run)}
+    found = {(g["peer"], g["metric"]): g for g in goals.check_goals(run)}
     assert set(found) == {("deepspeed_3", "clock"), ("deepspeed_3", "memory")}
     assert not found["deepspeed_3", "clock"]["met"], "2.0 is below the promised 2.2"
     assert found["deepspeed_3", "memory"]["met"]
@@ -164,7 +164,7 @@ def test_flop_count_of_the_llama_shape_equals_what_torch_counts() -> None:
 @pytest.mark.slow
 def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> None:
     changed = dataclasses.replace(TINY, heads=4)  # the same weights, other arithmetic
-    made = [groups.Group(n, j, 2) for n, j in (("ddp_fused", TINY), ("fsdp2_3", TINY), ("ddp_fused", changed))]
+    made = [groups.RankGroup(n, j, 2) for n, j in (("ddp_fused", TINY), ("fsdp2_3", TINY), ("ddp_fused", changed))]
     folders = [group._folder for group in made]
     pids = [process.pid for group in made for process in group._ranks]
     try:
@@ -186,9 +186,9 @@ def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> No
 
 
 def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -> None:
-    group = groups.Group("nobody_3", TINY, 1)
+    group = groups.RankGroup("nobody_3", TINY, 1)
     pids = [process.pid for process in group._ranks]
-    with pytest.raises(groups.ContestantGroupError, match="no contestant 'nobody_3'"), group:
+    with pytest.raises(groups.RankGroupError, match="no contestant 'nobody_3'"), group:
         group.wait_ready()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -198,7 +198,7 @@ def test_nothing_stays_of_a_driver_that_is_killed(signal_number: int) -> None:
     program = (
         f"import sys, time; sys.path.insert(0, {str(BENCH)!r}); import _groups, _contestants\n"
         "_groups.exit_on_terminate()\n"
-        "with _groups.Group('ddp', _contestants.JOBS['tiny'], 1) as g:\n"
+        "with _groups.RankGroup('ddp', _contestants.JOBS['tiny'], 1) as g:\n"
         "    g.wait_ready(); print(g._ranks[0].pid, g._folder, flush=True); time.sleep(60)"
     )
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -211,7 +211,7 @@ def test_nothing_stays_of_a_driver_that_is_killed(signal_number: int) -> None:
     while _state(pid) not in ("", "Z") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _state(pid) in ("", "Z")
-    assert (Path(folder) in groups.sweep()) == (signal_number == signal.SIGKILL)
+    assert (Path(folder) in groups.remove_stale()) == (signal_number == signal.SIGKILL)
     assert not Path(folder).exists()
 
 
@@ -266,11 +266,11 @@ def _make_hosts() -> Any:
     if reason:
         pytest.skip(f"namespace hosts: {reason}")
     try:
-        with namespaces.Hosts():
+        with namespaces.NamespaceHosts():
             pass
     except namespaces.NamespaceError as error:
         pytest.skip(f"namespace hosts: {error}")
-    return namespaces.Hosts("1gbit")
+    return namespaces.NamespaceHosts("1gbit")
 
 
 def _namespaces() -> str:
@@ -312,6 +312,6 @@ def test_hosts_of_a_dead_driver_are_swept() -> None:
     alive = f"{namespaces._PREFIX}{os.getpid()}-9"
     subprocess.run(["ip", "netns", "add", alive], check=True)
     try:
-        assert namespaces.sweep() == [name]
+        assert namespaces.remove_stale() == [name]
     finally:
         subprocess.run(["ip", "netns", "del", alive], check=True)

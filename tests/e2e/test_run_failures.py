@@ -55,14 +55,14 @@ def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
     assert err.count("Traceback (most recent call last)") == 1
     assert "traceback of rank 1\n" in err and "ValueError: no such shard: data/7" in err
     assert 'raise ValueError(f"no such shard: {path}")' in err, "the script's own lines are shown"
-    for noise in ("rank.py", "runpy", "importlib", "elastic", "ChildFailedError", "Connection closed"):
+    for noise in ("launch/worker.py", "runpy", "importlib", "elastic", "ChildFailedError", "Connection closed"):
         assert noise not in err
     assert len(err.splitlines()) <= 12, err
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(launch: Launch) -> None:
     code, _, err = wait_output(launch("def f(:\n    pass\n"))
-    assert code == 1 and "SyntaxError" in err and "def f(:" in err and "rank.py" not in err
+    assert code == 1 and "SyntaxError" in err and "def f(:" in err and "launch/worker.py" not in err
 
 
 def test_the_scripts_own_excepthook_is_respected(launch: Launch) -> None:

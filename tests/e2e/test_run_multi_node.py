@@ -64,7 +64,7 @@ class Cluster:
         self.hosts, self.folder = hosts, folder
         self.hostfile = folder / "hosts"
         self.hostfile.write_text("".join(f"{addr} slots=2\n" for addr in hosts.addresses))
-        enter = {addr: hosts.inside(index) for index, addr in enumerate(hosts.addresses)}
+        enter = {addr: hosts.command_prefix(index) for index, addr in enumerate(hosts.addresses)}
         self.ssh = folder / "reach.py"
         self.ssh.write_text(
             "import os, sys\n"
@@ -120,7 +120,7 @@ class Cluster:
 
     def ranks(self) -> list[int]:
         """Those of the processes that are ranks."""
-        return [pid for pid in self.processes() if "rank.py" in _command_of(pid)]
+        return [pid for pid in self.processes() if "launch/worker.py" in _command_of(pid)]
 
     def wait_empty(self, since: float, ranks: bool = False) -> None:
         """Everything is gone in time, or all ranks are."""
@@ -131,7 +131,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Any]:
-    with namespaces.Hosts(number=NUM_HOSTS) as made:
+    with namespaces.NamespaceHosts(num_hosts=NUM_HOSTS) as made:
         yield made
 
 
@@ -169,7 +169,7 @@ listening = [fields[1] for fields in table if fields[3] == "0A"]
 about = {"host": socket.gethostname(), "rank": os.environ["RANK"], "local": os.environ["LOCAL_RANK"],
          "sum": float(sum(w.double().abs().sum() for w in weights.values())), "argv": sys.argv[1:],
          "set": os.environ.get("SOME_NAME"), "listening": listening,
-         "tensor": engine._parts.axes.tensor.mesh.tolist()}
+         "tensor": engine._components.meshes.tp.mesh.tolist()}
 with open(os.path.join(os.environ["THALWEG_TEST_OUT"], "about" + os.environ["RANK"]), "w") as file:
     json.dump(about, file)
 if about["rank"] == "0":
@@ -250,7 +250,7 @@ def test_a_host_that_falls_off_the_network_ends_the_job(hosts: Any, cluster: Clu
     process = cluster.launch(HANG, options=TWO)
     wait_for_pids(cluster.folder, "up*", 4, timeout=120)
     began = time.monotonic()
-    hosts.cut(1)
+    hosts.disconnect(1)
     cluster.wait_empty(began, ranks=True)
     code, _, err = wait_output(process, timeout=40)
     assert code == 1 and f"host {hosts.names[1]} (ranks 2 to 3) is gone" in err, err

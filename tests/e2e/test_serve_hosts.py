@@ -131,10 +131,10 @@ def test_wrong_use(tmp_path: Path, options: list[str], said: str) -> None:
 @pytest.mark.skipif(namespaces.missing_reason() is not None, reason=str(namespaces.missing_reason()))
 def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
     """One command starts a server and replicas on two hosts that only a cable joins; SIGTERM ends it all."""
-    with namespaces.Hosts(number=2) as hosts:
+    with namespaces.NamespaceHosts(num_hosts=2) as hosts:
         hostfile, reach = tmp_path / "hosts", tmp_path / "reach.py"
         hostfile.write_text("".join(f"{addr} slots=1\n" for addr in hosts.addresses))
-        enter = {addr: hosts.inside(index) for index, addr in enumerate(hosts.addresses)}
+        enter = {addr: hosts.command_prefix(index) for index, addr in enumerate(hosts.addresses)}
         reach.write_text(
             f"import os, sys\nenter = {enter!r}\nhost, command = sys.argv[1], ' '.join(sys.argv[2:])\n"
             "os.execvp(enter[host][0], [*enter[host], 'sh', '-c', command])\n"
@@ -159,7 +159,7 @@ def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:
             line = process.stdout.readline()
             assert line, process.stderr.read()
             url = json.loads(line)["url"]
-            told = json.loads(subprocess.check_output([*hosts.inside(1), sys.executable, "-c", ASK, url]))
+            told = json.loads(subprocess.check_output([*hosts.command_prefix(1), sys.executable, "-c", ASK, url]))
             assert told["replicas"] == 2
             assert told["texts"] == [expected_text(f"n{i}", 40) for i in range(8)]
             assert min(told["most"]) >= 2, "both hosts work"

@@ -26,13 +26,13 @@ MIXES = {
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_are_those_of_the_cpu(bits):
-    codec, values = BlockQuantizer(bits), torch.randn(5000)
+    quantizer, values = BlockQuantizer(bits), torch.randn(5000)
     payloads = []
     for device in ("cpu", "cuda"):
-        payload = torch.zeros(codec.num_bytes(5000), dtype=torch.uint8, device=device)
-        codec.quantize(values.to(device), payload)
+        payload = torch.zeros(quantizer.num_bytes(5000), dtype=torch.uint8, device=device)
+        quantizer.quantize(values.to(device), payload)
         out = torch.empty(5000, device=device)
-        codec.dequantize(payload, out)
+        quantizer.dequantize(payload, out)
         payloads.append((payload.cpu(), out.cpu()))
     assert torch.equal(payloads[0][0], payloads[1][0])
     assert torch.equal(payloads[0][1], payloads[1][1])
