@@ -7,7 +7,7 @@ of ``MICRO`` samples, of which rank ``r`` takes every ``world``-th.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,14 +55,36 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """Mean loss of each update, and the full parameters after the last."""
+    """Mean loss of each update, the full parameters after the last, the full gradients of the first window."""
 
     losses: list[float]
     parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
 
     def max_loss_difference(self, other: TrainOutcome) -> float:
         """Largest absolute difference of losses."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
+    def gradient_error(self, other: TrainOutcome) -> float:
+        """How far the first gradients are from ``other``'s, relative to theirs in the 2-norm."""
+        assert [g is None for g in self.gradients] == [g is None for g in other.gradients]
+        ours, theirs = (_flat(g for g in x.gradients if g is not None) for x in (self, other))
+        return float((ours - theirs).norm() / theirs.norm())
+
+    def update_errors(self, other: TrainOutcome, model: nn.Module) -> tuple[float, float]:
+        """What training changed in ``model``'s parameters against what it changed in ``other``: (scale, rest).
+
+        ``scale``: how far the best factor between the two is from 1.  Rounding has no sign, so it hardly moves this, while
+        a wrong rate, sum, clip factor or decay does.  ``rest``: what no factor explains, relative.
+        """
+        start = _flat(model.parameters())
+        ours, theirs = (_flat(x.parameters) - start for x in (self, other))
+        factor = float(ours @ theirs / (theirs @ theirs))
+        return abs(factor - 1), float((ours - factor * theirs).norm() / theirs.norm())
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
 
 
 def ragged_windows(accumulation: int, updates: int) -> tuple[int, ...]:
@@ -80,7 +102,7 @@ def run_plain(
     """One process, the whole global batch at once, plain PyTorch."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    losses, position = [], 0
+    losses, gradients, position = [], None, 0
     for window in case.windows:
         parts = [make_batch(position + i, world * MICRO_BATCH_SIZE) for i in range(window)]
         position += window
@@ -88,12 +110,14 @@ def run_plain(
         labels = torch.cat([part[1] for part in parts])
         loss = model(tokens, labels)
         loss.backward()
+        if gradients is None:
+            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return TrainOutcome(losses, [p.detach().clone() for p in model.parameters()])
+    return TrainOutcome(losses, [p.detach().clone() for p in model.parameters()], gradients or [])
 
 
 def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> TrainOutcome:
@@ -101,7 +125,7 @@ def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> Tra
     import thalweg
 
     engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=case.config())
-    losses, position = [], 0
+    losses, gradients, position = [], None, 0
     for window in case.windows:
         total = torch.zeros(())
         for i in range(window):
@@ -110,6 +134,8 @@ def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> Tra
                 engine.set_gradient_accumulation_boundary(i == window - 1)
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
+            if gradients is None and i == window - 1:
+                gradients = [None if p.grad is None else full_tensor(p.grad) for p in engine.module.parameters()]
             engine.step()
             total += loss.detach().float()
         position += window
@@ -117,7 +143,7 @@ def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> Tra
         losses.append(float(total) / (world * window))
     parameters = [full_tensor(p) for p in engine.module.parameters()]
     engine.close()
-    return TrainOutcome(losses, parameters)
+    return TrainOutcome(losses, parameters, gradients or [])
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
