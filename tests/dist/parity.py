@@ -66,9 +66,12 @@ class TrainOutcome:
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
     def gradient_error(self, other: TrainOutcome) -> float:
-        """How far the first gradients are from ``other``'s, relative to theirs in the 2-norm."""
+        """How far the first gradients are from ``other``'s, relative to theirs in the 2-norm.
+
+        Without those of 0-dim parameters, which FSDP2 does not shard: they are reduced by the step, not before.
+        """
         assert [g is None for g in self.gradients] == [g is None for g in other.gradients]
-        ours, theirs = (_flat(g for g in x.gradients if g is not None) for x in (self, other))
+        ours, theirs = (_flat(g for g in x.gradients if g is not None and g.ndim) for x in (self, other))
         return float((ours - theirs).norm() / theirs.norm())
 
     def update_errors(self, other: TrainOutcome, model: nn.Module) -> tuple[float, float]:

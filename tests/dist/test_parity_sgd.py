@@ -32,9 +32,11 @@ def sgd(parameters):
 
 def sgd_case(stage: int, dtype: str = "fp32", **changes) -> ParityCase:
     windows = changes.pop("windows", (2, 2, 1, 2, 2, 1))
-    return ParityCase(
-        stage, dtype, windows, 2, changes.pop("clip", 0.0), "SGD", {"lr": RATE, "momentum": 0.9}
-    ).with_(**changes)
+    if dtype == "fp16":  # no update is skipped until a scale is found
+        changes["extra"] = {"fp16": {"enabled": True, "initial_scale_power": 8}, **changes.get("extra", {})}
+    return ParityCase(stage, dtype, windows, 2, changes.pop("clip", 0.0), "SGD", {"lr": RATE, "momentum": 0.9}).with_(
+        **changes
+    )
 
 
 def with_fault(case: ParityCase, fault: str) -> ParityCase:
