@@ -218,7 +218,7 @@ def _check_two_ranks() -> CheckResult:
 
     start = time.monotonic()
     try:
-        outcome = run_local(LocalJob(2, str(Path(thalweg.__file__).parent / "launch" / "probe.py"), (), grace=2.0))
+        outcome = run_local(LocalJob(2, str(Path(thalweg.__file__).parent / "cli" / "doctor_check.py"), (), grace=2.0))
     except (ImportError, OSError, RuntimeError) as error:
         return CheckResult("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
     seconds = time.monotonic() - start

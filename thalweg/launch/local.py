@@ -1,4 +1,4 @@
-"""This host's part of a job: torch's elastic agent with the ranks of ``rank.py``, and a report at the end."""
+"""This host's part of a job: torch's elastic agent with the ranks of ``worker.py``, and a report at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from thalweg.launch.multi_node.node_monitor import NodeMonitor, NodeSpec
     from thalweg.launch.rendezvous import StaticRendezvous
 
-_WORKER = Path(__file__).with_name("rank.py")
+_WORKER = Path(__file__).with_name("worker.py")
 _DIR_PREFIX = "thalweg-run-"
 _ELASTIC_LOGGER = "torch.distributed.elastic"
 
@@ -168,7 +168,7 @@ def _run_agent(job: LocalJob, rendezvous: StaticRendezvous, folder: Path) -> Non
         "run_id": BACKEND_NAME,
         "rdzv_backend": BACKEND_NAME,
         "rdzv_endpoint": f"{rendezvous.addr}:{rendezvous.port}",
-        "rdzv_configs": {"meeting": rendezvous},
+        "rdzv_configs": {"rendezvous": rendezvous},
         "local_addr": rendezvous.addr,
         "max_restarts": 0,
         "monitor_interval": 0.05,

@@ -127,9 +127,9 @@ class StaticRendezvous(RendezvousHandler):
 
 
 def register_rendezvous() -> None:
-    """Let torch's agent find a :class:`StaticRendezvous` in ``rdzv_configs["meeting"]``."""
+    """Let torch's agent find a :class:`StaticRendezvous` in ``rdzv_configs["rendezvous"]``."""
     rendezvous_handler_registry.register(BACKEND_NAME, _get_rendezvous)
 
 
 def _get_rendezvous(parameters: Any) -> RendezvousHandler:
-    return parameters.config["meeting"]
+    return parameters.config["rendezvous"]

@@ -48,7 +48,7 @@ def run_node(job_message: dict[str, Any], outbox: int, inbox: int) -> int:
             addr, port = json.loads(start_message)["meet"]
             rendezvous = StaticRendezvous(addr, port, node_rank, num_nodes, listener)
             node = NodeSpec(node_rank, num_nodes, rendezvous, join_timeout=job_message["patience"])
-            result = run_local(replace(job, place=node))
+            result = run_local(replace(job, node=node))
             exit_code, report = result.exit_code, result.report
         except ValueError as error:
             exit_code, report = 2, f"thalweg run: {error}\n"

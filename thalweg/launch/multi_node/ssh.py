@@ -46,7 +46,7 @@ SSH_COMMAND = (
     "-o",
     "ServerAliveCountMax=3",
 )
-_BOOTSTRAP = Path(__file__).with_name("agent.py")
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PACKAGE_PARENT = Path(__file__).parents[2]
 _KEEPALIVE_INTERVAL = 5.0
 _REPORT_TIMEOUT = 4.0  # seconds for the last reports, beyond the ranks' own grace
@@ -217,15 +217,15 @@ def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queue[A
             raise ValueError(f"host {line.host.name}: {message['error']}")
         if "gone" in message:
             raise ValueError(
-                f"host {line.host.name}: no agent came up ({line.why(message['gone'])}): "
+                f"host {line.host.name}: no agent came up ({line.failure_reason(message['gone'])}): "
                 f"`{shlex.join(job.ssh)} "
                 f"{line.host.name} true` must work without a password, and {job.python or sys.executable} "
                 "must be there with thalweg at the same path; --python and --ssh choose others"
             )
         hello = message["hello"]
-        if line.index == 0:
+        if line.node_rank == 0:
             address = [job.master_addr or hello["addr"], hello["port"]]
-        del pending[line.index]
+        del pending[line.node_rank]
     return 0, address
 
 
@@ -255,15 +255,15 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queu
         elif line is None:
             continue
         elif "ended" in message:
-            running.discard(line.index)
+            running.discard(line.node_rank)
             is_failure = message["ended"] != 0
             if is_failure:
                 result = result or JobResult(message["ended"], message["report"])
         else:
-            is_failure = "gone" in message and line.index in running
-            running.discard(line.index)
+            is_failure = "gone" in message and line.node_rank in running
+            running.discard(line.node_rank)
             if is_failure:
-                reason = line.why(message["gone"])
+                reason = line.failure_reason(message["gone"])
                 text = f"thalweg run: host {line.host.name} is gone: its line broke ({reason})\n"
                 fallback_result = fallback_result or JobResult(1, text)
         if is_failure and deadline is None:
