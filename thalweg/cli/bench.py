@@ -1,4 +1,4 @@
-"""``thalweg bench ATTN_IMPLEMENTATION``: run one of the checkout's benchmarks.
+"""``thalweg bench NAME``: run one of the checkout's benchmarks.
 
 The benchmarks are scripts of the repository's ``bench/`` folder, not part of the installed package: they
 compare with other systems and need those installed.  This subcommand finds them beside the package and

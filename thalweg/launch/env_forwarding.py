@@ -1,9 +1,8 @@
 """Which environment variables go along to the other hosts.
 
-Three sources, the later ones win: variables of this process whose names begin as :data:`FORWARDED_PREFIXES` do; the
-files ``.deepspeed_env`` and ``.thalweg_env`` (``ATTN_IMPLEMENTATION=VALUE`` a line) in the home directory and the current
-one, or the one that ``DS_ENV_FILE`` names; and ``--env ATTN_IMPLEMENTATION[=VALUE]``.  They travel as data, not on a command
-line.
+Three sources, later ones win: variables of this process that start with one of :data:`FORWARDED_PREFIXES`;
+the files ``.deepspeed_env`` and ``.thalweg_env`` (``NAME=VALUE`` a line) in the home and the current directory,
+or the file that ``DS_ENV_FILE`` names; and ``--env NAME[=VALUE]``.  They travel as data, not on a command line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def collect_forwarded_env(
     """The variables to set on every host.
 
     Raises:
-        ValueError: a line or an option that is not ``ATTN_IMPLEMENTATION=VALUE``, or a NAME that is not set here.
+        ValueError: a line or an option that is not ``NAME=VALUE``, or a NAME that is not set here.
     """
     variables = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
     env_file = environ.get("DS_ENV_FILE")

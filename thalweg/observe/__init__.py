@@ -5,7 +5,7 @@ A new writer takes three steps:
 1. a class with ``step(record)``, ``metric(name, value, step)`` and ``close()``
    (:class:`Writer`); any import of a service goes inside its ``__init__``;
 2. a ``build_<name>(config) -> Writer | None`` beside it, ``None`` when it is not asked for;
-3. its line in ``recorder._BUILDERS``.
+3. its line in ``recorder._WRITER_BUILDERS``.
 """
 
 from thalweg.observe.flops import flops_per_token, model_tflops, resident_mib

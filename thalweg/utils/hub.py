@@ -36,7 +36,7 @@ def check_model_path(model: str | Path) -> None:
 def _describe_other_dir(path: Path) -> str:
     """Say what a directory that is no model is, as far as that can be seen, and what to do."""
     if (path / "adapter_config.json").is_file():
-        return "it is an adapter, which needs its base model (`thalweg serve BASE --adapter ATTN_IMPLEMENTATION=DIR`)"
+        return "it is an adapter, which needs its base model (`thalweg serve BASE --adapter NAME=DIR`)"
     if (path / "manifest.json").is_file() or (path / "latest").exists():
         return "it is a checkpoint, which `thalweg ckpt export` writes as a model"
     return "give the directory of a Hugging Face model"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Adds up the wall-clock seconds of named phases between two calls of :meth:`take`.
+    """Adds up the wall-clock seconds of named phases between two calls of :meth:`pop_seconds`.
 
     Spans may nest and may repeat: each name gets the sum of its own spans, inclusive of
     whatever ran inside, so nested names do not add up to the whole.  ``synchronize`` is

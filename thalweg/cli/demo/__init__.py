@@ -1,8 +1,8 @@
 """`thalweg demo`: the whole of Thalweg on an embedded default, with nothing to download.
 
-standard library's sources -> tokenizer -> blocks          this process, demo_corpus.py
-GPT on N ranks, ZeRO stage S -> checkpoint                  demo_rank.py train, by the launcher
-checkpoint -> world size 1 -> the same loss, a sample       demo_rank.py reload, a fresh process
+standard library's sources -> tokenizer -> blocks          this process, corpus.py
+GPT on N ranks, ZeRO stage S -> checkpoint                  worker.py train, by the launcher
+checkpoint -> world size 1 -> the same loss, a sample       worker.py reload, a fresh process
 metrics.jsonl -> loss.png, summary.json                     this process
 """
 

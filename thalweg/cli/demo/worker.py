@@ -1,6 +1,6 @@
-"""One rank of the demo: ``python -m thalweg.cli.demo.worker train|reload_and_evaluate SETTINGS.json``.
+"""One rank of the demo: ``python -m thalweg.cli.demo.worker train|reload SETTINGS.json``.
 
-``train`` runs on all ranks and ends with a checkpoint; ``reload_and_evaluate`` runs in one fresh
+``train`` runs on all ranks and ends with a checkpoint; ``reload`` runs in one fresh
 process.  Both measure the held-out loss by :func:`held_out_loss`, from the full fp32
 weights, on one thread: the same kernels on the same numbers, so equal weights give an
 equal loss to the last digit.  A loss may hide a changed last bit of a weight, so the
