@@ -87,7 +87,7 @@ def collect_failures(folder: Path, returncodes: Mapping[int, int], exits: Mappin
         failures.append(Failure(rank, returncode or 1, time_ns, record))
     failures.sort(key=lambda failure: (failure.is_peer_loss, failure.time_ns))
     stop_codes = {-signal.SIGTERM, -signal.SIGKILL}
-    return failures[:1] + [f for f in failures[1:] if f.record is not None or f.exit_code not in stop_codes]
+    return failures[:1] + [f for f in failures[1:] if f.record is not None or f.returncode not in stop_codes]
 
 
 def format_report(failures: list[Failure], nproc: int, where: str = "") -> str:
