@@ -54,7 +54,7 @@ def test_gradients_wait_for_a_disk_that_is_slower_than_the_backward_pass():
 def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
     blocks, results = {}, {}
     for kernel in ("onednn", "convolution", "torch", None):
-        monkeypatch.setattr(AutotuneCache, "known", lambda *_, kernel=kernel: kernel)
+        monkeypatch.setattr(AutotuneCache, "lookup", lambda *_, kernel=kernel: kernel)
         tape = AllocationRecorder()
         tape.linear_kernels = "auto"
         with FakeTensorMode():

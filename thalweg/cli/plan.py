@@ -22,7 +22,7 @@ Exit code 0, also for a run that does not fit: `fits` says so.
 
 
 def int_at_least(minimum: int) -> Callable[[str], int]:
-    """A type of argparse: whole numbers from ``least`` on."""
+    """A type of argparse: whole numbers from ``minimum`` on."""
 
     def parse(text: str) -> int:
         if (value := int(text)) < minimum:

@@ -6,6 +6,7 @@ from typing import Any
 
 from thalweg.config.errors import escape_surrogates, to_json_snippet
 from thalweg.config.rules import list_ignored
+from thalweg.config.schema import Provenance
 from thalweg.config.schema.base import Section, get_by_path, get_section_type, list_options, to_jsonable
 from thalweg.config.support import is_under
 
@@ -31,10 +32,10 @@ _DEFAULT_REASONS = {
 }
 
 
-def format_config(config: Section, provenance: Any) -> str:
+def format_config(config: Section, provenance: Provenance) -> str:
     """One line per option that is set, derived or central; then renamed options and those without effect."""
-    derived = dict(provenance.filled)
-    ignored = dict(list_ignored(provenance.given))
+    derived = dict(provenance.derived)
+    ignored = dict(list_ignored(provenance.user_set))
     lines = ["config"]
     block = ""
     for path, value in _list_shown(config, provenance):
@@ -46,15 +47,15 @@ def format_config(config: Section, provenance: Any) -> str:
             lines.append(f"  {head}" if head else "")
         indent = "    " if head else "  "
         lines.append(f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{_origin(path, provenance, derived)}")
-    if provenance.notes:
-        lines += ["  older spellings", *(f"    {note}" for note in provenance.notes)]
+    if provenance.renamed:
+        lines += ["  older spellings", *(f"    {note}" for note in provenance.renamed)]
     if ignored:
         lines.append("  accepted, no effect")
         lines += [f"    {path} = {_format_value(get_by_path(config, path))}: {why}" for path, why in ignored.items()]
     return escape_surrogates("\n".join(lines))
 
 
-def _list_shown(config: Section, provenance: Any) -> list[tuple[str, Any]]:
+def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]]:
     rows = []
     for path, field in list_options(type(config)):
         value = get_by_path(config, path)
@@ -62,15 +63,15 @@ def _list_shown(config: Section, provenance: Any) -> list[tuple[str, Any]]:
             continue
         if path in ("optimizer.params", "scheduler.params"):
             rows += [(f"{path}.{name}", item) for name, item in (value or {}).items()]
-        elif path in ALWAYS_SHOWN or any(is_under(user_path, path) for user_path in provenance.given):
+        elif path in ALWAYS_SHOWN or any(is_under(user_path, path) for user_path in provenance.user_set):
             rows.append((path, value))
     return sorted(rows, key=lambda row: "." in row[0])
 
 
-def _origin(path: str, provenance: Any, derived: dict[str, str]) -> str:
+def _origin(path: str, provenance: Provenance, derived: dict[str, str]) -> str:
     if path in derived:
         return f"  # {derived[path]}"
-    if any(is_under(user_path, path) for user_path in provenance.given):
+    if any(is_under(user_path, path) for user_path in provenance.user_set):
         return ""
     return f"  # {_DEFAULT_REASONS.get(path, 'default')}"
 

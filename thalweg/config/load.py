@@ -1,4 +1,4 @@
-"""Reads a config and checks it whole: every fault is found before anything is raised.
+"""Reads a config and checks all of it: every fault is found before anything is raised.
 
 ``load``     source -> Config, with each ``"auto"`` still in place
 ``load_config``  the same and ``resolve``: what ``initialize`` calls
@@ -57,7 +57,7 @@ class PartialConfig:
         return tuple(dict.fromkeys(self.aliases.to_schema_path(path) for path in paths))
 
     def raise_if_any(self, more: Iterable[ConfigProblem]) -> None:
-        """Raise every problem, the draft's own and ``more``, if there is any."""
+        """Raise every problem, its own and ``more``, if there is any."""
         all_problems = [self._locate(problem) for problem in self.problems]
         known_paths = {problem.path for problem in all_problems}
         all_problems += [p for p in (self._locate(problem) for problem in more) if p.path not in known_paths]

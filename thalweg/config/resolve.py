@@ -2,7 +2,7 @@
 
 ``resolve`` takes a loaded config, the world size and, where known, facts about the model, and
 returns a config without ``"auto"``.  A value that nobody gave is found by the rule of its path
-in ``RULES``; where the rule knows nothing, by the schema's default.  How each value was found is
+in ``AUTO_DEFAULTS``; where the rule knows nothing, by the schema's default.  How each value was found is
 kept in ``config.provenance`` and shown by ``config.describe()``.  Resolving twice changes nothing.
 
 The rules for buffers follow the ones that Hugging Face uses (hidden^2, 0.9 hidden^2, 10 hidden);
@@ -50,8 +50,8 @@ AutoDefault = Callable[[ResolveContext], tuple[Any, str] | None]
 
 
 def _from_hidden_size(size: Callable[[int], int], formula: str) -> AutoDefault:
-    return lambda known: (
-        (size(known.hidden_size), f"{formula}, hidden_size {known.hidden_size}") if known.hidden_size else None
+    return lambda context: (
+        (size(context.hidden_size), f"{formula}, hidden_size {context.hidden_size}") if context.hidden_size else None
     )
 
 
@@ -68,19 +68,19 @@ def _warmup_steps(context: ResolveContext) -> tuple[Any, str] | None:
 
 
 AUTO_DEFAULTS: dict[str, AutoDefault] = {
-    "gradient_clipping": lambda known: (
+    "gradient_clipping": lambda context: (
         1.0,
         "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it",
     ),
-    "zero_optimization.overlap_comm": lambda known: (True, "communication always overlaps"),
+    "zero_optimization.overlap_comm": lambda context: (True, "communication always overlaps"),
     "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
     "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
     "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(
         lambda hidden: 10 * hidden, "10 x hidden"
     ),
-    "pipeline.stages": lambda known: (1, "no pipeline was asked for"),
-    "pipeline.micro_batches": lambda known: (
-        known.config.gradient_accumulation_steps,
+    "pipeline.stages": lambda context: (1, "no pipeline was asked for"),
+    "pipeline.micro_batches": lambda context: (
+        context.config.gradient_accumulation_steps,
         "gradient_accumulation_steps",
     ),
     "scheduler.params.warmup_max_lr": _optimizer_lr,
@@ -105,7 +105,7 @@ def resolve(config: Config, *, world_size: int, model: ModelSize | None = None) 
 def try_resolve(
     config: Config, world_size: int, model: ModelSize | None = None, skip_paths: Iterable[str] = ()
 ) -> tuple[Config, list[ConfigProblem]]:
-    """As ``resolve``, but the problems are returned; those at or below a path of ``skip`` are left out."""
+    """As ``resolve``, but the problems are returned; those at or below a path of ``skip_paths`` are left out."""
     skipped = tuple(skip_paths)
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         return config, [ConfigProblem("world_size", world_size, "a whole number of ranks, at least 1")]

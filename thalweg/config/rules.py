@@ -1,6 +1,6 @@
 """The rules between options, and who asks the tables about a given config.
 
-``RULES`` lists the combinations that contradict themselves; the tables of ``fates.py`` say
+``RULES`` lists the combinations that contradict themselves; the tables of ``support.py`` say
 what is not built yet and what has no effect.
 """
 
@@ -18,7 +18,7 @@ from thalweg.config.support import IGNORED, UNSUPPORTED, above_one, is_not_none_
 
 @dataclass(frozen=True)
 class Rule:
-    """``broken`` takes the values at ``paths``; the problem is told at the first of them."""
+    """``violated`` takes the values at ``paths``; the problem is reported at the first of them."""
 
     paths: tuple[str, ...]
     violated: Callable[..., bool]
@@ -64,12 +64,12 @@ RULES = (
     ),
     Rule(
         ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale"),
-        lambda least, on, scale: on and scale == 0 and least <= 0,
+        lambda min_scale, on, scale: on and scale == 0 and min_scale <= 0,
         "above 0, because the loss scale is dynamic (fp16.loss_scale is 0)",
     ),
     Rule(
         ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power"),
-        lambda least, on, scale, power: on and scale == 0 and least > 2.0**power,
+        lambda min_scale, on, scale, power: on and scale == 0 and min_scale > 2.0**power,
         "at most the initial scale, 2 to the power of fp16.initial_scale_power",
     ),
     Rule(
@@ -299,7 +299,7 @@ RULES = (
 
 
 def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
-    """Every broken rule whose options are known and not below a path of ``skip``."""
+    """Every broken rule whose options are known and not below a path of ``skip_paths``."""
     skipped = tuple(skip_paths)
     for rule in RULES:
         values = [get_by_path(config, path) for path in rule.paths]

@@ -97,7 +97,7 @@ def suggest_value(annotation: Any, value: Any) -> str | None:
 
 
 def closest_match(name: str, candidates: Any) -> str | None:
-    """The name nearest to ``word`` (difflib), whatever the case of letters."""
+    """The candidate nearest to ``name`` (difflib), whatever the case of letters."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=_CUTOFF)
     return by_lower[matches[0]] if matches else None

@@ -1,7 +1,7 @@
 """What becomes of each option that is not simply read: two tables.
 
 ``UNSUPPORTED``  switches of work that is still to come: on, they are an error that says what to do;
-               ``LATER`` lists the blocks whose other options only tune such a switch;
+               ``UNSUPPORTED_BLOCKS`` lists the blocks whose other options only tune such a switch;
 ``IGNORED``  options that mean nothing on FSDP2: accepted, and listed once with the reason.
 
 An option in neither is read by the program.  ``get_support_status`` names which it is, and the frozen list
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class UnsupportedFeature:
-    """A feature of later work: ``on`` takes the value at ``path``; ``cure`` says what to do today."""
+    """A feature of later work: ``is_enabled`` takes the value at ``path``; ``hint`` says what to do today."""
 
     path: str
     is_enabled: Callable[[Any], bool]

@@ -2,13 +2,14 @@
 
 This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg.plan.api.plan`.
 
-    source      a config, a class or a model  ->  the model on meta
-    rehearsal   the model on fake tensors      ->  events of a step (tape, batch, setting)
-    memory      events                         ->  bytes of a rank (heap: what glibc makes of them)
-    traffic     units                          ->  bytes over each link
-    time        both, and the cluster's speeds ->  seconds, and what limits them
-    search      many settings                  ->  the cheapest that fits
-    report      all of it                      ->  a table, JSON, a page
+    inputs       a config, a class or a model   ->  the model on meta, the shapes of its batch
+    spec         a config, machines             ->  what the trace must know of the run
+    trace        the model on fake tensors      ->  events of one step
+    memory       events                         ->  bytes of a rank
+    comm_volume  FSDP2 units                    ->  bytes over each link
+    step_time    both, and the cluster's speeds ->  seconds, and what limits them
+    search       many configs                   ->  the cheapest that fits
+    report       all of it                      ->  a table, JSON, a page
 """
 
 from __future__ import annotations

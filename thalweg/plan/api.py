@@ -38,8 +38,8 @@ class Plan:
     ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
-    ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas give for the
-    same run (see ``published.py``), in bytes.  ``not_counted``: options that are on and whose effect
+    ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas
+    give for the same run (see ``report/formulas.py``), in bytes.  ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
@@ -123,7 +123,7 @@ class Planner:
 
     ``without_activations``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
     ``train_micro_batch_size_per_gpu`` the ``batch`` is one; another one is answered with fewer or more rows.
-    ``patience``: seconds of processor time that one rehearsal may take (a model that goes token by token has
+    ``cpu_budget_s``: seconds of processor time that one trace may take (a model that goes token by token has
     a million operators).
     """
 
@@ -142,7 +142,7 @@ class Planner:
         run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
         unmodelled_keys = unmodelled_options(config)
         if run_spec.tp_size > 1 and not supports_tp(self.meta_model.copy_model(), run_spec.tp_size):
-            run_spec = replace(run_spec, tensor=1)
+            run_spec = replace(run_spec, tp_size=1)
             unmodelled_keys.append("tensor_parallel.autotp_size")
         input_spec = self._input_spec(model, run_spec)
         timelines: list[list[MemorySample]] = []
@@ -154,7 +154,7 @@ class Planner:
             initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
             depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
             trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
-            replay_args = {"process_bytes": self.process_bytes, "given_bytes": initial_param_bytes}
+            replay_args = {"process_bytes": self.process_bytes, "initial_param_bytes": initial_param_bytes}
             replayed = replay_events(trace, run_spec, **replay_args)
             comm_volume = estimate_comm_volume(trace, run_spec)
             step_time = estimate_step_time(trace, run_spec, comm_volume, replayed, self.cluster)
@@ -162,8 +162,8 @@ class Planner:
                 replayed = replay_events(trace, run_spec, disk_keeps_up=True, **replay_args)
             timelines.append(replayed.timeline)
             return {
-                "stretches": align_segments(replayed.segments, depths),
-                "again": {"bytes": replayed.double_counted_bytes},
+                "segments": align_segments(replayed.segments, depths),
+                "double_counted": {"bytes": replayed.double_counted_bytes},
                 "tiers": {
                     "host": replayed.host_bytes,
                     "disk": replayed.disk_bytes,
@@ -182,17 +182,17 @@ class Planner:
         except Exception as error:
             if run_spec.sp_size == 1:
                 raise
-            _log.debug("not rehearsed on parts of sequences: %s", error)
-            run_spec = replace(run_spec, sequence=1)
+            _log.debug("the model cannot be traced on parts of sequences: %s", error)
+            run_spec = replace(run_spec, sp_size=1)
             unmodelled_keys.append("sequence_parallel_size")
             timelines.clear()
             costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
         seconds, bottleneck = combine_times(costs["time"], self.cluster)
         is_full_depth, cluster = len(timelines) == 1, self.cluster
-        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["stretches"])
+        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["segments"])
         if cluster.device == "cpu":
-            groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has an arena of its own
-            host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["again"]["bytes"]
+            groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has shared memory of its own
+            host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["double_counted"]["bytes"]
         else:
             host_bytes = cluster.devices_per_node * costs["tiers"]["host"]
         return Plan(
@@ -212,7 +212,7 @@ class Planner:
             * run_spec.topology.world_size
             // run_spec.sp_size,
             world_size=self.cluster.world_size,
-            timeline=timelines[0] if is_full_depth else build_timeline(costs["stretches"]),
+            timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
             not_counted=unmodelled_keys,
             published=self._formula_bytes(run_spec, input_spec),
             disk_limit=get_disk_limit(cluster, find_nvme_path(config)),

@@ -1,6 +1,6 @@
 """Bytes that one rank sends in a step, by collective and by link, as the ledger counts them.
 
-``collectives`` is the textbook's ring form (``comm/ledger.py``): ``(n-1)/n`` of the full buffer
+``bytes_by_collective`` is the textbook's ring form (``comm/comms_logger.py``): ``(n-1)/n`` of the full buffer
 for a gather or a reduce-scatter, twice that for an all-reduce, whatever carries it.  The
 links are where these bytes really go, in the form they have there: between hosts, a flat ring
 crosses the network with one rank's share of every node, the two-level forms cross it once a host, and what
@@ -43,10 +43,10 @@ class CommVolume:
 
 @dataclass(frozen=True)
 class _Collective:
-    """``count`` collectives over the ranks of ``setting.span``.
+    """``num_calls`` collectives over the ranks of ``run_spec.shard_topology``.
 
-    ``row``: bytes that one rank contributes, as they are sent inside a host, and ``far`` between hosts;
-    ``local``: ranks of a host alone take part.
+    ``intra_row_bytes``, ``inter_row_bytes``: what one rank contributes, as it is sent inside a host and between
+    hosts; ``intra_node_only``: only ranks of the same host take part.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class _Collective:
 
 
 def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
-    """What one optimizer step (a whole window) communicates on each rank."""
+    """What one optimizer step (all micro-batches of a window) communicates on each rank."""
     volume = CommVolume() if run_spec.topology.world_size == 1 else _data_parallel_volume(trace, run_spec)
     num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     for entry in trace.comm_ledger.entries():  # of split layers
@@ -143,10 +143,12 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collecti
 def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec: BlockQuantizer) -> int:
     """Bytes of one rank's shards as they are gathered."""
     total = 0
-    for slot in (trace.param_specs[name] for name in unit.param_names):
-        numel = prod(slot.padded_shape)
-        is_quantized = run_spec.traffic_policy.quantizes(len(slot.shape), slot.name not in trace.frozen_params)
-        total += codec.num_bytes(numel) if is_quantized else numel * slot.compute_dtype.itemsize
+    for param_spec in (trace.param_specs[name] for name in unit.param_names):
+        numel = prod(param_spec.padded_shape)
+        is_quantized = run_spec.traffic_policy.quantizes(
+            len(param_spec.shape), param_spec.name not in trace.frozen_params
+        )
+        total += codec.num_bytes(numel) if is_quantized else numel * param_spec.compute_dtype.itemsize
     return total
 
 
@@ -158,10 +160,10 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
         return raw_bytes, raw_bytes
     encoded_bytes: Counter[BlockQuantizer] = Counter()
     itemsize = run_spec.precision.reduce_dtype.itemsize
-    for slot in (trace.param_specs[name] for name in unit.param_names if name not in trace.frozen_params):
-        numel = prod(slot.padded_shape)
+    for param_spec in (trace.param_specs[name] for name in unit.param_names if name not in trace.frozen_params):
+        numel = prod(param_spec.padded_shape)
         for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
-            encoded_bytes[codec] += codec.num_bytes(numel) if len(slot.shape) >= 2 else numel * itemsize
+            encoded_bytes[codec] += codec.num_bytes(numel) if len(param_spec.shape) >= 2 else numel * itemsize
     # Memory that ranks share needs no codes; on one node of GPUs there is one level, in 4 bits.
     intra_codec = INTRA_HOST_GRADIENT_QUANTIZER if run_spec.shard_topology.num_nodes > 1 else GRADIENT_QUANTIZER
     return raw_bytes if run_spec.uses_shared_memory else encoded_bytes[intra_codec], encoded_bytes[GRADIENT_QUANTIZER]

@@ -1,7 +1,7 @@
 """Deep models by shallow ones: every block of a stack costs the same, so costs are linear in depth.
 
-A rehearsal takes some milliseconds a block.  A model with a stack of many equal blocks is
-rehearsed twice with the stack cut short, and each number is continued on the line through
+Tracing takes some milliseconds a block.  A model with a stack of many equal blocks is
+traced twice with the stack truncated, and each number is extrapolated on the line through
 both; one with stacks of several depths (an encoder and a decoder, an image tower) once more for each.  The
 blocks at the front stay, so a first block that differs is counted once.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-# Up to this many blocks, in one stack and in all, the whole model is rehearsed.
+# Up to this many blocks, in one stack and in all, the full model is traced.
 MAX_FULL_DEPTH, MAX_TOTAL_FULL_DEPTH = 24, 36
 _SHORT_DEPTH, _LONGER_DEPTH = 5, 6
 
@@ -49,9 +49,9 @@ def truncate_blocks(model: nn.Module, depths: dict[str, int]) -> nn.Module:
 def measure_extrapolated(
     make_model: Callable[[], nn.Module], measure: Callable[[nn.Module], Any], *, full_model: bool = False
 ) -> Any:
-    """``measure`` of the whole model: at once, or continued from shallow ones (see :func:`continued`).
+    """``measure`` of the full model: at once, or extrapolated from shallow ones (see :func:`extrapolate_tree`).
 
-    ``whole``: do not cut it, as its costs are not linear in depth.
+    ``full_model``: do not truncate it, as its costs are not linear in depth.
     """
     model = make_model()
     depths = {name: len(stack) for name, stack in find_repeated_blocks(model).items()}

@@ -1,9 +1,9 @@
 """The peak and the timeline of a deep model, from those of two shallow ones.
 
-A model with a stack of many blocks is rehearsed with the stack cut short (:mod:`.extrapolate`).  Between a mark of
+A model with a stack of many blocks is traced with the stack truncated (:mod:`.extrapolate`).  Between a mark of
 the run and the next (a unit begins, its gradients are reduced) every byte is linear in depth; the peak of the
-whole is not, as another stretch is the highest in a deep model than in a shallow one: at the end of the
-forward pass, say, rather than where the embedding is gathered.  So each stretch is continued on its own line,
+step is not, as another segment is the highest in a deep model than in a shallow one: at the end of the
+forward pass, say, rather than where the embedding is gathered.  So each segment is extrapolated on its own line,
 the blocks at the front by their number from there and those at the back by theirs, and the highest is taken
 at full depth.  What is between front and back lies on a line between them.
 """
@@ -15,11 +15,11 @@ from dataclasses import asdict
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 
 _NUM_END_BLOCKS = 2  # blocks at the front, and at the back
-_NUM_INTERPOLATED = 12  # moments of the timeline that stand for the blocks in between
+_NUM_INTERPOLATED = 12  # samples of the timeline that stand for the blocks in between
 
 
 def align_segments(segments: dict[str, MemoryBreakdown], depths: dict[str, int]) -> dict[str, dict[str, int]]:
-    """The bytes of each stretch of a model whose stacks have so many blocks, under names that models of
+    """The bytes of each segment of a model whose stacks have so many blocks, under names that models of
     another depth use as well; blocks in the middle are left out."""
     result: dict[str, dict[str, int]] = {}
     for key, parts in segments.items():
@@ -31,13 +31,13 @@ def align_segments(segments: dict[str, MemoryBreakdown], depths: dict[str, int])
 
 
 def get_highest_segment(segments: dict[str, dict[str, float]]) -> MemoryBreakdown:
-    """The bytes of the highest stretch."""
+    """The bytes of the highest segment."""
     parts = max(segments.values(), key=lambda found: sum(found.values()))
     return MemoryBreakdown(**{name: max(0, round(value)) for name, value in parts.items()})
 
 
 def build_timeline(segments: dict[str, dict[str, float]]) -> list[MemorySample]:
-    """One moment for each stretch, and some for the blocks between front and back."""
+    """One sample for each segment, and some for the blocks between front and back."""
     samples: list[MemorySample] = []
     previous_position: tuple[str, int] = ("", 0)
     previous_parts: dict[str, int] = {}

@@ -51,7 +51,7 @@ _log = get_logger(__name__)
 # Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
 _ACTIVATION_BYTES_BOUND = 400
 _SEARCH_SECONDS = 3.0
-# Of processor time for one rehearsal: no job waits longer for what it may use.
+# Of processor time for one trace: no job waits longer for what it may use.
 _TRACE_CPU_BUDGET_S = 15.0
 
 
@@ -67,7 +67,7 @@ class Preflight:
     """The two checks of one job on this rank; collective over ``mesh`` where it is made.
 
     Raises:
-        DoesNotFit: with the table of bytes and the nearest configuration that fits.
+        PredictedOutOfMemoryError: with the table of bytes and the nearest configuration that fits.
     """
 
     def __init__(
@@ -152,11 +152,17 @@ class Preflight:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state_itemsize = 0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
-        in_memory_specs = {name: slot for name, slot in resident_specs.items() if not run_spec.master_on_disk(slot)}
-        shards_bytes = sum(shard_bytes(slot) for slot in in_memory_specs.values()) // run_spec.tp_size
-        updated = sum(slot.padded_numel // slot.num_shards for name, slot in in_memory_specs.items() if name in trained)
+        in_memory_specs = {
+            name: param_spec for name, param_spec in resident_specs.items() if not run_spec.master_on_disk(param_spec)
+        }
+        shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs.values()) // run_spec.tp_size
+        updated = sum(
+            param_spec.padded_numel // param_spec.num_shards
+            for name, param_spec in in_memory_specs.items()
+            if name in trained
+        )
         updated //= run_spec.tp_size
-        unsharded_bytes = sum(slot.unsharded_bytes for slot in resident_specs.values())
+        unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
         grads_leave_early = (
             run_spec.grads_on_disk or run_spec.updates_in_backward
         )  # then gradients never are there all at once
@@ -177,11 +183,11 @@ class Preflight:
         return self._state_bytes > self._limit_bytes // 16 or self._config.memory.host_limit is not None
 
     def _try_predict(self, input_spec: InputSpec) -> Plan | None:
-        """The plan with this batch, or None if the model cannot be rehearsed (and then nobody knows)."""
+        """The plan with this batch, or None if the model cannot be traced."""
         try:
             return self._build_planner(input_spec).predict(self._config)
         except Exception as error:
-            _log.debug("the model cannot be rehearsed: %s: %s", type(error).__name__, error)
+            _log.debug("the model cannot be traced: %s: %s", type(error).__name__, error)
             return None
 
     def _build_planner(self, input_spec: InputSpec) -> Planner:
@@ -189,7 +195,7 @@ class Preflight:
         cluster = build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
         micro = int(self._config.train_micro_batch_size_per_gpu)
         planner = Planner(self._meta_model, cluster, input_spec, None, self._process_bytes, micro_batch=micro)
-        return replace(planner, patience=_TRACE_CPU_BUDGET_S)
+        return replace(planner, cpu_budget_s=_TRACE_CPU_BUDGET_S)
 
     def _reject(self, plan: Plan | None, input_spec: InputSpec | None) -> None:
         if plan is None and input_spec is not None:

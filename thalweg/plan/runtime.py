@@ -36,7 +36,7 @@ def fill_auto_for_job(
 ) -> Config:
     """``config`` with what is left to the plan filled in, the same on every rank; collective.
 
-    ``mesh``: the data-parallel ranks; ``everyone``: all ranks of the job, whose rank 0 decides;
+    ``mesh``: the data-parallel ranks; ``world_group``: all ranks of the job, whose rank 0 decides;
     ``optimizer``: the one that the program has built, if any.
     """
     keys = auto_keys(config)
@@ -73,7 +73,7 @@ def _choose_for_job(
 
 
 def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> RankTopology:
-    """The ranks of ``mesh``, and the ``tensor`` ranks in the place of each, by host, as the launcher says."""
+    """The ranks of ``mesh``, and the ``tp_size`` ranks behind each, by host, as the launcher says."""
     world_size = mesh.size() * tp_size
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     local_world_size = (
@@ -91,7 +91,7 @@ def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
 def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int) -> int | None:
     """Bytes that the ranks of this host (or this device) may hold together, from the first byte on.
 
-    ``resident``: what this rank holds already.
+    ``resident_bytes``: what this rank holds already.
     """
     memory = config.memory
     if device.type != "cpu":

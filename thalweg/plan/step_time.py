@@ -39,8 +39,8 @@ def estimate_step_time(
     scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
     shard_numel = sum(
-        slot.padded_numel // slot.num_shards
-        for name, slot in trace.param_specs.items()
+        param_spec.padded_numel // param_spec.num_shards
+        for name, param_spec in trace.param_specs.items()
         if name not in trace.frozen_params
     )
     update_bytes = shard_numel * _ADAM_BYTES.get(run_spec.optimizer or "", 28)

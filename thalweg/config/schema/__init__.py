@@ -1,16 +1,16 @@
 """Every option that Thalweg reads, typed: the blocks of ``ds_config.json`` and Thalweg's own keys.
 
 The picture: a config is one frozen tree of ``Section`` blocks whose attribute names are the
-keys of the JSON.  It passes through four hands, each in one file::
+keys of the JSON.  It passes through these files::
 
-    text.py     text -> plain tree, with the line of every key
+    hjson.py    text -> plain tree, with the line of every key
     load.py     plain tree -> Config, or every fault at once       (``load``)
-    check.py    the rules between options; what is not built yet; what has no effect
+    rules.py    the rules between options; what is not built yet (support.py); what has no effect
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or listed in ``check.IGNORED`` with the reason, or answered by
-``check.UNSUPPORTED`` when switched on.  ``tests/repo/config_schema.txt`` lists every option,
+either read by some room, or listed in ``support.IGNORED`` with the reason, or answered by
+``support.UNSUPPORTED`` when switched on.  ``tests/repo/config_schema.txt`` lists every option,
 its type and default; a test compares it, so that each change is seen in review.
 """
 

@@ -76,7 +76,7 @@ class Amp(Section):
 
 
 class Optimizer(Section):
-    """``params`` hold what the user gave, checked by the table in ``schema_optim``."""
+    """``params`` hold what the user gave, checked by the table in ``schema/optimizer.py``."""
 
     type: str
     params: AnyDict = FrozenDict()

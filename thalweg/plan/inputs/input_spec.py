@@ -51,8 +51,8 @@ class InputSpec:
         return specs[0].shape[0] if specs and specs[0].shape else 1
 
     def with_batch_size(self, batch_size: int, current_batch_size: int) -> InputSpec:
-        """The same inputs for micro-batches of ``rows`` instead of ``of``: every tensor's first dimension is
-        cut, but for those of 1, which all rows share.
+        """The same inputs for micro-batches of ``batch_size`` instead of ``current_batch_size``: the first dimension of
+        every tensor is resized, but for those of 1, which all rows share.
 
         Raises:
             ValueError: the tensors do not show which dimension that is.
@@ -212,7 +212,8 @@ def _audio_inputs(
         max_positions = _first_positive_int(config, "max_target_positions") or 1024
         if requested_length is not None and requested_length > max_positions:
             raise ValueError(
-                f"sequence_length {requested_length} is longer than the {max_positions} positions of {type(model).__name__}"
+                f"sequence_length {requested_length} is longer than the {max_positions} positions of "
+                f"{type(model).__name__}"
             )
         vocab_size = _first_positive_int(config, "vocab_size") or 2
         inputs["labels"] = TensorSpec(

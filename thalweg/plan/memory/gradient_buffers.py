@@ -1,4 +1,4 @@
-"""Memory that reductions touch and keep: slots of the arena, and the blocks of reduced gradients.
+"""Memory that reductions touch and keep: slots of shared memory, and the blocks of reduced gradients.
 
 Where gradients stay for the step, each unit has a block of its own (``comm/buffer.py: ReusableBuffer``), and a second
 one if a later backward of the window adds to it.  Where they leave (updates within the backward pass,
@@ -24,7 +24,7 @@ class _FakeBuffer:
 
 
 class _FakeBufferPool:
-    """``comm/buffer.py: Pool``, its mappings counted and not made."""
+    """``comm's buffer pool``, its mappings counted and not made."""
 
     def __init__(self, rank_memory: RankMemory, label: str) -> None:
         self._rank_memory, self._label = rank_memory, label

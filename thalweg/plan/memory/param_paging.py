@@ -1,8 +1,9 @@
 """Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
 
-What is in memory when is decided by ``zero/paging.py: Pager`` itself; a :class:`_FakePagedUnit` takes the place of a
-unit and counts bytes instead of reading them.  How an update cuts parameters, gradients and state into
-buffers is ``optim/chunks.py``'s own doing, over tensors without data.
+What is in memory when is decided by ``zero/storage/pager.py: Pager`` itself; a :class:`_FakePagedUnit`
+takes the place of a unit and counts bytes instead of reading them.  How an update cuts parameters,
+gradients and state into
+buffers is ``optim/offload/io_chunks.py``'s own doing, over tensors without data.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _FakePagedUnit:
             self.phase = "coming"
 
     def wait_read(self) -> None:
-        """The bytes are there; in a shared home, where that is not the image, with those of the peers."""
+        """The bytes are there; in shared memory, where that is not the packed image, with those of the peers."""
         self.start_read()
         if self.phase == "coming":
             if self._unsharded_bytes:
@@ -76,22 +77,24 @@ class _FakePagedUnit:
 
 
 class PagedParams:
-    """The units of ``slots`` (by unit) that are paged, under the engine's pager."""
+    """The units of ``specs_by_unit`` that are paged, under the engine's pager."""
 
     def __init__(self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec) -> None:
         shared = run_spec.storage_kind == "shared"
         self.units = {}
         for name, members in specs_by_unit.items():
-            packed_bytes = sum(round_up(prod(slot.padded_shape) * slot.compute_dtype.itemsize) for slot in members)
-            unsharded_bytes = sum(slot.unsharded_bytes for slot in members) if shared else 0
+            packed_bytes = sum(
+                round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
+            )
+            unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
             self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
         barrier = _no_barrier if shared else None
         paged_units = cast(list[PagedUnit], list(self.units.values()))
         self.pager = Pager(paged_units, run_spec.param_offload.max_units_in_memory, barrier)
 
     def apply_mark(self, verb: str, name: str) -> None:
-        """``open``, ``close`` or ``ahead`` of one unit."""
-        {"open": self.pager.acquire, "close": self.pager.release, "ahead": self.pager.prefetch}[verb](name)
+        """``open``, ``close`` or ``prefetch`` of one unit."""
+        {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
 
     def invalidate(self, name: str) -> None:
         """The unit is updated within the backward pass."""
@@ -140,7 +143,7 @@ def plan_streamed_update(
     depth, size = run_spec.optimizer_offload.buffer_ring_args
     touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
-        items = [_make_param_step(slot, where, state_dtypes) for slot, where in members]
+        items = [_make_param_step(param_spec, where, state_dtypes) for param_spec, where in members]
         for chunk_index, chunk in enumerate(
             split_into_chunks(items, size, max(NvmeStepPolicy().chunk_elements, ALIGN_ELEMENTS))
         ):

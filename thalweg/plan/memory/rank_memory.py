@@ -1,4 +1,4 @@
-"""One rank's memory while events are played: a heap, mappings apart from it, and its highest."""
+"""One rank's memory while events are played: a heap, separate mappings, and the peak."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RankMemory:
         self._total_live_bytes -= num_bytes
 
     def adjust_mmapped(self, label: str, num_bytes: int) -> None:
-        """Memory apart from the heap (negative: given back to the kernel)."""
+        """Memory mapped outside the heap (negative: given back to the kernel)."""
         self.mmapped_bytes[label] += num_bytes
         self._update_peak()
 
@@ -98,19 +98,19 @@ class RankMemory:
         return self.process_bytes + heap_bytes + sum(self.mmapped_bytes.values())
 
     def begin_segment(self, segment: str) -> None:
-        """A stretch of the run begins: its peak is kept apart in :attr:`stretches`."""
+        """A segment of the run begins: its own peak goes to :attr:`segments`."""
         self.end_segment()
         self._segment, self._segment_peak = segment, 0
         self._update_peak()
 
     def end_segment(self) -> None:
-        """The stretch that began last is over."""
+        """The segment that began last is over."""
         if self._segment:
             self.segments[self._segment] = self._make_breakdown(*self._state_at_segment_peak)
             self._segment = ""
 
     def _update_peak(self) -> None:
-        """Remember what was alive when the heap last grew, and when the whole was largest."""
+        """Remember what was alive when the heap last grew, and when the total was largest."""
         top = self.heap.high_water_mark if self.heap is not None else self._total_live_bytes
         if top > self._heap_peak:
             self._heap_peak, self._live_at_heap_peak = top, dict(self.live_bytes)

@@ -4,12 +4,12 @@ A rank's resident memory on a CPU is made of
 
     process        the interpreter, torch and the libraries: there before the model
     the heap       shards, optimizer state, activations, gradients of units in flight; it only grows
-    blocks apart   reduced gradients, one mapping a unit; the model as it was given; with tiers on a disk,
+    mappings       reduced gradients, one mapping a unit; the model as it was given; with tiers on a disk,
                    every large tensor, units read from the disk, and the buffers of the update
-    the arena      homes and reduction slots, shared by the ranks of a host, counted in each that has
+    shared memory  unsharded parameters and reduction slots, shared by the ranks of a host, counted in each that has
                    touched them
 
-:func:`simulate` plays the events of a rehearsal through that, three windows long, since the
+:func:`replay_events` plays the events of a traced step through that, three windows long, since the
 first one has no optimizer state yet and the second one meets a heap with holes.  On a GPU the
 caching allocator has no such history: there the peak is the peak of what is alive.
 
@@ -35,9 +35,9 @@ from thalweg.storage_io.allocator import round_up
 from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import WRITE_CHUNK_BYTES
 
-# glibc maps blocks from this size on apart, until `retain_freed_memory` stops that.
+# glibc gives blocks from this size on a mapping of their own, until `retain_freed_memory` stops that.
 _MMAP_THRESHOLD = 128 * 1024
-# `remat/offload.py: NvmeActivationOffloader` takes room on the disk in pieces of this size.
+# `activation_checkpointing/offload.py: NvmeActivationOffloader` allocates disk space in segments of this size.
 _SWAP_SEGMENT_BYTES = 2**28
 # What a first step adds to a process that has imported everything, by the kind of mapping (smaps before and
 # after three steps, nine runs): pages of torch's own code that are read for the first time; Python's own
@@ -57,7 +57,7 @@ class ReplayResult:
 
     ``double_counted_bytes``: bytes that the ranks of a host share, as often as they are counted too many;
     ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read_bytes``,
-    ``disk_written_bytes``: bytes of one step; ``stretches``: the peak between one mark of the run and the next.
+    ``disk_written_bytes``: bytes of one step; ``segments``: the peak between one mark of the run and the next.
     """
 
     peak: MemoryBreakdown
@@ -79,7 +79,7 @@ def replay_events(
     num_windows: int = 3,
     disk_keeps_up: bool = False,
 ) -> ReplayResult:
-    """Play ``steps`` windows of the rehearsal on one rank.
+    """Play ``num_windows`` windows of the trace on one rank.
 
     ``process_bytes``: resident before the model is there; ``initial_param_bytes``: sizes of the
     parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
@@ -95,7 +95,9 @@ def replay_events(
     double_counted = replay.gradient_buffers.double_counted_bytes
     if run_spec.storage_kind == "shared":
         resident = sum(
-            slot.unsharded_bytes for name, slot in trace.param_specs.items() if name not in replay.disk_params
+            param_spec.unsharded_bytes
+            for name, param_spec in trace.param_specs.items()
+            if name not in replay.disk_params
         )
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
     rank_memory.end_segment()
@@ -155,32 +157,36 @@ class _Replay:
             if size >= _MMAP_THRESHOLD:
                 rank_memory.adjust_mmapped("parameters", size)
         shared, is_distributed = run_spec.storage_kind == "shared", run_spec.topology.world_size > 1
-        param_specs = {name: slot for name, slot in trace.param_specs.items() if name not in self.disk_params}
+        param_specs = {
+            name: param_spec for name, param_spec in trace.param_specs.items() if name not in self.disk_params
+        }
         storage_id = 1
-        for slot in param_specs.values() if not run_spec.states_on_host else ():
-            if (not shared or slot.master_dtype != slot.compute_dtype) and not run_spec.master_on_disk(slot):
-                rank_memory.allocate(-storage_id, shard_bytes(slot), "parameters")
-            if run_spec.storage_kind == "private" and slot.master_dtype != slot.compute_dtype:
-                rank_memory.allocate(-storage_id - 1, slot.unsharded_bytes, "gathered")
+        for param_spec in param_specs.values() if not run_spec.states_on_host else ():
+            if (not shared or param_spec.master_dtype != param_spec.compute_dtype) and not run_spec.master_on_disk(
+                param_spec
+            ):
+                rank_memory.allocate(-storage_id, shard_bytes(param_spec), "parameters")
+            if run_spec.storage_kind == "private" and param_spec.master_dtype != param_spec.compute_dtype:
+                rank_memory.allocate(-storage_id - 1, param_spec.unsharded_bytes, "gathered")
             storage_id += 2
         previous = 0
-        for index, (name, slot) in enumerate(trace.param_specs.items()):
+        for index, (name, param_spec) in enumerate(trace.param_specs.items()):
             size = (
                 initial_param_bytes[index]
                 if index < len(initial_param_bytes)
-                else slot.padded_numel * slot.master_dtype.itemsize
+                else param_spec.padded_numel * param_spec.master_dtype.itemsize
             )
             if is_distributed:  # the copy that is broadcast; the last one goes when the next is on its way
                 rank_memory.allocate(-storage_id, size, "buffers")
                 rank_memory.free(previous)
                 previous = -storage_id
-            if name in self.disk_params or run_spec.master_on_disk(slot):
+            if name in self.disk_params or run_spec.master_on_disk(param_spec):
                 # Written through two buffers, whose pages go at once.
-                writer = min(2 * WRITE_CHUNK_BYTES, shard_bytes(slot))
+                writer = min(2 * WRITE_CHUNK_BYTES, shard_bytes(param_spec))
                 rank_memory.adjust_mmapped("buffers", writer)
                 rank_memory.adjust_mmapped("buffers", -writer)
-            elif shared and slot.master_dtype == slot.compute_dtype:
-                rank_memory.adjust_mmapped("parameters", slot.unsharded_bytes // slot.num_shards)
+            elif shared and param_spec.master_dtype == param_spec.compute_dtype:
+                rank_memory.adjust_mmapped("parameters", param_spec.unsharded_bytes // param_spec.num_shards)
             if index < len(initial_param_bytes) and size >= _MMAP_THRESHOLD:
                 rank_memory.adjust_mmapped("parameters", -size)
             storage_id += 1
@@ -188,7 +194,7 @@ class _Replay:
         if rank_memory.heap is not None:
             rank_memory.heap.drop_small_holes(below_bytes=_DROPPED_HOLE_BYTES)
         if shared:
-            unsharded_bytes = sum(slot.unsharded_bytes for slot in param_specs.values())
+            unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in param_specs.values())
             local_bytes = sum(
                 s.unsharded_bytes // s.num_shards for s in param_specs.values() if s.master_dtype == s.compute_dtype
             )
@@ -216,7 +222,7 @@ class _Replay:
             return 0
         dtypes = self.trace.state_dtypes
         state_sizes = (
-            [prod(slot.padded_shape) * dtype.itemsize for _, slot in unit for dtype in dtypes]
+            [prod(param_spec.padded_shape) * dtype.itemsize for _, param_spec in unit for dtype in dtypes]
             for unit in self._trained_by_unit()
         )
         return max((sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0)
@@ -244,13 +250,13 @@ class _Replay:
 
     def _handle_mark(self, label: str) -> None:
         verb, _, name = label.partition(" ")
-        if verb not in ("open", "close", "ahead", "gather"):
+        if verb not in ("open", "close", "prefetch", "gather"):
             key = f"{self.rank_memory.phase}\t{verb}\t{name}"
             self._segment_counts[key] += 1
             self.rank_memory.begin_segment(f"{self._segment_counts[key]}\t{key}")
         if verb == "enter":
             return
-        if verb == "kept":
+        if verb == "accumulated":
             if self.rank_memory.heap is not None:
                 self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
         elif verb in ("reduce", "last"):
@@ -262,7 +268,7 @@ class _Replay:
                 self.paged_params.invalidate(name)
         elif verb == "gather":
             self.gradient_buffers.gather(name)
-        elif verb in ("open", "close", "ahead"):
+        elif verb in ("open", "close", "prefetch"):
             self.paged_params.apply_mark(verb, name)
         else:
             self.rank_memory.phase = label
@@ -299,7 +305,7 @@ class _Replay:
         if not run_spec.elementwise_optimizer or not (run_spec.optimizer_offload.device == "nvme" or self.disk_params):
             return StreamedUpdate()
         updates = [
-            [(slot, self._get_disk_operands(name, slot)) for name, slot in members]
+            [(param_spec, self._get_disk_operands(name, param_spec)) for name, param_spec in members]
             for members in self._trained_by_unit()
         ]
         if not run_spec.updates_in_backward:
@@ -308,16 +314,18 @@ class _Replay:
 
     def _compute_disk_bytes(self) -> int:
         total = 0
-        for name, slot in self.trace.param_specs.items():
-            numel, paged = prod(slot.padded_shape), name in self.disk_params
+        for name, param_spec in self.trace.param_specs.items():
+            numel, paged = prod(param_spec.padded_shape), name in self.disk_params
             if paged:
-                total += round_up(numel * slot.compute_dtype.itemsize)
-            if self.run_spec.master_on_disk(slot) or (paged and slot.master_dtype != slot.compute_dtype):
-                total += round_up(numel * slot.master_dtype.itemsize)
+                total += round_up(numel * param_spec.compute_dtype.itemsize)
+            if self.run_spec.master_on_disk(param_spec) or (
+                paged and param_spec.master_dtype != param_spec.compute_dtype
+            ):
+                total += round_up(numel * param_spec.master_dtype.itemsize)
         if self.run_spec.optimizer_offload.device == "nvme":
-            for _, slot in (pair for members in self._trained_by_unit() for pair in members):
-                sizes = [slot.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
-                total += sum(round_up(prod(slot.padded_shape) * size) for size in sizes)
+            for _, param_spec in (pair for members in self._trained_by_unit() for pair in members):
+                sizes = [param_spec.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
+                total += sum(round_up(prod(param_spec.padded_shape) * size) for size in sizes)
             if self.run_spec.updates_in_backward:  # second places for all that an update writes
                 total += self.streamed_update.written_bytes
         return total

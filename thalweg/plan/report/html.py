@@ -55,7 +55,8 @@ def plan_to_html(plan: Plan) -> str:
 <body>
 <h1>{escape(plan.model)}</h1>
 <p>{plan.num_parameters / 1e6:,.1f} million parameters on {plan.world_size} ranks,
-{plan.tokens_per_step:,} tokens a step, {format_seconds(plan.step_seconds)} a step, limited by {escape(plan.bottleneck)}.</p>
+{plan.tokens_per_step:,} tokens a step, {format_seconds(plan.step_seconds)} a step,
+limited by {escape(plan.bottleneck)}.</p>
 <p class="{css_class}">{escape(format_verdict(plan))}</p>
 <h2>Bytes of one rank at its peak</h2>
 {_breakdown_table(plan.per_rank)}
@@ -87,7 +88,7 @@ def _breakdown_table(per_rank: MemoryBreakdown) -> str:
 def _timeline_svg(timeline: Sequence[MemorySample], limit: int | None, process_bytes: int) -> str:
     """Stacked areas of what is alive, the resident line above them, and where the phases begin."""
     if not timeline:
-        return "<p>No timeline: the model was continued from a shallow one.</p>"
+        return "<p>No timeline: the model was extrapolated from a shallow one.</p>"
     samples = _downsample(timeline)
     highest = max(max(m.resident_bytes for m in samples), limit or 0) * 1.05
     labels = [label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)]
@@ -140,7 +141,7 @@ def _phase_markers(samples: Sequence[MemorySample], x: Callable[[int], float]) -
 
 
 def _downsample(timeline: Sequence[MemorySample]) -> list[MemorySample]:
-    """At most ``_MAX_SAMPLES`` entries, the highest of each stretch."""
+    """At most ``_MAX_SAMPLES`` entries, the highest of each window."""
     stride = max(1, len(timeline) // _MAX_SAMPLES)
     windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
-    return [max(stretch, key=lambda moment: sum(moment.live_bytes.values())) for stretch in windows]
+    return [max(window, key=lambda sample: sum(sample.live_bytes.values())) for window in windows]

@@ -1,4 +1,4 @@
-"""The plan as JSON and as a table for people; the page is in ``page.py``."""
+"""The plan as JSON and as a table for people; the page is in ``html.py``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def fill_auto(config: Config, planner: Planner) -> Config:
 
 
 def with_auto_values(config: Config, values: dict[str, Any], reason: str) -> Config:
-    """A copy with ``values``, each found as ``why`` says."""
+    """A copy with ``values``, each derived as ``reason`` says."""
     derived = dict(config.provenance.derived) | dict.fromkeys(values, reason)
     filled_config = replace_by_path(config, values)
     assert isinstance(filled_config, Config)
@@ -85,7 +85,7 @@ def with_auto_values(config: Config, values: dict[str, Any], reason: str) -> Con
 
 
 def choose_auto_values(config: Config, planner: Planner, keys: list[str]) -> tuple[dict[str, Any], str]:
-    """Values for ``names`` by the rule, and the reason in words."""
+    """Values for ``keys`` by the rule, and the reason in words."""
     plans = _PlanCache(planner, config, time.thread_time() + _SEARCH_CPU_BUDGET_S)
     for smallest, levels in _levels_by_placement(config, planner, keys):
         smallest_fits = plans.fits(smallest)
@@ -266,6 +266,6 @@ def _try_plan(planner: Planner, config: Config, changes: dict[str, Any]) -> Plan
         )
     except ConfigError:
         return None
-    except Exception as error:  # a model that cannot be rehearsed: the plan has no say then
+    except Exception as error:  # a model that cannot be traced: the plan has no say then
         _log.debug("%s cannot be planned: %s", changes, error)
         return None

@@ -37,8 +37,8 @@ def suggest(planner: Planner, config: Config, cpu_budget_s: float = 6.0) -> tupl
                 continue
             fits = plan.fits is not False
             reasons.append(
-                f"{_describe_changes(changes)}: {format_bytes(plan.per_rank.total)}, {format_seconds(plan.step_seconds)}"
-                f"{'' if fits else ', does not fit'}"
+                f"{_describe_changes(changes)}: {format_bytes(plan.per_rank.total)}, "
+                f"{format_seconds(plan.step_seconds)}{'' if fits else ', does not fit'}"
             )
             if fits:
                 fitting.append((plan.step_seconds, changes))

@@ -1,6 +1,6 @@
 """Measuring the best few of a search: each in a child process, bounded in time and memory.
 
-The plan orders the candidates first (``search.py``), so that only runs that should fit and
+The plan orders the candidates first (``predict``), so that only runs that should fit and
 should be fast are started.  A child trains a few steps on random tokens and reports its
 seconds and its peak; one that dies, hangs or exceeds its limit is a candidate less, never
 the end of the search.
@@ -79,10 +79,10 @@ def tune(
     timeout: float = 120.0,
     progress: ProgressCallback,
 ) -> TuneResult:
-    """Plan every candidate around ``config`` and measure the ``best`` few.
+    """Plan every candidate around ``config`` and measure the best ``num_measured``.
 
-    ``spec``: the path of the model's config, which the children open; ``timeout`` in seconds
-    for each of them; ``say`` gets a line of progress.  The batch of a step stays the same.
+    ``model_path``: the model's config, which the children open; ``timeout`` in seconds
+    for each of them; ``progress`` gets a line of text.  The batch of a step stays the same.
     """
     result = TuneResult()
     for changes in _candidates(config):

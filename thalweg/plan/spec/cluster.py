@@ -204,7 +204,7 @@ def _read_text(path: str | Path) -> str:
 
 @cache
 def _measure_speeds(num_busy_ranks: int) -> dict[str, float]:
-    """FLOP/s of one thread by dtype and the bytes a second it copies; ``busy`` ranks share the memory's."""
+    """FLOP/s of one thread by dtype and the bytes a second it copies; ``num_busy_ranks`` ranks share the memory's."""
     speeds = {}
     with torch.no_grad():
         for name, dtype, size in (("fp32", torch.float32, 512), ("bf16", torch.bfloat16, 256)):

@@ -13,7 +13,7 @@ _DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
 def resolve_with_changes(
     config: Config, changes: dict[str, Any], world_size: int, fixed_keys: tuple[str, ...] = ()
 ) -> Config:
-    """The config with ``changes`` (dotted keys), resolved; ``keep``: totals that do not follow from factors.
+    """The config with ``changes`` (dotted keys), resolved; ``fixed_keys``: totals that do not follow from factors.
 
     Raises:
         ConfigError: the values contradict each other.

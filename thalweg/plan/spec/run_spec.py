@@ -17,6 +17,7 @@ from thalweg.optim.offload.piecewise_step import is_elementwise
 from thalweg.optim.offload.policy import OptimizerOffloadPolicy, offload_policy_from_config
 from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
 from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.shard import ShardOptions
 from thalweg.zero.storage.base import ParamSpec, StorageKind
 from thalweg.zero.storage.nvme import ParamOffloadPolicy, prefers_low_memory
 from thalweg.zero.units import UnitPolicy
@@ -26,7 +27,7 @@ INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
 
 @dataclass(frozen=True)
 class RankTopology:
-    """``num_nodes`` hosts with ``per_node`` ranks each, on ``device`` ``"cpu"`` or ``"cuda"``."""
+    """``num_nodes`` hosts with ``ranks_per_node`` ranks each, on ``device`` ``"cpu"`` or ``"cuda"``."""
 
     num_nodes: int = 1
     ranks_per_node: int = 1
@@ -38,19 +39,19 @@ class RankTopology:
         return self.num_nodes * self.ranks_per_node
 
     def group_leaders(self, group_size: int) -> RankTopology:
-        """One rank of each group of ``size`` neighbours."""
+        """One rank of each group of ``group_size`` neighbours."""
         if self.ranks_per_node % group_size == 0:
-            return replace(self, per_node=self.ranks_per_node // group_size)
+            return replace(self, ranks_per_node=self.ranks_per_node // group_size)
         if group_size % self.ranks_per_node == 0:
-            return replace(self, num_nodes=self.world_size // group_size, per_node=1)
-        return replace(self, num_nodes=1, per_node=max(1, self.world_size // group_size))
+            return replace(self, num_nodes=self.world_size // group_size, ranks_per_node=1)
+        return replace(self, num_nodes=1, ranks_per_node=max(1, self.world_size // group_size))
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """Everything that decides the bytes of a rank, but the model and its batch.
 
-    ``ranks``: those that states are sharded over; ``tensor``: how many share each one's layers; ``sequence``:
+    ``topology``: the ranks that states are sharded over; ``tp_size``: how many share each one's layers; ``sp_size``:
     how many of them share a sequence.
     """
 
@@ -115,7 +116,7 @@ class RunSpec:
 
     @property
     def storage_kind(self) -> StorageKind:
-        """Where unsharded parameters live (see ``zero/homes.py``)."""
+        """Where unsharded parameters live (see ``zero/storage/base.py``)."""
         if self.states_on_host:
             return "wire"
         if self.replicates_states:
@@ -127,7 +128,7 @@ class RunSpec:
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether an arena on each host works together with the wire between hosts."""
+        """Whether shared memory on each host works together with the network between hosts."""
         return self.on_cpu and self.shard_topology.num_nodes > 1 and self.shard_topology.ranks_per_node > 1
 
     @property
@@ -141,7 +142,7 @@ class RunSpec:
 
     @property
     def num_reduction_slots(self) -> int:
-        """Slots of the arena that each rank fills in turn."""
+        """Slots of the shared memory that each rank fills in turn."""
         return NUM_REPLICATED_REDUCE_SLOTS if self.replicates_states else NUM_REDUCE_SLOTS
 
     @property
@@ -150,7 +151,7 @@ class RunSpec:
         return self.on_cpu and self.optimizer_offload.device == "nvme"
 
     def master_on_disk(self, param_spec: ParamSpec) -> bool:
-        """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/masters.py``)."""
+        """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/storage/nvme.py``)."""
         has_separate_master = (
             param_spec.requires_grad
             and param_spec.master_dtype != param_spec.compute_dtype
@@ -176,15 +177,11 @@ class RunSpec:
         )
         return self.on_cpu and possible and early and self.elementwise_optimizer
 
-    def with_stage(self, stage: int) -> RunSpec:
-        """The same run at another stage."""
-        return replace(self, policy=ZeroPolicy(stage))
 
+def run_spec_from_config(config: Config, topology: RankTopology, options: ShardOptions) -> RunSpec:
+    """The run that a resolved config describes; ``options`` are the ``ShardOptions`` it gives for the model.
 
-def run_spec_from_config(config: Config, topology: RankTopology, options: Any) -> RunSpec:
-    """The setting of a resolved config; ``options`` are the ``ShardOptions`` it gives for the model.
-
-    ``ranks``: all of the job.
+    ``topology``: all ranks of the job.
     """
     tp_size, per_node = get_tp_size(config), topology.ranks_per_node
     topology = topology.group_leaders(tp_size)
@@ -194,7 +191,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: Any) -
         topology=topology,
         zero_policy=options.policy,
         precision=options.precision,
-        unit_policy=options.units,
+        unit_policy=options.unit_policy,
         activation_checkpointing=ActivationCheckpointPolicy(policy=section.policy, every=section.every),
         fp32_modules=options.fp32_modules,
         accumulation_steps=int(config.gradient_accumulation_steps),
@@ -203,8 +200,8 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: Any) -
         optimizer_params=_optimizer_params(config),
         autocast_dtype=autocast,
         linear_kernels=config.cpu_kernels,
-        traffic_policy=options.traffic,
-        param_offload=options.offload,
+        traffic_policy=options.comm_policy,
+        param_offload=options.offload_policy,
         optimizer_offload=offload_policy_from_config(config, on_cpu=topology.device == "cpu"),
         activation_offload=_activation_offload_device(config),
         low_memory=prefers_low_memory(config),

@@ -1,4 +1,4 @@
-"""The tape: what a model allocates and frees in a training step, without allocating it.
+"""The allocation recorder: what a model allocates and frees in a training step, without allocating it.
 
 The picture: the model's operators run on fake tensors (shapes without data) under a
 dispatch mode that sees each of them.  A storage that an operator makes is written down
@@ -6,10 +6,10 @@ with its bytes, and once more when its last reference is gone, wherever that was
 Python variable, autograd's saved tensors, a gradient.  Views and in-place results share a
 storage and so cost nothing.  What is left is one list of events in the order of the run,
 
-    (+id, bytes, label)   a storage is made       label: who made it, see :class:`Tape`
+    (+id, bytes, label)   a storage is made       label: who made it, see :class:`AllocationRecorder`
     (-id, 0, "")          it is gone
 
-from which peaks, the timeline and the allocator's behaviour follow.  Besides, the tape
+from which peaks, the timeline and the allocator's behaviour follow.  Besides, it
 adds up the arithmetic (torch's own formulas) and the bytes that operators read and write.
 """
 
@@ -56,14 +56,14 @@ class AllocationRecorder(TorchDispatchMode):
             self._storage_ids[tensor.untyped_storage()._cdata] = 0
 
     def record_alloc(self, num_bytes: int, label: str) -> int:
-        """Write a storage down that no operator has made; returns its id for :meth:`drop`."""
+        """Write a storage down that no operator has made; returns its id for :meth:`record_free`."""
         storage_id = self._next_id
         self._next_id += 1
         self.events.append((storage_id, num_bytes, label))
         return storage_id
 
     def record_free(self, storage_id: int) -> None:
-        """The storage that :meth:`note` wrote down is gone."""
+        """The storage that :meth:`record_alloc` wrote down is gone."""
         self.events.append((-storage_id, 0, ""))
 
     def record_mark(self, name: str) -> None:

@@ -1,6 +1,6 @@
-"""Tensor and sequence ranks in a rehearsal: the model is cut as a job cuts it, for a team of one.
+"""Tensor and sequence parallel ranks of a traced step: the model is split as a job splits it, for a fake group.
 
-The cut layers allocate what they would, and their collectives are counted and move nothing.
+The split layers allocate what they would, and their collectives are counted and move nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class FakeParallelGroup(ParallelGroup):
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
-        """A tensor of the whole's shape."""
+        """A tensor of the gathered shape."""
         sent = pad_to_length(tensor, dim, max(sizes)).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
         self._record("all_gather", name, sent.nbytes * self.size)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
-        """A tensor of the part's shape."""
+        """A tensor of the shard's shape."""
         parts = torch.stack([pad_to_length(part, dim, max(sizes)).contiguous() for part in tensor.split(sizes, dim)])
         received = torch.empty_like(parts)
         self._record("reduce_scatter", name, received.nbytes)
@@ -57,7 +57,7 @@ class FakeParallelGroup(ParallelGroup):
 
 
 def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:
-    """Cut ``model`` (on meta) in place over ``size`` tensor ranks.
+    """Split ``model`` (on meta) in place over ``tp_size`` tensor ranks.
 
     Raises:
         ValueError: nothing is known of how to.
@@ -67,7 +67,7 @@ def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:
 
 
 def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledger: CommsLog) -> None:
-    """Let ``model`` work on parts of sequences over ``size`` ranks that exchange heads.
+    """Let ``model`` work on parts of sequences over ``sp_size`` ranks that exchange heads.
 
     Raises:
         ValueError: it cannot.
@@ -82,6 +82,6 @@ def supports_tp(model: nn.Module, tp_size: int) -> bool:
     try:
         apply_fake_tp(model, tp_size, CommsLog())
     except Exception as error:  # a layout that needs values, or none at all: the job will say so itself
-        _log.debug("%s is not cut over %d tensor ranks: %s", type(model).__name__, tp_size, error)
+        _log.debug("%s is not split over %d tensor ranks: %s", type(model).__name__, tp_size, error)
         return False
     return True

@@ -1,8 +1,8 @@
-"""The units of a model under rehearsal: what FSDP2's hooks and the engine's do around each, as events.
+"""The FSDP2 units of a traced model: what FSDP2's hooks and the engine's do around each, as events.
 
 A unit's parameters come before its forward and go after it, come again before its backward, and its
 gradients are reduced behind that.  What comes and goes, and whether by a gather or by a read from disk, the
-:class:`Stage` knows; ``memory.py`` says what it costs.
+:class:`FsdpEventSource` knows; ``memory/replay.py`` says what it costs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FsdpUnitEvents:
             self.is_paged_in = True
         if not source.uses_collectives:
             return
-        if source.run_spec.is_hierarchical:  # what is gathered lies in the host's arena
+        if source.run_spec.is_hierarchical:  # what is gathered lies in the host's shared memory
             recorder.record_mark(f"gather {self.info.name}")
             flat_id = 0
         else:
@@ -112,7 +112,7 @@ class FsdpUnitEvents:
     def prefetch(self) -> None:
         source = self.source
         if self.is_paged and not self.is_paged_in and not self.gathered_ids:
-            source.recorder.record_mark(f"ahead {self.info.name}")
+            source.recorder.record_mark(f"prefetch {self.info.name}")
         elif (
             source.uses_collectives
             and not source.run_spec.is_hierarchical
@@ -137,7 +137,7 @@ class FsdpUnitEvents:
                 self.accumulated_grads[id(parameter)] += parameter.grad
                 parameter.grad = None
         if not source.reduces_grads:
-            source.recorder.record_mark(f"kept {self.info.name}")
+            source.recorder.record_mark(f"accumulated {self.info.name}")
             reduce = source.run_spec.precision.reduce_dtype
             for parameter in self.params:
                 if parameter.grad is not None and parameter.grad.dtype != reduce:
@@ -149,9 +149,9 @@ class FsdpUnitEvents:
 
 
 class FsdpEventSource:
-    """What the units share: the tape, and what the backward pass at hand does.
+    """What the units share: the recorder, and what the backward pass at hand does.
 
-    ``paged``: names of the units whose parameters come from a disk.
+    ``paged_units``: names of the units whose parameters come from a disk.
     """
 
     def __init__(self, recorder: AllocationRecorder, run_spec: RunSpec) -> None:

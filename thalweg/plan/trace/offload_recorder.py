@@ -1,4 +1,5 @@
-"""Inputs of checkpointed units that leave the device, as events: what `remat/offload.py` does to a tensor.
+"""Inputs of checkpointed units that leave the device, as events: what
+`activation_checkpointing/offload.py` does to a tensor.
 
 A tensor that is saved is copied into a buffer and free at once; at most ``depth`` buffers are on their way.
 Coming back it is a new tensor, and ``depth`` of those before it are read ahead.
@@ -18,7 +19,7 @@ _PREFETCH_DEPTH = 2
 
 
 class _OffloadedFake:
-    """A tensor that was put away; a fake of its shape comes back."""
+    """A tensor that was offloaded; a fake of its shape comes back."""
 
     def __init__(self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None) -> None:
         self._recorder, self._previous = recorder, previous
@@ -49,7 +50,7 @@ class _OffloadedFake:
 
 
 class OffloadRecorder:
-    """A :class:`thalweg.activation_checkpointing.ActivationOffloader` that writes events on a tape."""
+    """A :class:`thalweg.activation_checkpointing.ActivationOffloader` that writes events to a recorder."""
 
     def __init__(self, alloc_recorder: AllocationRecorder) -> None:
         self.alloc_recorder = alloc_recorder
@@ -58,7 +59,7 @@ class OffloadRecorder:
         self._current_bytes = self.peak_offloaded_bytes = self.offloaded_bytes = 0
 
     def save(self, tensor: Tensor) -> _OffloadedFake:
-        """Put a tensor away."""
+        """Offload a tensor."""
         offloaded = _OffloadedFake(self, tensor, self._last)
         self._last = weakref.ref(offloaded)
         self._current_bytes += tensor.nbytes

@@ -4,7 +4,7 @@ The model is run on fake tensors, forward and backward, once for each kind of mi
 of a window, with what the engine would add: FSDP2's units, their gathers, the reduction
 of a unit's gradients as soon as its backward is done, recomputation by the very policy
 that the engine applies, and the very optimizer.  What the engine keeps from step to step
-(shards, homes, slots) is no event here; ``memory.py`` adds it.
+(shards, unsharded buffers, reduction slots) is no event here; ``memory/replay.py`` adds it.
 
 Labels of events: ``activations`` (what operators make), ``gradients`` (unsharded ones),
 ``gathered`` (parameters), ``buffers`` (communication), ``optimizer`` (state that stays),
@@ -74,8 +74,8 @@ def trace_step(
 ) -> StepTrace:
     """Run one window of ``model`` (on meta; it is changed) without computing anything.
 
-    Without a ``batch`` only what does not depend on one: no activations.  ``seconds``: of processor time that
-    the model may take for it.
+    Without an ``input_spec`` only what does not depend on one: no activations.  ``cpu_budget_s``: seconds of
+    processor time that the model may take for it.
 
     Raises:
         ValueError: the model cannot run on shapes alone, as its control flow reads values, or takes longer.
@@ -114,10 +114,24 @@ def trace_step(
         window_events = recorder.pop_events()
         first, later, state = _trace_updates(model, param_specs, run_spec, recorder)
     return StepTrace(
-        window_events, first, later, param_specs, sizes, source.reduction_order, scalar_bytes, buffers, frozen, source.paged_units, state,
-        recorder.flops, recorder.accessed_bytes, recorder.num_ops,
-        ledger, offload_recorder.peak_offloaded_bytes if offload_recorder else 0, offload_recorder.offloaded_bytes if offload_recorder else 0,
-    )  # fmt: skip
+        window_events=window_events,
+        first_update_events=first,
+        later_update_events=later,
+        param_specs=param_specs,
+        units=sizes,
+        reduction_order=source.reduction_order,
+        scalar_param_bytes=scalar_bytes,
+        buffer_bytes=buffers,
+        frozen_params=frozen,
+        paged_units=source.paged_units,
+        state_dtypes=state,
+        flops=recorder.flops,
+        accessed_bytes=recorder.accessed_bytes,
+        num_ops=recorder.num_ops,
+        comm_ledger=ledger,
+        peak_offloaded_bytes=offload_recorder.peak_offloaded_bytes if offload_recorder else 0,
+        offloaded_bytes=offload_recorder.offloaded_bytes if offload_recorder else 0,
+    )
 
 
 def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
@@ -142,16 +156,16 @@ def shard_bytes(param_spec: ParamSpec) -> int:
 
 
 def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
-    """Those of ``slots`` that are not read from a disk when they are used."""
+    """Those of ``param_specs`` that are not read from a disk when they are used."""
     if not run_spec.param_offload.uses_nvme:
         return param_specs
     units = find_units(model, run_spec.unit_policy)
     members: dict[str, list[ParamSpec]] = {}
-    for name, slot in param_specs.items():
-        members.setdefault(_find_unit(name, run_spec.fp32_modules, units), []).append(slot)
+    for name, param_spec in param_specs.items():
+        members.setdefault(_find_unit(name, run_spec.fp32_modules, units), []).append(param_spec)
     paged = select_paged_units(members, run_spec.param_offload, run_spec.fp32_modules)
-    paged_names = {slot.name for unit in paged for slot in members[unit]}
-    return {name: slot for name, slot in param_specs.items() if name not in paged_names}
+    paged_names = {param_spec.name for unit in paged for param_spec in members[unit]}
+    return {name: param_spec for name, param_spec in param_specs.items() if name not in paged_names}
 
 
 def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> tuple[int, int]:
@@ -220,10 +234,14 @@ def _build_unit_info(name: str, param_specs: list[ParamSpec], run_spec: RunSpec)
     shards = run_spec.num_shards
     return UnitInfo(
         name,
-        gather_bytes=sum(slot.unsharded_bytes for slot in param_specs),
-        reduce_bytes=sum(slot.padded_numel * reduce.itemsize for slot in param_specs if slot.requires_grad),
+        gather_bytes=sum(param_spec.unsharded_bytes for param_spec in param_specs),
+        reduce_bytes=sum(
+            param_spec.padded_numel * reduce.itemsize for param_spec in param_specs if param_spec.requires_grad
+        ),
         sharded_grad_bytes=sum(
-            slot.padded_numel // shards * master.itemsize for slot in param_specs if slot.requires_grad
+            param_spec.padded_numel // shards * master.itemsize
+            for param_spec in param_specs
+            if param_spec.requires_grad
         ),
     )
 
@@ -330,10 +348,10 @@ def _trace_updates(
         return [], [], []
     trained = [param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs]
     shards = []
-    for slot in trained:
-        shape = slot.padded_shape
-        shard = nn.Parameter(torch.empty(shape, dtype=slot.master_dtype))
-        shard.grad = torch.empty(shape, dtype=slot.master_dtype)
+    for param_spec in trained:
+        shape = param_spec.padded_shape
+        shard = nn.Parameter(torch.empty(shape, dtype=param_spec.master_dtype))
+        shard.grad = torch.empty(shape, dtype=param_spec.master_dtype)
         shards.append(shard)
     recorder.ignore(shards)
     recorder.ignore([shard.grad for shard in shards if shard.grad is not None])
