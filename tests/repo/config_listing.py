@@ -48,7 +48,7 @@ def _nested_options() -> list[str]:
     """The options of blocks that stand in lists and mappings, which have no path of their own."""
     lines = []
     for model in sorted(_all_sections(Section), key=lambda one: one.__name__):
-        if model.__name__ in ("CurriculumMetric", "TPLayerSpec", "Group"):
+        if model.__name__ in ("CurriculumMetric", "TPLayerSpec", "CompressionGroup"):
             for path, field in list_options(model):
                 if not _is_block(field):
                     lines.append(_line(f"({model.__name__}).{path}", field, "later"))

@@ -495,7 +495,7 @@ def test_a_switch_of_later_work_is_one_clear_error(switch: Any) -> None:
     problems = caught.value.problems
     assert [problem.path for problem in problems] == [switch.path]
     assert f"not built yet: {switch.path} = " in str(problems[0])
-    assert switch.cure in str(problems[0])
+    assert switch.hint in str(problems[0])
 
 
 def test_blocks_that_are_switched_off_are_accepted() -> None:

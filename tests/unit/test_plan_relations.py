@@ -95,10 +95,10 @@ def test_the_timeline_of_a_deep_model_reaches_its_peak(policy: str) -> None:
     config = CONFIG | {"activation_checkpointing": {"policy": policy}}
     found = ask(DEEP, config, 1, 2, 64)
     shallow = ask(DEEP | {"n_layer": 6}, config, 1, 2, 64)
-    highest = max(moment.resident for moment in found.timeline)
+    highest = max(sample.resident_bytes for sample in found.timeline)
     assert highest == pytest.approx(found.per_rank.total, rel=0.02)
-    assert highest > 3 * max(moment.resident for moment in shallow.timeline)
-    state = {moment.alive.get("optimizer", 0) for moment in found.timeline}
+    assert highest > 3 * max(sample.resident_bytes for sample in shallow.timeline)
+    state = {sample.live_bytes.get("optimizer", 0) for sample in found.timeline}
     assert max(state) == pytest.approx(found.per_rank.optimizer, rel=0.02)
     assert "polygon" in plan_to_html(found)
 
@@ -140,7 +140,7 @@ def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> N
     first = thalweg.plan(shape, config, cluster=small, sequence_length=512)
     assert first.fits is False and first.suggestion, first.reasons
     again = thalweg.plan(shape, apply_changes(config, first.suggestion), cluster=small, sequence_length=512)
-    assert again.fits is True and again.tokens == first.tokens
+    assert again.fits is True and again.tokens_per_step == first.tokens_per_step
 
 
 def test_a_given_batch_has_fewer_rows_where_fewer_are_suggested() -> None:
@@ -179,7 +179,7 @@ def test_auto_tries_small_micro_batches_before_it_leaves_the_device() -> None:
     small = Cluster(devices_per_node=2, device_memory=ask(shape, fixed, 1, 2, 128).per_rank.total)
     found = thalweg.plan(shape, config, cluster=small, sequence_length=128)
     assert found.fits is True and found.config is not None
-    assert found.config.train_batch_size == 32 and found.tokens == 32 * 128
+    assert found.config.train_batch_size == 32 and found.tokens_per_step == 32 * 128
     zero = found.config.zero_optimization
     assert zero.offload_optimizer.device == zero.offload_param.device == "none"
     none = Cluster(devices_per_node=2, device_memory=1000, host_memory=64 * GIB)
@@ -222,4 +222,4 @@ def test_a_deep_model_needs_what_the_whole_of_it_does(
         here = getattr(found.per_rank, name)
         assert here >= 0 and here == pytest.approx(value, abs=0.03 * whole.per_rank.total), name
     assert found.traffic == whole.traffic
-    assert found.parts["compute"] == pytest.approx(whole.parts["compute"], rel=1e-6)
+    assert found.time_breakdown["compute"] == pytest.approx(whole.time_breakdown["compute"], rel=1e-6)

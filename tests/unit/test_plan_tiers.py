@@ -125,7 +125,7 @@ def test_tensor_ranks_share_the_layers():
     # Each block sums twice in each direction, and so do the embedding's rows and the head's input.
     assert quarters.traffic["all_reduce"] >= 8 * 4 * hidden * 2 * 3 // 4
     assert "all_gather" not in quarters.traffic  # no data ranks
-    assert halves.tokens == whole.tokens // 2
+    assert halves.tokens_per_step == whole.tokens_per_step // 2
 
 
 def test_the_optimizers_state_moves_to_the_disk():
@@ -136,9 +136,9 @@ def test_the_optimizers_state_moves_to_the_disk():
     # Gradients rest there as well, as no update may begin before the norm is known (or they leave).
     assert there.tiers["disk"] == pytest.approx(12 * here.num_parameters, rel=0.1)
     assert there.tiers["disk_read"] >= state
-    assert "disk" in there.parts
+    assert "disk" in there.time_breakdown
     assert here.tiers["disk"] == 0
-    assert "disk" not in here.parts
+    assert "disk" not in here.time_breakdown
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -169,7 +169,7 @@ def test_a_gpus_states_on_the_host_are_no_part_of_its_memory():
     assert outside.per_rank.optimizer == outside.per_rank.parameters == 0
     assert outside.tiers["host"] == pytest.approx(16 * inside.num_parameters / 4, rel=0.01)
     assert outside.per_host == 4 * outside.tiers["host"]
-    assert outside.parts["host link"] > 0
+    assert outside.time_breakdown["host link"] > 0
     full = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 20)
     assert planned(config_of(3, {"offload_optimizer": {"device": "cpu"}}), full).fits is False
 
@@ -180,7 +180,7 @@ def test_sequence_ranks_share_the_tokens():
     assert halves.per_rank.optimizer == whole.per_rank.optimizer  # states are sharded over all of them
     assert halves.per_rank.logits == pytest.approx(whole.per_rank.logits / 2, rel=0.1)
     assert halves.per_rank.activations < 0.8 * whole.per_rank.activations
-    assert halves.tokens == whole.tokens // 2
+    assert halves.tokens_per_step == whole.tokens_per_step // 2
     # q, k, v and the output of each of 8 layers, forward and backward: half of a rank's part leaves.
     part = 2 * 64 * 128 * 4
     assert halves.traffic["all_to_all"] == pytest.approx(8 * 2 * 4 * part // 2, rel=0.01)
