@@ -16,10 +16,10 @@ from thalweg.config.schema.training import Tiling
 from thalweg.nn.tiling import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.plan.extrapolate import measure_extrapolated
+from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.memory.malloc_model import MallocModel
-from thalweg.plan.report.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec, copy_to_meta
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
@@ -283,7 +283,7 @@ def test_a_suggestion_fits_when_it_is_followed():
 
 
 def test_the_page_needs_no_network():
-    from thalweg.plan.report.html import plan_to_html
+    from thalweg.plan.html import plan_to_html
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     page = plan_to_html(thalweg.plan(tiny, CONFIG, device="h100"))

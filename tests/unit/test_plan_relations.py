@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import thalweg
 from thalweg.plan import Cluster, Plan, extrapolate
+from thalweg.plan.html import plan_to_html
 from thalweg.plan.inputs.input_spec import input_spec_from_call
-from thalweg.plan.report.html import plan_to_html
 from thalweg.plan.spec.config_changes import apply_changes
 
 pytest.importorskip("transformers")

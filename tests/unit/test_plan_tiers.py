@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import thalweg
 from thalweg.config import load
 from thalweg.ops.linear.autotune_cache import AutotuneCache
-from thalweg.plan.search.auto import auto_keys
+from thalweg.plan.search.search import auto_keys
 from thalweg.plan.spec.cluster import DEVICES, Cluster
 from thalweg.plan.spec.run_spec import unmodelled_options
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder

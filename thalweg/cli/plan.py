@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = plan(args.model, read_config(args), **cluster_options(args))
     if args.html:
-        from thalweg.plan.report.html import plan_to_html
+        from thalweg.plan.html import plan_to_html
 
         Path(args.html).write_text(plan_to_html(result))
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)

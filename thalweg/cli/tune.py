@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Search, measure, write; returns the exit code (1 if nothing fits)."""
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.config import load, resolve
-    from thalweg.plan.api import build_planner
+    from thalweg.plan.planner import build_planner
     from thalweg.plan.search.tuner import tune
     from thalweg.plan.spec.config_changes import apply_changes
     from thalweg.zero.options import get_model_size

@@ -8,8 +8,8 @@ This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg
     memory       events                         ->  bytes of a rank
     comm_volume  FSDP2 units                    ->  bytes over each link
     step_time    both, and the cluster's speeds ->  seconds, and what limits them
+    planner      one config                     ->  a Plan: a table, JSON, a page (html)
     search       many configs                   ->  the cheapest that fits
-    report       all of it                      ->  a table, JSON, a page
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 _PUBLIC = {
     "Cluster": "thalweg.plan.spec.cluster",
-    "Plan": "thalweg.plan.api",
+    "Plan": "thalweg.plan.result",
     "plan": "thalweg.plan.api",
 }
 

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.config import Config
 from thalweg.observe import resident_mib
 from thalweg.optim import build_optimizer
-from thalweg.plan.api import Plan, Planner
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import MetaModel
-from thalweg.plan.report.text import format_byte_table, format_changes
+from thalweg.plan.planner import Planner
+from thalweg.plan.result import Plan, format_byte_table, format_changes
 from thalweg.plan.runtime import (
     build_job_cluster,
     find_memory_limit,
@@ -34,7 +34,7 @@ from thalweg.plan.runtime import (
     measure_process_bytes,
     try_meta_copy,
 )
-from thalweg.plan.search.suggest import suggest
+from thalweg.plan.search.search import suggest
 from thalweg.plan.spec.run_spec import (
     RunSpec,
     get_tp_size,

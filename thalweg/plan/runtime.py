@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
 from thalweg.observe import resident_mib
-from thalweg.plan.api import Planner
 from thalweg.plan.inputs.input_spec import infer_input_spec
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
-from thalweg.plan.search.auto import auto_keys, choose_auto_values, with_auto_values
+from thalweg.plan.planner import Planner
+from thalweg.plan.search.search import auto_keys, choose_auto_values, with_auto_values
 from thalweg.plan.spec.cluster import DEVICES, Cluster, available_host_memory, local_cluster
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes

@@ -1,6 +1,6 @@
 """Measuring the best few of a search: each in a child process, bounded in time and memory.
 
-The plan orders the candidates first (``predict``), so that only runs that should fit and
+The plan orders the candidates first (:mod:`.search`), so that only runs that should fit and
 should be fast are started.  A child trains a few steps on random tokens and reports its
 seconds and its peak; one that dies, hangs or exceeds its limit is a candidate less, never
 the end of the search.
@@ -14,15 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thalweg.config import Config
-from thalweg.config.errors import ConfigError
-from thalweg.plan.api import Plan, Planner
-from thalweg.plan.spec.config_changes import resolve_with_changes
+from thalweg.plan.planner import Planner
+from thalweg.plan.result import Plan
+from thalweg.plan.search.search import PlanCache, tuning_space
 
 ProgressCallback = Callable[[str], None]
 # Room for what the plan does not know, before a child is stopped for its memory.
@@ -84,16 +84,15 @@ def tune(
     ``model_path``: the model's config, which the children open; ``timeout`` in seconds
     for each of them; ``progress`` gets a line of text.  The batch of a step stays the same.
     """
-    result = TuneResult()
-    for changes in _candidates(config):
-        try:
-            plan = planner.predict(resolve_with_changes(config, changes, planner.cluster.world_size))
-        except ConfigError:
-            continue
-        if plan.fits is False:
-            result.num_ruled_out += 1
-        else:
+    result, plans = TuneResult(), PlanCache(planner, config)
+    for changes in tuning_space(config).iter_candidates():
+        plan = plans.get_plan(changes)
+        if plan is not None and plan.fits is not False:
             result.trials.append(Trial(changes, plan))
+        else:
+            result.num_ruled_out += plan is not None
+    if not plans.tried and plans.last_error is not None:  # not one can be planned, and this is why
+        raise plans.last_error
     result.trials.sort(key=lambda trial: trial.seconds_per_token)
     progress(f"{len(result.trials)} candidates fit by the plan, {result.num_ruled_out} do not")
     if planner.cluster.device == "cpu" and planner.cluster.num_nodes == 1:
@@ -102,22 +101,6 @@ def tune(
             _measure_trial(trial, planner, model_path, timeout)
             progress(f"  {trial.failure_reason or f'{trial.measured_seconds:.3g} s a step'}")
     return result
-
-
-def _candidates(config: Config) -> Iterator[dict[str, Any]]:
-    """Stages x recomputation x ways to split the same batch into micro-batches."""
-    rank_batch = int(config.train_micro_batch_size_per_gpu) * int(config.gradient_accumulation_steps)
-    has_data_parallel = int(config.data_parallel_size) > 1
-    sizes = [size for size in range(1, rank_batch + 1) if rank_batch % size == 0][-4:]
-    for stage in (1, 2, 3, 0) if has_data_parallel else (config.zero_optimization.stage,):
-        for policy in ("none", "selective", "full"):
-            for size in sizes:
-                yield {
-                    "zero_optimization.stage": stage,
-                    "activation_checkpointing.policy": policy,
-                    "train_micro_batch_size_per_gpu": size,
-                    "gradient_accumulation_steps": rank_batch // size,
-                }
 
 
 def _measure_trial(trial: Trial, planner: Planner, model_path: str, timeout: float) -> None:

@@ -1,34 +1,32 @@
-"""A config with a few values exchanged, read and resolved anew, so that every rule is asked again."""
+"""A config with a few values exchanged, resolved anew, so that every rule is asked again."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from thalweg.config import Config, load, resolve
+from thalweg.config import Config, resolve
+from thalweg.config.schema.base import AUTO, replace_by_path
 
 _DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
 
 
-def resolve_with_changes(
-    config: Config, changes: dict[str, Any], world_size: int, fixed_keys: tuple[str, ...] = ()
-) -> Config:
-    """The config with ``changes`` (dotted keys), resolved; ``fixed_keys``: totals that do not follow from factors.
+def resolve_with_changes(config: Config, changes: dict[str, Any], world_size: int) -> Config:
+    """The checked ``config`` with ``changes`` (dotted keys), resolved; the batch of a step stays as it is.
 
     Raises:
         ConfigError: the values contradict each other.
     """
-    return resolve(load(apply_changes(config.to_dict(), changes, fixed_keys)), world_size=world_size)
+    changed = replace_by_path(config, {"data_parallel_size": AUTO, **changes})
+    assert isinstance(changed, Config)
+    return resolve(changed, world_size=world_size)
 
 
-def apply_changes(
-    config_dict: dict[str, Any], changes: dict[str, Any], fixed_keys: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """A ds_config with ``changes`` (dotted keys); the total batch size is left to follow from its factors."""
     config_dict = copy.deepcopy(config_dict)
     for key in _DERIVED_KEYS:
-        if key not in fixed_keys:
-            config_dict.pop(key, None)
+        config_dict.pop(key, None)
     for path, value in changes.items():
         node = config_dict
         *outer, last = path.split(".")

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from html import escape
-from typing import TYPE_CHECKING
 
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
-from thalweg.plan.report.text import LABEL_DESCRIPTIONS, format_verdict
+from thalweg.plan.result import LABEL_DESCRIPTIONS, Plan, format_verdict
 from thalweg.utils.formatting import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from thalweg.plan.api import Plan
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 360, 80, 30
 _COLOURS = {

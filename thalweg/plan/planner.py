@@ -1,0 +1,195 @@
+"""A model, a batch and the machines, which are asked about one config after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from thalweg.config import Config
+from thalweg.observe import resident_mib
+from thalweg.plan.comm_volume import estimate_comm_volume
+from thalweg.plan.extrapolate import (
+    align_segments,
+    build_timeline,
+    find_repeated_blocks,
+    get_highest_segment,
+    measure_extrapolated,
+)
+from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
+from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_example
+from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
+from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
+from thalweg.plan.memory.replay import replay_events
+from thalweg.plan.result import Plan
+from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
+from thalweg.plan.spec.config_changes import find_nvme_path
+from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
+from thalweg.plan.step_time import combine_times, estimate_step_time
+from thalweg.plan.trace.fake_groups import supports_tp
+from thalweg.plan.trace.step import trace_step
+from thalweg.utils.log import get_logger
+from thalweg.zero.options import build_shard_options, get_model_size
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model, a batch and the machines; configs are then asked about, one after the other.
+
+    ``without_activations``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
+    ``train_micro_batch_size_per_gpu`` the ``batch`` is one; another one is answered with fewer or more rows.
+    ``cpu_budget_s``: seconds of processor time that one trace may take (a model that goes token by token has
+    a million operators).
+    """
+
+    meta_model: MetaModel
+    cluster: Cluster
+    batch: Any = None
+    sequence_length: int | None = None
+    process_bytes: int = 0
+    without_activations: bool = False
+    micro_batch: int | None = None
+    cpu_budget_s: float | None = None
+
+    def predict(self, config: Config) -> Plan:
+        """The plan of a resolved config."""
+        model = self.meta_model.model
+        run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
+        unmodelled_keys = unmodelled_options(config)
+        if run_spec.tp_size > 1 and not supports_tp(self.meta_model.copy_model(), run_spec.tp_size):
+            run_spec = replace(run_spec, tp_size=1)
+            unmodelled_keys.append("tensor_parallel.autotp_size")
+        input_spec = self._input_spec(model, run_spec)
+        timelines: list[list[MemorySample]] = []
+        repeated_blocks = find_repeated_blocks(model)
+
+        def measure(shallow_model: nn.Module) -> dict[str, Any]:
+            # A GPU gets the parameters one by one; on a CPU the whole model is there first.
+            on_cpu = self.cluster.device == "cpu"
+            initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
+            depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
+            trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
+            replay_args = {"process_bytes": self.process_bytes, "initial_param_bytes": initial_param_bytes}
+            replayed = replay_events(trace, run_spec, **replay_args)
+            comm_volume = estimate_comm_volume(trace, run_spec)
+            step_time = estimate_step_time(trace, run_spec, comm_volume, replayed, self.cluster)
+            if run_spec.updates_in_backward and step_time.disk_keeps_up:
+                replayed = replay_events(trace, run_spec, disk_keeps_up=True, **replay_args)
+            timelines.append(replayed.timeline)
+            return {
+                "segments": align_segments(replayed.segments, depths),
+                "double_counted": {"bytes": replayed.double_counted_bytes},
+                "tiers": {
+                    "host": replayed.host_bytes,
+                    "disk": replayed.disk_bytes,
+                    "disk_read": replayed.disk_read_bytes,
+                    "disk_written": replayed.disk_written_bytes,
+                },
+                "memory": asdict(replayed.peak),
+                "traffic": comm_volume.bytes_by_collective,
+                "links": comm_volume.bytes_by_link,
+                "time": step_time.breakdown,
+            }
+
+        # Buffers and paged units fill up at some depth: no line goes through that.
+        try:
+            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
+        except Exception as error:
+            if run_spec.sp_size == 1:
+                raise
+            _log.debug("the model cannot be traced on parts of sequences: %s", error)
+            run_spec = replace(run_spec, sp_size=1)
+            unmodelled_keys.append("sequence_parallel_size")
+            timelines.clear()
+            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
+        seconds, bottleneck = combine_times(costs["time"], self.cluster)
+        is_full_depth, cluster = len(timelines) == 1, self.cluster
+        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["segments"])
+        if cluster.device == "cpu":
+            groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has shared memory of its own
+            host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["double_counted"]["bytes"]
+        else:
+            host_bytes = cluster.devices_per_node * costs["tiers"]["host"]
+        return Plan(
+            per_rank=per_rank,
+            limit=cluster.limit_per_rank(),
+            per_host=host_bytes,
+            host_limit=cluster.host_memory,
+            traffic=costs["traffic"],
+            links=costs["links"],
+            tiers=costs["tiers"],
+            step_seconds=seconds,
+            time_breakdown=costs["time"],
+            bottleneck=bottleneck,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tokens_per_step=(input_spec.num_tokens if input_spec else run_spec.micro_batch_size)
+            * run_spec.accumulation_steps
+            * run_spec.topology.world_size
+            // run_spec.sp_size,
+            world_size=self.cluster.world_size,
+            timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
+            not_counted=unmodelled_keys,
+            published=self._formula_bytes(run_spec, input_spec),
+            disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
+            ranks_per_node=cluster.devices_per_node,
+            model=self.meta_model.name,
+            config=config,
+        )
+
+    def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
+        facts = get_model_size(self.meta_model.model)
+        count = sum(parameter.numel() for parameter in self.meta_model.model.parameters())
+        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.zero_policy.stage)}
+        if input_spec is not None and facts.hidden_size and facts.num_layers:
+            tokens = input_spec.num_tokens
+            formulas["activations"] = transformer_activation_bytes(facts.hidden_size, facts.num_layers, 1, tokens)
+        return formulas
+
+    def _input_spec(self, model: nn.Module, run_spec: RunSpec) -> InputSpec | None:
+        if self.without_activations:
+            return None
+        if self.batch is not None:
+            spec = self.batch if isinstance(self.batch, InputSpec) else input_spec_from_example(self.batch)
+            spec_micro_batch = self.micro_batch or run_spec.micro_batch_size
+            return (
+                spec
+                if spec_micro_batch == run_spec.micro_batch_size
+                else spec.with_batch_size(run_spec.micro_batch_size, spec_micro_batch)
+            )
+        return infer_input_spec(model, run_spec.micro_batch_size, self.sequence_length)
+
+
+def build_planner(
+    model: Any,
+    *,
+    cluster: Cluster | None = None,
+    num_nodes: int = 1,
+    devices_per_node: int = 1,
+    device: str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    batch: Any = None,
+    sequence_length: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    process_bytes: int | None = None,
+) -> Planner:
+    """The model and the machines of :func:`plan`, to be asked about one config after the other."""
+    meta_model = load_meta_model(model, model_kwargs)
+    resolved_cluster = cluster or build_cluster(
+        num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
+    )
+    if process_bytes is None:
+        process_bytes = _process_bytes(meta_model, resolved_cluster)
+    return Planner(meta_model, resolved_cluster, batch, sequence_length, process_bytes)
+
+
+def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
+    """What this process holds without the model: the ranks will be such processes."""
+    if cluster.device != "cpu":
+        return 0
+    resident = int(resident_mib() * 2**20)
+    return max(0, resident - sum(meta_model.initial_param_bytes)) if meta_model.is_materialized else resident

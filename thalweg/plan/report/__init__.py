@@ -1,1 +1,0 @@
-"""The plan as text and as a page."""

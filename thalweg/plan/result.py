@@ -1,0 +1,183 @@
+"""The result of a plan: bytes, traffic and seconds; as JSON, and as a table for people (the page is ``html.py``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from thalweg.config import Config
+from thalweg.observe.table import format_table
+from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
+from thalweg.utils.formatting import format_bytes, format_seconds
+
+LABEL_DESCRIPTIONS = {
+    "parameters": "this rank's shard, in the master dtype",
+    "gradients": "reduced, as the optimizer reads them",
+    "optimizer": "the optimizer's state",
+    "gathered": "unsharded parameters",
+    "buffers": "communication, and the model's buffers",
+    "activations": "what the backward pass needs, temporaries, unreduced gradients",
+    "logits": "results as wide as the vocabulary",
+    "fragmentation": "holes of the allocator",
+    "process": "interpreter, torch and libraries",
+}
+
+
+@dataclass
+class Plan:
+    """What a run will need: bytes of each rank, bytes over each link, seconds of a step.
+
+    ``fits`` is None where no limit is known.  ``suggestion``: the changes to the config (keys
+    as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
+    none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
+    ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas
+    give for the same run (see ``report/formulas.py``), in bytes.  ``not_counted``: options that are on and whose effect
+    is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
+    """
+
+    per_rank: MemoryBreakdown
+    limit: int | None
+    per_host: int
+    host_limit: int | None
+    traffic: dict[str, int]
+    links: dict[str, int]
+    tiers: dict[str, int]
+    step_seconds: float
+    time_breakdown: dict[str, float]
+    bottleneck: str
+    num_parameters: int
+    tokens_per_step: int
+    world_size: int
+    timeline: list[MemorySample] = field(default_factory=list)
+    suggestion: dict[str, Any] | None = None
+    reasons: list[str] = field(default_factory=list)
+    not_counted: list[str] = field(default_factory=list)
+    published: dict[str, float] = field(default_factory=dict)
+    model: str = ""
+    config: Config | None = None
+    disk_limit: int | None = None
+    ranks_per_node: int = 1
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank stays within its device, the ranks of a host together within it and its disk."""
+        excess = self._excess_by_resource
+        within = max(excess.values()) <= 0 if excess else None
+        return within if within or not self.not_counted else None
+
+    @property
+    def exceeded_resource(self) -> str:
+        """What is exceeded the most, ``"memory"`` or ``"disk"``; of a run that fits, ``"memory"``."""
+        excess = self._excess_by_resource
+        if "disk" in excess and excess["disk"] > max(0, excess.get("memory", 0)):
+            return "disk"
+        return "memory"
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much what :attr:`exceeded_resource` names is exceeded (negative: what is to spare)."""
+        return self._excess_by_resource.get(self.exceeded_resource, 0)
+
+    @property
+    def _excess_by_resource(self) -> dict[str, int]:
+        """Bytes beyond each limit that is known (negative: what is to spare)."""
+        memory, excess = [], {}
+        if self._uses_host_memory:
+            memory.append(self.per_host - (self.host_limit or 0))
+        if self.limit is not None and (not self._uses_host_memory or self.tiers.get("host")):
+            memory.append(self.per_rank.total - self.limit)
+        if memory:
+            excess["memory"] = max(memory)
+        if self.disk_limit is not None and self.tiers.get("disk"):
+            excess["disk"] = self.tiers["disk"] * self.ranks_per_node - self.disk_limit
+        return excess
+
+    @property
+    def _uses_host_memory(self) -> bool:
+        """Whether something is held in a host's memory, whose size is known."""
+        return self.per_host > 0 and self.host_limit is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the keys that `thalweg plan --json` prints."""
+        breakdown = {item.name: getattr(self.per_rank, item.name) for item in fields(MemoryBreakdown)}
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "world_size": self.world_size,
+            "per_rank": {**breakdown, "total": self.per_rank.total},
+            "limit": self.limit,
+            "per_host": {"total": self.per_host, "limit": self.host_limit},
+            "fits": self.fits,
+            "tiers": self.tiers,
+            "not_counted": self.not_counted,
+            "published": self.published,
+            "traffic": {**self.traffic, "total": sum(self.traffic.values()), "links": self.links},
+            "step_seconds": self.step_seconds,
+            "step_parts": self.time_breakdown,
+            "bottleneck": self.bottleneck,
+            "tokens_per_step": self.tokens_per_step,
+            "suggestion": self.suggestion,
+            "reasons": self.reasons,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: {self.num_parameters / 1e6:,.1f} million parameters, "
+            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}, {self.tokens_per_step:,} tokens a step",
+            "",
+            format_byte_table(self.per_rank, self.limit, self.per_host),
+            "",
+            f"step: {format_seconds(self.step_seconds)}, limited by {self.bottleneck} ("
+            + ", ".join(f"{name} {format_seconds(value)}" for name, value in self.time_breakdown.items())
+            + ")",
+        ]
+        if self.traffic:
+            sent = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in self.traffic.items())
+            links = ", ".join(f"{link} {format_bytes(value)}" for link, value in self.links.items())
+            lines.append(f"sent by each rank in a step: {sent}; by link: {links}")
+        if self.tiers.get("host") or self.tiers.get("disk"):
+            words = {"host": "on the host", "disk": "on disk", "disk_read": "read", "disk_written": "written"}
+            offloaded = [f"{words[key]} {format_bytes(value)}" for key, value in self.tiers.items() if value]
+            lines.append(f"outside of it, of each rank (read and written: in a step): {', '.join(offloaded)}")
+        if self.not_counted:
+            lines.append(f"NOT COUNTED, so that these bytes are a bound: {', '.join(self.not_counted)}")
+        lines.append(format_verdict(self))
+        return "\n".join(lines)
+
+
+def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_host: int = 0) -> str:
+    """Bytes of one rank by what they are for."""
+    rows = []
+    for item in fields(MemoryBreakdown):
+        value = getattr(per_rank, item.name)
+        if value:
+            rows.append([item.name, format_bytes(value), LABEL_DESCRIPTIONS[item.name]])
+    rows.append(["total", format_bytes(per_rank.total), "of one rank at its peak"])
+    if limit is not None:
+        rows.append(["limit", format_bytes(limit), "of one rank"])
+    if per_host and per_host != per_rank.total:
+        rows.append(["host", format_bytes(per_host), "of all its ranks, what they share counted once"])
+    return format_table(["bytes a rank", "", "for"], rows)
+
+
+def format_verdict(plan: Plan) -> str:
+    """One line: fits or not, and what would."""
+    if plan.fits is None and plan.not_counted:
+        return "fits: unknown, as not everything that makes it smaller is counted"
+    if plan.fits is None:
+        return "fits: unknown, as no limit was given"
+    if plan.fits:
+        return f"fits: yes, with {format_bytes(-plan.excess_bytes)} to spare"
+    excess = f"{format_bytes(plan.excess_bytes)} too much"
+    if plan.exceeded_resource == "disk":
+        per_rank, free = format_bytes(plan.tiers["disk"]), format_bytes(plan.disk_limit or 0)
+        excess += f" for the disk, which has {free} free for {plan.ranks_per_node} x {per_rank}"
+    if plan.suggestion:
+        return f"fits: NO, {excess}; this fits: {format_changes(plan.suggestion)}"
+    return f"fits: NO, {excess}, and no configuration that was tried fits"
+
+
+def format_changes(changes: dict[str, Any]) -> str:
+    """Changes to a config in one line."""
+    return ", ".join(f'"{key}": {json.dumps(value)}' for key, value in changes.items())
