@@ -52,7 +52,7 @@ def post(data: bytes) -> bytes:
 
 def test_row42_overload_is_refused_at_once_and_what_was_admitted_completes() -> None:
     """60 requests at once for 20 places: 429 with Retry-After for the others, in no time; nothing stalls."""
-    with run_toy_server("toy:delay=0.005,batch=4,blocks=40", pool=PoolLimits(max_outstanding=20)) as server:
+    with run_toy_server("toy:delay=0.005,batch=4,blocks=40", pool_limits=PoolLimits(max_outstanding=20)) as server:
 
         def one(i: int) -> tuple[int, object, float, str]:
             start = time.monotonic()
@@ -75,7 +75,7 @@ def test_row42_overload_is_refused_at_once_and_what_was_admitted_completes() -> 
 
 
 def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
-    with run_toy_server("toy:blocks=4", pool=PoolLimits(max_outstanding=8)) as server:
+    with run_toy_server("toy:blocks=4", pool_limits=PoolLimits(max_outstanding=8)) as server:
         status, answer = server.post("/v1/completions", prompt="x", n=9)
         assert status == 400 and "split the request" in answer["error"]["message"]
         status, answer = server.post("/v1/completions", prompt="x", max_tokens=100)
@@ -173,7 +173,7 @@ def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.M
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:
     """An engine that hangs in a step answers no heartbeat's question "progress?": 503, then a new process."""
     limits = PoolLimits(stall_seconds=0.6)
-    with run_toy_server("toy:delay=0.002", processes=True, pool=limits) as server:
+    with run_toy_server("toy:delay=0.002", processes=True, pool_limits=limits) as server:
         assert health(server) == 200
         events: list[object] = []
         client = threading.Thread(
@@ -196,7 +196,7 @@ def children() -> list[int]:
 
 def test_replicas_share_the_load_and_a_killed_one_is_replaced() -> None:
     """8 whole answers are worked on by 2 processes; one is killed: all 8 come, as if nothing had happened."""
-    with run_toy_server("toy:delay=0.01", processes=True, replicas=2) as server:
+    with run_toy_server("toy:delay=0.01", processes=True, num_replicas=2) as server:
         pids = children()
         assert len(pids) == 2
         with ThreadPoolExecutor(8) as clients:
@@ -305,7 +305,7 @@ def test_options_that_cannot_be() -> None:
         ({"host": "::"}, "api-key"),
         ({"host": "example.com"}, "api-key"),
         ({"api_keys": ("short",)}, "8 characters"),
-        ({"replicas": 0}, "at least 1"),
+        ({"num_replicas": 0}, "at least 1"),
         ({"port": 70000}, "port"),
         ({"tls_cert": "x.pem"}, "both"),
         ({"drain_seconds": float("nan")}, "seconds"),

@@ -214,7 +214,7 @@ def test_slow_and_half_open_connections(monkeypatch: pytest.MonkeyPatch) -> None
     from thalweg.serve.http.middleware import BodyLimits
 
     monkeypatch.setattr(HardenedProtocol, "header_seconds", 0.5)
-    with run_toy_server(gate=BodyLimits(timeout_seconds=0.5)) as server:
+    with run_toy_server(body_limits=BodyLimits(timeout_seconds=0.5)) as server:
 
         def connect(data: bytes) -> socket.socket:
             sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)

@@ -32,7 +32,7 @@ async def soak(port: int, num_requests: int, seed: int, at_once: int = 48) -> li
 
 
 def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
-    with run_toy_server("toy:delay=0.001,batch=24,blocks=100", pool=PoolLimits(max_outstanding=60)) as server:
+    with run_toy_server("toy:delay=0.001,batch=24,blocks=100", pool_limits=PoolLimits(max_outstanding=60)) as server:
         outcomes = asyncio.run(soak(server.port, NUM_REQUESTS, seed=11))
         server.wait_idle()
         (engine,) = server.engines

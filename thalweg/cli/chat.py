@@ -110,7 +110,7 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
     from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer
 
     engine = build_engine_spec(args).load()
-    if engine.facts.kind == "encoder" or engine.tokenizer is None:
+    if engine.metadata.kind == "encoder" or engine.tokenizer is None:
         reason = "is an encoder: it writes nothing" if engine.tokenizer is not None else "has no tokenizer"
         raise ValueError(f"{args.model} {reason}; give a model that generates text")
     chat_tokenizer = ChatTokenizer(engine.tokenizer)
@@ -123,9 +123,9 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
         except ApiError as error:
             raise ValueError(str(error)) from None
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)
-        max_new_tokens = engine.facts.max_length - len(tokens)
+        max_new_tokens = engine.metadata.max_length - len(tokens)
         if max_new_tokens < 1:
-            raise ValueError(f"the conversation fills the model's {engine.facts.max_length} tokens: begin with /new")
+            raise ValueError(f"the conversation fills the model's {engine.metadata.max_length} tokens: begin with /new")
         stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         params = SamplingParams(
             max_tokens=min(args.max_tokens, max_new_tokens),

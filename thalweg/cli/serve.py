@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.serve.replicas.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, run
 
-    if args.max_queue < 0 or args.max_bytes < 1 or not args.stall_seconds > 0:
+    if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
     engine_spec = build_engine_spec(args)
     cluster_role = ClusterRole.from_args(args)
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
         pool_limits=PoolLimits(replicas * args.max_batch + args.max_queue, args.stall_seconds),
-        body_limits=BodyLimits(max_bytes=args.max_bytes),
+        body_limits=BodyLimits(max_bytes=args.body_bytes),
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:

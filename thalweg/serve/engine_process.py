@@ -135,7 +135,7 @@ class EngineLoop:
             self._send({"type": "refused", "id": request_id, "error": str(error)})
 
     def _add_request(self, engine: EngineCore, request: Request) -> None:
-        get_preparation: Any = getattr(engine, "preparation", None)
+        get_preparation: Any = getattr(engine, "get_prepare_fn", None)
         preparation: Callable[[], object] | None = None if get_preparation is None else get_preparation(request)
         if preparation is None:
             engine.add(request)
@@ -185,7 +185,7 @@ class EngineLoop:
     def _heartbeat_loop(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
             self._send(self._heartbeat_message())
-            if failure := getattr(self._engine, "lost", ""):  # while it has nothing to do, nobody else would see
+            if failure := getattr(self._engine, "failure", ""):  # while it has nothing to do, nobody else would see
                 self._inbox.put({"type": "lost", "error": failure})
                 return
 

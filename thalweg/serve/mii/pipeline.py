@@ -28,11 +28,11 @@ def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> 
     diffusion = importlib.import_module("thalweg.infer.diffusion")
     if diffusion.is_pipeline(model):
         if options is not None:
-            raise ValueError("EngineOptions are for language models: give a diffusion pipeline keywords")
+            raise ValueError("EngineConfig is for language models: give a diffusion pipeline keywords")
         return importlib.import_module("thalweg.infer.init_inference").init_inference(model, **fields)
     module, _, name = LOADER.partition(":")
     engine = getattr(importlib.import_module(module), name)(model, options or EngineConfig(**fields))
-    return EmbeddingPipeline(engine) if engine.facts.kind == "encoder" else Pipeline(engine)
+    return EmbeddingPipeline(engine) if engine.metadata.kind == "encoder" else Pipeline(engine)
 
 
 class EmbeddingPipeline:

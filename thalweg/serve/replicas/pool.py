@@ -174,14 +174,17 @@ class ReplicaPool:
                     await asyncio.sleep(0)
                 entry, event = await _next_event(inbox, abort_task, deadline)
                 if isinstance(event, RequestOutput):
-                    entry.began = True
+                    entry.has_output = True
                     if event.finished:
-                        num_unfinished, entry.left = num_unfinished - 1, entry.left - 1
+                        num_unfinished, entry.num_unfinished = num_unfinished - 1, entry.num_unfinished - 1
                         self._finish_times.append(time.monotonic())
                     yield entry.index, replace(event, request_id=requests[entry.index].request_id)
-                elif isinstance(event, ReplicaDied) and not entry.retried and (retryable or not entry.began):
+                elif isinstance(event, ReplicaDied) and not entry.retried and (retryable or not entry.has_output):
                     entry.retried, num_sequences = True, requests[entry.index].params.n
-                    num_unfinished, entry.left = num_unfinished + num_sequences - entry.left, num_sequences
+                    num_unfinished, entry.num_unfinished = (
+                        num_unfinished + num_sequences - entry.num_unfinished,
+                        num_sequences,
+                    )
                     yield entry.index, None
                     await self._dispatch(entry)
                 else:
