@@ -195,7 +195,7 @@ def test_chat_with_a_template_and_tools() -> None:
         "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}},
     }
     messages = [{"role": "user", "content": "How deep?"}]
-    with run_toy_server(text=lambda: ChatTokenizer(TemplateTokenizer())) as server:
+    with run_toy_server(make_tokenizer=lambda: ChatTokenizer(TemplateTokenizer())) as server:
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=20, tools=[tool])[1]
         want = expected_text("tools 1\n[user] How deep?\n[assistant] ", 20)
         assert answer["choices"][0]["message"]["content"] == want

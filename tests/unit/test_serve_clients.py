@@ -59,7 +59,7 @@ def test_templates_by_name_and_what_they_are_given() -> None:
         {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "hm"},
         {"role": "tool", "content": "7", "tool_call_id": "abc123def"},
     ]
-    with run_toy_server(text=lambda: ChatTokenizer(Spelling())) as running:
+    with run_toy_server(make_tokenizer=lambda: ChatTokenizer(Spelling())) as running:
         for given, name in ((None, "plain"), (tools, "with tools"), ([], "plain")):
             body = {"messages": [*HELLO, asked, result], "max_tokens": 9, "tools": given}
             status, answer = running.post(CHAT, **body)
