@@ -1,0 +1,172 @@
+"""Faults put into the package at run time, and the tests that must catch each: ``python -m tests.faults [NAME ...]``.
+
+A fault replaces one function (or method) as its module is imported, in every process of a test run: pytest itself, forked ranks,
+programs started by the command line (tests/fault_injection/sitecustomize.py).  The script runs the tests named beside a fault,
+with the fault, prints which of them fail, and ends with 1 if some fault passes them all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SGD = "tests/dist/test_parity_sgd.py::test_first_gradients_and_updates_are_those_of_one_process"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``make(original)`` gives what stands in for ``target`` of ``module``; ``tests`` must not all pass."""
+
+    module: str
+    target: str
+    make: Callable[[Any], Any]
+    tests: tuple[str, ...]
+
+    def apply(self, module: ModuleType) -> None:
+        """Put the fault in."""
+        *owners, name = self.target.split(".")
+        owner: Any = module
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, self.make(getattr(owner, name)))
+
+
+def _scaled(key: str, factor: float) -> Callable[[Any], Any]:
+    """Keywords of the optimiser with one multiplied."""
+
+    def make(original: Any) -> Any:
+        @wraps(original)
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            keywords = original(*args, **kwargs)
+            return {**keywords, key: factor * keywords[key]} if key in keywords else keywords
+
+        return faulty
+
+    return make
+
+
+def _with(**extra: Any) -> Callable[[Any], Any]:
+    """Keywords of the optimiser with some more."""
+    return lambda original: wraps(original)(lambda *args, **kwargs: {**original(*args, **kwargs), **extra})
+
+
+def _returns(value: Any) -> Callable[[Any], Any]:
+    return lambda original: wraps(original)(lambda *args, **kwargs: value)
+
+
+def _times_ranks(original: Any) -> Any:
+    return lambda self, num_ranks: num_ranks * original(self, num_ranks)
+
+
+FAULTS = {
+    "a sum in place of a mean": Fault(
+        "thalweg.comm.collectives.reducer", "Reducer.mean_scale", _times_ranks, (f"{SGD}[2-fp32]",)
+    ),
+    "a rate 1.1 times too high": Fault(
+        "thalweg.optim.build", "_checked_keywords", _scaled("lr", 1.1), (f"{SGD}[2-fp32]", f"{SGD}[2-bf16]")
+    ),
+    "clipping dropped": Fault("thalweg.optim.step", "clip_factor", _returns(1.0), (f"{SGD}[2-fp32]", f"{SGD}[2-fp16]")),
+    "decay nobody asked for": Fault(
+        "thalweg.optim.build", "_checked_keywords", _with(weight_decay=0.01), (f"{SGD}[2-fp32]",)
+    ),
+    "a rate 1.25 times too high under ZeRO++": Fault(
+        "thalweg.optim.build",
+        "_checked_keywords",
+        _scaled("lr", 1.25),
+        ("tests/dist/test_parity_sgd.py::test_quantized_gradients_keep_the_scale_of_an_update",),
+    ),
+    "a short window divided as a full one": Fault(
+        "thalweg.optim.accumulation",
+        "AccumulationWindow.mean_factor",
+        lambda original: property(lambda self: 1.0),
+        (f"{SGD}[2-fp32]",),
+    ),
+    "a dead engine reported healthy (row 42)": Fault(
+        "thalweg.serve.replicas.pool",
+        "ReplicaPool.health",
+        _returns((True, "")),
+        ("tests/unit/test_serve_faults.py::test_row42_health_fails_while_no_replica_runs",),
+    ),
+    "recomputed with other random numbers (row 12)": Fault(
+        "thalweg.activation_checkpointing.checkpoint_wrapper",
+        "checkpoint",
+        lambda original: lambda *args, **kwargs: original(*args, **{**kwargs, "preserve_rng_state": False}),
+        ("tests/dist/test_engine_pain_points.py::test_row12_recomputation_with_dropout_changes_no_bit",),
+    ),
+    "compilation switched off (row 40)": Fault(
+        "thalweg.parallelize",
+        "_compile",
+        _returns(None),
+        ("tests/dist/test_engine_pain_points.py::test_row40_compiled_equals_eager",),
+    ),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets the usual loaders load the one module, then applies the fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != self.fault.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.loader is not None, fullname
+        self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self.fault.apply(module)
+
+
+def install(name: str) -> None:
+    """Have the fault put in as its module is imported."""
+    sys.meta_path.insert(0, _Finder(FAULTS[name]))
+
+
+def run(name: str | None, tests: Sequence[str]) -> list[str]:
+    """The tests that fail, with a fault or without one (None)."""
+    paths = [str(ROOT / "tests" / "fault_injection"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if name is not None:
+        environ["THALWEG_FAULT"] = name
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rf", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run each fault; 1 if one is not caught, or if its tests fail without it."""
+    missed = 0
+    for name in names or FAULTS:
+        fault = FAULTS[name]
+        healthy, caught = run(None, fault.tests), run(name, fault.tests)
+        verdict = "caught by " + ", ".join(caught) if caught and not healthy else "NOT CAUGHT"
+        if healthy:
+            verdict += f" (fails without it: {', '.join(healthy)})"
+        missed += not caught or bool(healthy)
+        print(f"{name} ({fault.module}.{fault.target}): {verdict}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
