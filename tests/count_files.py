@@ -1,0 +1,111 @@
+"""Counts the files of the package that one training step enters: how much a reader must open to follow it.
+
+    python -m tests.count_files step [--stage 3] [--ranks 2] [--nvme]
+
+trains a small GPT for four steps and prints, of rank 0, the files of ``thalweg/`` with a Python function that the
+fourth step called (forward, backward and ``engine.step()``), in any thread.  ``--nvme``: parameters and optimizer
+state rest on a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.harness import run_ranks
+
+PACKAGE = Path(__file__).resolve().parent.parent / "thalweg"
+WARM_UP_STEPS = 3
+
+
+class FileCounter:
+    """Notes the package's files whose functions are entered between :meth:`start` and :meth:`stop`, by function."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, set[str]] = {}
+        self._recording = False
+        self._prefix = f"{PACKAGE}{os.sep}"
+
+    def watch_new_threads(self) -> None:
+        """Look at threads that start from here on too: one that waits for work is seen once it does some."""
+        threading.setprofile(self._on_event)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what this thread, and each watched one, enters within."""
+        self._recording = True
+        sys.setprofile(self._on_event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+            self._recording = False
+
+    def _on_event(self, frame: Any, event: str, arg: Any) -> None:
+        if self._recording and event == "call" and frame.f_code.co_filename.startswith(self._prefix):
+            file = frame.f_code.co_filename[len(self._prefix) :]
+            self.functions.setdefault(file, set()).add(frame.f_code.co_qualname)
+
+
+def count_training_step(rank: int, world_size: int, stage: int, folder: str | None) -> dict[str, list[str]]:
+    """The functions that the fourth step of this rank enters, by file."""
+    import thalweg
+    from tests.dist.models import make_batch, tiny_gpt
+
+    zero: dict[str, Any] = {"stage": stage}
+    if folder is not None:
+        zero |= {name: {"device": "nvme", "nvme_path": folder} for name in ("offload_param", "offload_optimizer")}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    counter = FileCounter()
+    counter.watch_new_threads()
+    engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+
+    def train(step: int) -> None:
+        tokens, labels = make_batch(step, 2 * world_size)
+        engine.backward(engine(tokens[rank::world_size], labels[rank::world_size]))
+        engine.step()
+
+    for step in range(WARM_UP_STEPS):
+        train(step)
+    with counter.recording():
+        train(WARM_UP_STEPS)
+    engine.close()
+    return {file: sorted(names) for file, names in sorted(counter.functions.items())}
+
+
+def count_files(stage: int, num_ranks: int, nvme: bool) -> dict[str, list[str]]:
+    """As :func:`count_training_step`, of rank 0 of a new job."""
+    run: Callable[..., list[Any]] = run_ranks
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        return run(count_training_step, num_ranks, stage, folder if nvme else None)[0]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["step"])
+    parser.add_argument("--stage", type=int, default=3, choices=range(4))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nvme", action="store_true")
+    parser.add_argument("--functions", action="store_true", help="name the functions too")
+    args = parser.parse_args()
+    files = count_files(args.stage, args.ranks, args.nvme)
+    for file, names in files.items():
+        print(f"{file}  {', '.join(names)}" if args.functions else file)
+    print(f"{len(files)} files")
+
+
+if __name__ == "__main__":
+    main()
