@@ -62,7 +62,8 @@ def count_training_step(rank: int, world_size: int, stage: int, folder: str | No
 
     zero: dict[str, Any] = {"stage": stage}
     if folder is not None:
-        zero |= {name: {"device": "nvme", "nvme_path": folder} for name in ("offload_param", "offload_optimizer")}
+        nvme = {"device": "nvme", "nvme_path": folder}
+        zero |= {"offload_param": {**nvme, "max_in_cpu": 0, "buffer_count": 2}, "offload_optimizer": nvme}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

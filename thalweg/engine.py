@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from thalweg.data.engine_loader import build_engine_loader
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe import resident_mib
+from thalweg.optim.accumulation import StepCallbacks, StepResult
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.sequence.batch_split import build_loader_splitter
 from thalweg.parallel_dims import build_meshes, init_distributed
@@ -116,12 +117,15 @@ class Engine(nn.Module):
         self.lr_scheduler = components.lr_scheduler
         self.training_dataloader = loader
         self._components = components
-        self._training_state = TrainingState(components, config, loader)
+        self.global_steps = 0  # windows closed so far, skipped updates included
+        self.global_samples = 0  # samples of those windows over all ranks
+        self._training_state = TrainingState(components, config, loader, self)
         self._window = components.window
         self._batch_feed = BatchFeed(loader, self.device)
+        self._meter, self._phase_timer = components.meter, components.phase_timer
+        self._span = self._phase_timer.span if self._phase_timer.enabled else nullcontext
         self._sync_grads = True
-        if self.optimizer is not None:
-            self.optimizer.add_step_callback(self._record_update)
+        self._window.add_listener(StepCallbacks(on_step=self._after_step))
         _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
         self._log_memory("initialize")
 
@@ -131,10 +135,11 @@ class Engine(nn.Module):
         """Run the model; its gradients will be those of the window at hand."""
         self._check_step_api()
         if torch.is_grad_enabled():
-            self._components.meter.add_batch(args, kwargs)
+            if self._meter is not None:
+                self._meter.add_batch(args, kwargs)
             self._components.sharded.set_backward_flags(self._window.is_last, self._sync_grads)
         with (
-            self._components.phase_timer.span("forward"),
+            self._span("forward"),
             self._components.forward_context(),
             self._reset_on_error(),
         ):
@@ -158,12 +163,13 @@ class Engine(nn.Module):
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"backward() needs a scalar loss, got {kind}: pass output.loss or loss.mean()")
         window = self._window
-        self._components.meter.add_loss(loss)
+        if self._meter is not None:
+            self._meter.add_loss(loss)
         self._components.sharded.set_backward_flags(window.is_last, self._sync_grads)
         scaled = self._components.loss_normalizer.scale_loss(loss, scale_wrt_gas, num_items)
         scale = self._components.scaler.scale
         with (
-            self._components.phase_timer.span("backward"),
+            self._span("backward"),
             self._reset_on_error(backward=True),
             window.backward(loss_divided=scale_wrt_gas, retain_graph=retain_graph, loss=loss),
         ):
@@ -187,14 +193,14 @@ class Engine(nn.Module):
         """End a micro-batch; the last of a window updates the parameters and the schedule."""
         self._check_step_api()
         self._require_optimizer()
-        epoch_ends = self._batch_feed.is_epoch_end()
+        epoch_ends = self.training_dataloader is not None and self._batch_feed.is_epoch_end()
         if self._window.end_micro_batch() or epoch_ends:
             self._update_parameters(lr_kwargs)
 
     def _update_parameters(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
         optimizer = self._require_optimizer()
-        with self._components.phase_timer.span("step"), self._reset_on_error(backward=True):
+        with self._span("step"), self._reset_on_error(backward=True):
             optimizer.step()
         if self.lr_scheduler is not None and not optimizer.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -211,20 +217,20 @@ class Engine(nn.Module):
         if self._components.runner is not None:
             raise ValueError(self._components.runner.unsupported_message)
 
-    def _record_update(self) -> None:
+    def _after_step(self, result: StepResult) -> None:
         """After every update, the engine's own or the optimizer's."""
-        assert self.optimizer is not None
-        self._training_state.global_steps += 1
+        self.global_steps += 1
         micro_batch = self.train_batch_size() // self._window.num_micro_batches
-        self._training_state.global_samples += micro_batch * self._window.last_num_micro_batches
-        self._components.meter.step(
-            self.global_steps,
-            lr=self.get_lr()[0],
-            grad_norm=self.optimizer.grad_norm,
-            loss_scale=self.optimizer.loss_scale,
-            skipped=self.optimizer.overflow,
-            phases=self._components.phase_timer.pop_seconds(),
-        )
+        self.global_samples += micro_batch * self._window.last_num_micro_batches
+        if self._meter is not None:
+            self._meter.step(
+                self.global_steps,
+                lr=self.get_lr()[0],
+                grad_norm=result.grad_norm,
+                loss_scale=self.loss_scale,
+                skipped=result.skipped,
+                phases=self._phase_timer.pop_seconds(),
+            )
         if self.global_steps == 1:
             self._log_memory("the first step")
 
@@ -255,9 +261,9 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin a new window."""
-        self._window.close()
+        self._window.restart()
         if self.optimizer is None:
-            self._components.sharded.clear_unreduced_grads()
+            self._window.discard()
             self.module.zero_grad(set_to_none=True)
         else:
             self.optimizer.zero_grad()
@@ -291,12 +297,13 @@ class Engine(nn.Module):
         self._require_optimizer()
         batches = self._next_window(runner, data_iter)
         with (
-            self._components.phase_timer.span("forward and backward"),
+            self._span("forward and backward"),
             self._reset_on_error(backward=True),
             self._window.backward(loss_divided=False, retain_graph=False, num_micro_batches=len(batches)),
         ):
             loss = runner.train(batches)
-        self._components.meter.add_window(batches, loss)
+        if self._meter is not None:
+            self._meter.add_window(batches, loss)
         self._update_parameters()
         return loss
 
@@ -332,16 +339,6 @@ class Engine(nn.Module):
         return value / mesh.size()
 
     # Facts
-
-    @property
-    def global_steps(self) -> int:
-        """Windows closed so far, skipped updates included."""
-        return self._training_state.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of those windows over all ranks."""
-        return self._training_state.global_samples
 
     @property
     def skipped_steps(self) -> int:
@@ -455,8 +452,8 @@ class Engine(nn.Module):
         self.zero_grad()
         if self.config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
-        self._components.meter.close()
-        self._components.sharded.close()
+        for listener in self._window.listeners:
+            listener.close()
         if self.device.type == "cpu":
             trim_malloc()
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
+from thalweg.comm import CommsLog
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache
@@ -34,15 +35,20 @@ from thalweg.observe import build_recorder, flops_per_token, resident_mib
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
 from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer
-from thalweg.optim.accumulation import AccumulationWindow
+from thalweg.optim.accumulation import (
+    AccumulationWindow,
+    LossNormalizer,
+    StepCallbacks,
+    build_loss_normalizer,
+    register_loss_scale_hooks,
+)
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
-from thalweg.optim.loss_normalization import LossNormalizer, build_loss_normalizer, register_loss_scale_hooks
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.expert.detect import ExpertFilter, find_experts
-from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertLayer, shard_experts
+from thalweg.parallel.expert.expert_parallel import ExpertLayer, shard_experts
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks
@@ -60,6 +66,7 @@ from thalweg.plan.preflight import Preflight
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
+from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
 from thalweg.zero.options import build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
@@ -107,7 +114,7 @@ class Components:
     lr_scheduler: Any
     window: AccumulationWindow
     scaler: LossScaler
-    meter: StepMeter
+    meter: StepMeter | None  # None where nobody reads what it would count
     phase_timer: PhaseTimer
     forward_context: ForwardContext
     loss_normalizer: LossNormalizer
@@ -182,6 +189,8 @@ def parallelize(
     """
     mesh = meshes.fsdp
     model_info = get_model_info(model)
+    loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
+    scaler = LossScaler.from_config(config.fp16)
     original_model = model
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
@@ -190,53 +199,52 @@ def parallelize(
     unwrap_quantized_params(model)
     preflight = Preflight(model, mesh, config, device, optimizer)
     options = build_shard_options(model, config)
-    comm_groups, tp_layout = _apply_tp(model, meshes, config, device)
-    attention = _apply_sp(model, meshes, pipeline, list(find_units(model, options.unit_policy).values()))
-    comm_groups += attention.groups.all_groups if attention is not None else []
+    ledger = CommsLog()
+    tp_group, tp_layout = _apply_tp(model, meshes, config, device, ledger)
+    blocks = list(find_units(model, options.unit_policy).values())
+    attention = _apply_sp(model, meshes, pipeline, blocks, ledger, loss_normalizer.on_token_count)
     if pipeline is not None:
         pipeline.split_model()
-    dispatchers = _apply_ep(model, meshes, config, tp_layout)
-    comm_groups += [one.ep_group for one in dispatchers]
+    expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
+    _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
-    sharded = shard_model(model, mesh, options, device, tp_layout)
+    sharded = shard_model(model, mesh, options, device, tp_layout, ledger=ledger, expert_params=expert_params)
     lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
     sync_unused_params(sharded.groups, lists, mesh.get_group(), device)
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
-    for comm_group in comm_groups:
-        comm_group.ledger = sharded.ledger
-    for one in dispatchers:
-        one.expert_params = sharded.expert_params
-    sharded.add_close_callback(close_offload)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(config.gradient_accumulation_steps)
+    window = AccumulationWindow(config.gradient_accumulation_steps, loss_normalizer)
     if device.type == "cpu":
-        window.add_pass_callback(MallocThreadCache().swap_chunks)
-    loss_normalizer = build_loss_normalizer(config, window, meshes, device)
-    if attention is not None:
-        attention.on_token_count = loss_normalizer.on_token_count
+        window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
-        register_loss_scale_hooks(model, window, sharded, loss_normalizer)
-    scaler = LossScaler.from_config(config.fp16)
+        register_loss_scale_hooks(model, window, scaler)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    managed = _make_optimizer(model, sharded, mesh, config, optimizer, named_groups, window, scaler, to_local_name)
-    if managed is not None and pipeline is not None:
-        managed.pipeline_peers = pipeline.tied_weights()
+    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
+    managed = None
+    if inner is not None:
+        group = mesh.get_group() if mesh.size() > 1 else None
+        peers = None if pipeline is None else pipeline.tied_weights()
+        managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
-        if managed is not None:
-            managed.add_step_callback(loss_tiling.invalidate)
+        window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
+    window.add_listener(StepCallbacks(on_close=close_offload))
+    window.add_listener(sharded)
+    meter = _make_meter(config, meshes, model_info)
+    if meter is not None:
+        window.add_listener(StepCallbacks(on_close=meter.close))
     schedule = _make_lr_scheduler(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())
     if pipeline is not None:
         pipeline.seed_per_stage()
-    if meshes.tp is not None:
-        sync_rng(comm_groups[0])
+    if tp_group is not None:
+        sync_rng(tp_group)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     forward_context = _make_forward_context(config, device, loss_normalizer)
@@ -245,7 +253,7 @@ def parallelize(
         hooks = ForwardHooks(loss_normalizer, forward_context, lambda: scaler.scale)
         if attention is not None:
             hooks = replace(hooks, save_context=attention.save_context, restore_context=attention.restore_context)
-        runner = pipeline.make_runner(sharded, device, hooks, sharded.ledger)
+        runner = pipeline.make_runner(sharded, device, hooks, ledger)
     return Components(
         module=model,
         sharded=sharded,
@@ -253,7 +261,7 @@ def parallelize(
         lr_scheduler=schedule,
         window=window,
         scaler=scaler,
-        meter=_make_meter(config, meshes, model_info),
+        meter=meter,
         phase_timer=PhaseTimer(enabled=config.wall_clock_breakdown),
         forward_context=forward_context,
         loss_normalizer=loss_normalizer,
@@ -279,12 +287,12 @@ def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> 
 
 
 def _apply_tp(
-    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device
-) -> tuple[list[ParallelGroup], TensorParallelLayout | None]:
-    """Cut the layers over the tensor ranks, if there are any."""
+    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device, ledger: CommsLog
+) -> tuple[ParallelGroup | None, TensorParallelLayout | None]:
+    """Shard the layers over the tensor ranks, if there are any."""
     if meshes.tp is None or meshes.tp_fsdp is None:
-        return [], None
-    tp_group = ParallelGroup(meshes.tp.get_group())
+        return None, None
+    tp_group = ParallelGroup(meshes.tp.get_group(), ledger=ledger)
     model_info = get_model_size(model)
     warn_cross_host_groups(
         tp_group.process_group,
@@ -293,14 +301,19 @@ def _apply_tp(
         model_info.hidden_size or 1,
         device,
     )
-    return [tp_group], apply_tensor_parallel(
+    return tp_group, apply_tensor_parallel(
         model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels
     )
 
 
 def _apply_ep(
-    model: nn.Module, meshes: ParallelMeshes, config: Config, tp_layout: TensorParallelLayout | None
-) -> list[AllToAllDispatcher]:
+    model: nn.Module,
+    meshes: ParallelMeshes,
+    config: Config,
+    tp_layout: TensorParallelLayout | None,
+    expert_params: ZeroExpertParams,
+    ledger: CommsLog,
+) -> None:
     """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
     section = config.expert_parallel
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
@@ -318,22 +331,27 @@ def _apply_ep(
                 f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
                 "called 'experts'; set it to 1"
             )
-    return shard_experts(layers, meshes, section.autoep_size, tp_layout)
+    shard_experts(layers, meshes, section.autoep_size, tp_layout, expert_params=expert_params, ledger=ledger)
 
 
 def _apply_sp(
-    model: nn.Module, meshes: ParallelMeshes, pipeline: PipelineParallel | None, blocks: list[nn.Module]
+    model: nn.Module,
+    meshes: ParallelMeshes,
+    pipeline: PipelineParallel | None,
+    blocks: list[nn.Module],
+    ledger: CommsLog,
+    on_token_count: Callable[[Tensor], None] | None,
 ) -> SequenceParallelAttention | None:
     """Let the model work on parts of sequences, if there are ranks for it."""
     if meshes.sequence is None:
         return None
     groups = SequenceGroups(
-        ParallelGroup(meshes.sequence.get_group(), "sequence"),
-        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence"),
-        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context"),
+        ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
+        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
+        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
     )
-    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups)
-    return layer_attention or apply_sequence_parallel(model, groups, blocks)
+    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups, on_token_count)
+    return layer_attention or apply_sequence_parallel(model, groups, blocks, on_token_count)
 
 
 def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device) -> None:
@@ -384,15 +402,13 @@ def _make_forward_context(config: Config, device: torch.device, loss_normalizer:
 
 def _make_optimizer(
     model: nn.Module,
-    sharded: ShardedModel,
     mesh: DeviceMesh,
     config: Config,
     user_optimizer: Any,
     named_groups: list[dict[str, Any]],
-    window: AccumulationWindow,
-    scaler: LossScaler,
     to_local_name: Callable[[str], str | None] | None,
-) -> EngineOptimizer | None:
+) -> torch.optim.Optimizer | None:
+    """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(model.named_parameters(remove_duplicate=False))
     local_names = [
         [to_local_name(name) if to_local_name else name for name in group["params"]] for group in named_groups
@@ -408,28 +424,25 @@ def _make_optimizer(
     if not groups:
         groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     replicate_group = mesh.get_group() if mesh.size() > 1 else None
-    inner: Any
     if isinstance(user_optimizer, torch.optim.Optimizer):
-        inner = to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
-    elif callable(user_optimizer):
+        return to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
+    if callable(user_optimizer):
         user_built: Any = user_optimizer(groups)
-        inner = to_local_optimizer(user_built, replicate_group=replicate_group)
-    elif config.optimizer is not None:
-        section = config.optimizer
-        params = dict(section.params)
-        if config.bf16.bf16_optimizer_states:
-            params.setdefault("state_dtype", "bf16")
-        inner = build_optimizer(
-            section.type,
-            groups,
-            params,
-            model=model,
-            replicate_group=replicate_group,
-            zenflow_policy=ZenFlowPolicy.from_config(config.zero_optimization.zenflow),
-        )
-    else:
+        return to_local_optimizer(user_built, replicate_group=replicate_group)
+    if config.optimizer is None:
         return None
-    return build_engine_optimizer(inner, sharded, config, window, scaler, replicate_group)
+    section = config.optimizer
+    params = dict(section.params)
+    if config.bf16.bf16_optimizer_states:
+        params.setdefault("state_dtype", "bf16")
+    return build_optimizer(
+        section.type,
+        groups,
+        params,
+        model=model,
+        replicate_group=replicate_group,
+        zenflow_policy=ZenFlowPolicy.from_config(config.zero_optimization.zenflow),
+    )
 
 
 def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:
@@ -449,17 +462,16 @@ def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_s
     return build_lr_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -> StepMeter:
-    rank = dist.get_rank()
-    recorder = build_recorder(config, rank=rank)
+def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -> StepMeter | None:
     monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
     every = config.steps_per_print
-    is_enabled = any(monitor.enabled for monitor in monitors) or bool(every and every != float("inf"))
+    if not any(monitor.enabled for monitor in monitors) and not (every and every != float("inf")):
+        return None
     return StepMeter(
-        recorder,
+        build_recorder(config, rank=dist.get_rank()),
         group=meshes.fsdp.get_group(),
         num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
-        enabled=is_enabled,
+        enabled=True,
         flops_per_token=partial(flops_per_token, model_info),
         memory_mib=lambda: resident_mib(peak=True),
     )

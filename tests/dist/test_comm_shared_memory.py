@@ -20,7 +20,7 @@ from thalweg.comm import (
     SharedMemoryRing,
 )
 from thalweg.comm.buffer_pool import ReusableBuffer
-from thalweg.comm.ordered_sum import CHUNK_NUMEL, sum_rows
+from thalweg.comm.collectives.reducer import CHUNK_NUMEL, ReduceOptions, sum_rows
 
 AVERAGE, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -31,7 +31,7 @@ def _reduce(rank, world, dtype):
     slot = max(sizes) * dtype.itemsize
     arena = SharedMemoryArena.create(group, SharedMemoryRing.num_bytes(world, slot))
     assert arena is not None
-    reducer = SharedMemoryReduceScatter(SharedMemoryRing(arena, slot), "m", CommsLog(), torch.float32)
+    reducer = SharedMemoryReduceScatter(SharedMemoryRing(arena, slot), "m", ReduceOptions(output_dtype=torch.float32))
     worst = 0.0
     for step in range(12):
         size, op = sizes[step % 3], (AVERAGE, SUM)[step % 2]

@@ -55,7 +55,7 @@ def _held(rank, world, keeps):
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.optimizer._strategy.wait_for_updates()
-        blocks = len(engine._components.sharded._reducers[0].lender._blocks)
+        blocks = len(engine._components.sharded._collectives.memory.outputs._blocks)
         engine.close()
     return blocks
 

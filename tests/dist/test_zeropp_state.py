@@ -77,7 +77,7 @@ def _replicas(rank, world):
             tokens, labels = make_batch(0, 2)
             engine(tokens, labels)
         engine.train()
-        for name, storage in sharded._storages.items():
+        for name, storage in sharded._shard_storages.items():
             copy = storage.unsharded.float().clone()
             rank0_copy = copy.clone()
             dist.broadcast(rank0_copy, src=0)
@@ -93,7 +93,7 @@ def _replicas(rank, world):
     train_steps(engine, rank, world, 3)
     look("later")
     with torch.no_grad():
-        for storage in sharded._storages.values():
+        for storage in sharded._shard_storages.values():
             storage.shard.mul_(-3.0)
     look("jump")
     engine.close()

@@ -15,7 +15,7 @@ from thalweg.optim.accumulation import AccumulationWindow
 from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.nvme_step import NvmeStep
-from thalweg.optim.step import EngineOptimizer, ShardedModelHooks
+from thalweg.optim.step import EngineOptimizer
 from thalweg.storage_io import BufferRing, SwapFile
 
 torch.set_num_threads(1)
@@ -27,11 +27,22 @@ def _model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 90), nn.LayerNorm(90))
 
 
+class _NothingToReduce:
+    """What an update asks of a sharded model, of a plain one."""
+
+    def finalize_grads(self) -> None:
+        pass
+
+    def set_loss_scale(self, scale: float) -> None:
+        pass
+
+
 def _managed(model: nn.Module, swap: SwapFile | None, max_norm: float = 0.0) -> EngineOptimizer:
     inner = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    hooks = ShardedModelHooks(lambda: None, lambda scale: None, lambda: None)
     update = NvmeStep(inner, swap, BufferRing(2, MIB // 4)) if swap is not None else None
-    return EngineOptimizer(inner, hooks, AccumulationWindow(1), LossScaler(), max_norm=max_norm, strategy=update)
+    return EngineOptimizer(
+        inner, _NothingToReduce(), AccumulationWindow(1), LossScaler(), max_norm=max_norm, strategy=update
+    )
 
 
 def _train(model: nn.Module, optimizer: EngineOptimizer, steps: range, poison: int = -1) -> None:

@@ -23,8 +23,7 @@ from thalweg.optim.algorithms.lamb import Lamb
 from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.muon import Muon
-from thalweg.optim.clip import global_grad_norm
-from thalweg.optim.norms import compute_partial_norm
+from thalweg.optim.norms import compute_partial_norm, global_grad_norm
 from thalweg.optim.offload.io_chunks import (
     ALIGN_ELEMENTS,
     ParamStep,
@@ -34,7 +33,7 @@ from thalweg.optim.offload.io_chunks import (
 )
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, NvmeStepPolicy, optimizer_state_bytes
-from thalweg.optim.step_strategy import InMemoryStep
+from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io import BufferRing, Disk, SwapError, SwapFile
 from thalweg.storage_io.allocator import PAGE
 

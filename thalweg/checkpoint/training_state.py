@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restor
 from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
-from thalweg.comm.shared_memory import hash_name
+from thalweg.comm.collectives.shared_memory import hash_name
 from thalweg.config import Config
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
@@ -29,13 +29,18 @@ _log = get_logger(__name__)
 _KEY = "engine"
 
 
-class TrainingState:
-    """Counters of a run, and its way to disk and back; every method but the counters is collective."""
+class StepCounters(Protocol):
+    """What a run has counted."""
 
-    def __init__(self, components: Components, config: Config, loader: Any) -> None:
-        self.components, self.config, self.loader = components, config, loader
-        self.global_steps = 0
-        self.global_samples = 0
+    global_steps: int
+    global_samples: int
+
+
+class TrainingState:
+    """A run's way to disk and back; every method is collective.  ``counters``: whose these are, an engine's."""
+
+    def __init__(self, components: Components, config: Config, loader: Any, counters: StepCounters) -> None:
+        self.components, self.config, self.loader, self.counters = components, config, loader, counters
 
     def save(
         self,
@@ -48,7 +53,7 @@ class TrainingState:
     ) -> Path:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
         components, keep_latest_k = self.components, self.config.checkpoint.keep
-        tag = tag or f"global_step{self.global_steps}"
+        tag = tag or f"global_step{self.counters.global_steps}"
         self._check_tag(tag)
         components.sharded.finalize_grads()
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
@@ -62,7 +67,7 @@ class TrainingState:
                 include_frozen=include_frozen,
                 naming=components.param_naming,
             ),
-            step=self.global_steps,
+            step=self.counters.global_steps,
             group=components.meshes.world_group,
             keep_latest_k=None if keep_latest_k == "all" else keep_latest_k,
             save_latest=save_latest,
@@ -141,8 +146,8 @@ class TrainingState:
 
     def _state_dict(self) -> dict[str, Any]:
         return {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
+            "global_steps": self.counters.global_steps,
+            "global_samples": self.counters.global_samples,
             "micro_steps": self.components.window.micro_steps,
             "skipped_steps": self.components.optimizer.skipped_steps if self.components.optimizer else 0,
             "scaler": self.components.scaler.state_dict(),
@@ -152,8 +157,8 @@ class TrainingState:
 
     def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool) -> None:
         components = self.components
-        self.global_steps = state.get("global_steps", self.global_steps)
-        self.global_samples = state.get("global_samples", self.global_samples)
+        self.counters.global_steps = state.get("global_steps", self.counters.global_steps)
+        self.counters.global_samples = state.get("global_samples", self.counters.global_samples)
         components.window.micro_steps = state.get("micro_steps", components.window.micro_steps)
         if components.optimizer is not None:
             components.optimizer.skipped_steps = state.get("skipped_steps", 0)

@@ -4,9 +4,8 @@ FSDP2 takes its collectives as objects with two verbs, ``allocate`` and ``__call
 (``set_custom_all_gather``, ``set_custom_reduce_scatter``).  This room holds ours:
 
 * :mod:`.collectives.wire`   the wire forms: what gloo does well (all-to-all with a local sum);
-* :mod:`.shared_memory`   one anonymous memory mapping shared by the ranks of a host, with
-  counters in its first page instead of messages;
-* :mod:`.collectives.shared_memory`    reductions through slots of that arena: FSDP2's copy-in writes the
+* :mod:`.collectives.shared_memory`    one anonymous memory mapping shared by the ranks of a host, with
+  counters in its first page instead of messages, and reductions through slots of that arena: FSDP2's copy-in writes the
   gradients in place and each rank sums the rows it owns, a single pass;
 * :mod:`.collectives.hierarchical`  both: the arena inside a host, the wire between hosts;
 * :mod:`.quantization`, :mod:`.collectives.quantized`  numbers in 8 and 4 bits, and the collectives that send them;
@@ -36,8 +35,10 @@ from thalweg.comm.collectives.quantized import (
     TwoLevelReduceScatter,
 )
 from thalweg.comm.collectives.shared_memory import (
+    CommError,
     SharedMemoryAllGather,
     SharedMemoryAllReduce,
+    SharedMemoryArena,
     SharedMemoryReduceScatter,
     SharedMemoryRing,
 )
@@ -50,7 +51,6 @@ from thalweg.comm.collectives.wire import (
 )
 from thalweg.comm.comms_logger import CommsLog
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
-from thalweg.comm.shared_memory import CommError, SharedMemoryArena
 from thalweg.comm.topology import HostTopology
 
 __all__ = [

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.comm.ordered_sum import CHUNK_NUMEL
+from thalweg.comm.collectives.reducer import CHUNK_NUMEL
 
 BLOCK_SIZE = 256
 _FP32_TINY = torch.finfo(torch.float32).tiny

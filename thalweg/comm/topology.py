@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from thalweg.comm.shared_memory import get_host_key
-
 LinkBytes = tuple[int, int]  # bytes that leave this rank: to ranks of its own host, to other hosts
+
+
+def get_host_key() -> int:
+    """A number (56 bits) that ranks have in common if they can share memory: one kernel, one process
+    namespace.  ``THALWEG_HOST`` replaces it, to keep ranks of one machine apart."""
+    host_name = os.environ.get("THALWEG_HOST")
+    if host_name is None:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        host_name = f"{boot.read_text() if boot.exists() else platform.node()} {_process_namespace()}"
+    return int.from_bytes(hashlib.blake2b(host_name.encode(), digest_size=7).digest(), "little")
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

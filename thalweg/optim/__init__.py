@@ -3,9 +3,9 @@
 The picture: the engine holds parameters that are ``DTensor`` s (stages 1 to 3) or plain replicated tensors
 (stage 0), and their mean gradients in the same layout. A step is then
 
-    norm = global_grad_norm(params)            clip.py       one all-reduce of a few numbers
+    norm = global_grad_norm(params)            norms.py      one all-reduce of a few numbers
     scaler.update(not isfinite(norm))          loss_scaler.py a state machine; skips the step on all ranks
-    clip_grads_(params, max_norm, norm)        clip.py       local
+    clip_grads_(params, max_norm, norm)        norms.py      local
     optimizer.step()                           algorithms/   local; Lamb and Muon talk to other ranks
     schedule.step()                            lr_scheduler.py a function of the number of updates
 
@@ -21,7 +21,6 @@ from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import muon_groups
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
-from thalweg.optim.clip import clip_grads_, global_grad_norm
 from thalweg.optim.local_optimizer import to_local_optimizer
 from thalweg.optim.loss_scaler import LossScaleFloorError, LossScalePolicy, LossScaler
 from thalweg.optim.lr_scheduler import (
@@ -32,6 +31,7 @@ from thalweg.optim.lr_scheduler import (
     WarmupDecayLR,
     WarmupLR,
 )
+from thalweg.optim.norms import clip_grads_, global_grad_norm
 
 __all__ = [
     "LRRangeTest",

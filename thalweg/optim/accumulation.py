@@ -1,24 +1,96 @@
-"""The accumulation window: the micro-batches between two updates.
+"""The accumulation window: the micro-batches between two updates, and what its gradient is the mean over.
 
 Only a step closes a window.  ``engine.step()`` is called after every micro-batch and
 closes it when it is full; the optimizer's own ``step()`` closes it whatever it holds.
 A window closed early (the ragged tail of an epoch) still means the mean over the
 micro-batches that it did see, as one big batch of them would.
+
+The gradient of a window is a mean over its micro-batches, or over their tokens:
+
+    micro-batches   the mean over ranks and micro-batches of their losses, each a mean by itself
+    tokens          the sum of all token losses of all ranks and micro-batches, over their number, as one
+                    process would have it that saw them in one batch (transformers' ``num_items_in_batch``)
+
+Tokens, of window k with micro-batches i on data ranks d, n(d, i) targets each, D ranks:
+
+    agree    before the first backward pass: N1 = sum over d of n(d, 1)
+    weigh    each loss by n(d, i) D / (N1 size), so that where all are alike nothing is left to do
+    close    multiply the gradient by N1 size / N, N the number of targets of the whole window
+
+so the numbers of micro-batches to come need not be known.  With one micro-batch a window the last factor
+is 1 and no second sum is taken.  Ranks that share a sequence count its targets together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thalweg.config import Config
+from thalweg.ops.losses import TargetCountMode
+from thalweg.optim.loss_scaler import LossScaler
+from thalweg.parallel_dims import ParallelMeshes
+from thalweg.utils.dtypes import HALF_DTYPES
+from thalweg.utils.trees import iter_tensors
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a window: ``grad_norm`` before clipping (nan if not finite), and whether it was ``skipped``."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class StepListener(Protocol):
+    """What takes part in training steps beside the model and its optimizer; a subclass overrides what it needs."""
+
+    def before_backward(self) -> None:
+        """One of the engine's backward passes begins."""
+
+    def after_backward(self) -> None:
+        """It has computed and reduced all its gradients."""
+
+    def after_step(self, result: StepResult) -> None:
+        """A window has ended, with an update or a skipped one."""
+
+    def discard(self) -> None:
+        """The gradients at hand are dropped (``zero_grad``)."""
+
+    def close(self) -> None:
+        """The engine is closed."""
+
+
+@dataclass
+class StepCallbacks(StepListener):
+    """A listener made of functions."""
+
+    on_step: Callable[[StepResult], None] | None = None
+    on_close: Callable[[], None] | None = None
+
+    def after_step(self, result: StepResult) -> None:
+        if self.on_step is not None:
+            self.on_step(result)
+
+    def close(self) -> None:
+        if self.on_close is not None:
+            self.on_close()
 
 
 class AccumulationWindow:
-    """Counts micro-batches; ``num_micro_batches`` is ``gradient_accumulation_steps``."""
+    """Counts micro-batches, ``num_micro_batches`` (``gradient_accumulation_steps``) to a window, and calls the
+    listeners of the step, in the order in which they were added."""
 
-    def __init__(self, num_micro_batches: int) -> None:
+    def __init__(self, num_micro_batches: int, normalizer: LossNormalizer | None = None) -> None:
         self.num_micro_batches = num_micro_batches
+        self.normalizer: LossNormalizer = normalizer or MicroBatchMean(num_micro_batches)
+        self.listeners: list[StepListener] = []
         self.micro_steps = 0
         # Micro-batches of the window closed last; a loop that never counts them is taken to fill it.
         self.last_num_micro_batches = num_micro_batches
@@ -32,16 +104,10 @@ class AccumulationWindow:
         self.retain_graph = False
         # The loss of that pass as it came from the model, on this rank.
         self.loss: Tensor | None = None
-        self.before_backward: list[Callable[[], None]] = []
-        self.after_backward: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[], None]] = []
-        # What the gradient of a window that ends must be multiplied by, where only its end tells; collective.
-        self.final_factor_fn: Callable[[], float] | None = None
 
-    def add_pass_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``call`` before and after each of the engine's backward passes, and after each update."""
-        for callbacks in (self.before_backward, self.after_backward, self.on_close):
-            callbacks.append(callback)
+    def add_listener(self, listener: StepListener) -> None:
+        """Call ``listener`` in every step from now on."""
+        self.listeners.append(listener)
 
     @property
     def is_last(self) -> bool:
@@ -52,7 +118,7 @@ class AccumulationWindow:
 
     @property
     def mean_factor(self) -> float:
-        """What the accumulated gradient must be multiplied by to be the window's mean.
+        """What the accumulated gradient must be multiplied by to be the mean over the window's micro-batches.
 
         Losses were divided by ``num_micro_batches`` in the backward pass, when the number that would
         come was not known yet.
@@ -65,11 +131,11 @@ class AccumulationWindow:
     @property
     def needs_no_rescale(self) -> bool:
         """Whether the gradient will be the window's mean as soon as its last backward pass has run."""
-        return self.mean_factor == 1.0 and (self.final_factor_fn is None or self.num_micro_batches == 1)
+        return self.mean_factor == 1.0 and not self.normalizer.rescales_at_end
 
     def final_factor(self) -> float:
-        """:attr:`mean_factor`, of a window that ends now; collective."""
-        return self.mean_factor if self.final_factor_fn is None else self.final_factor_fn()
+        """What the gradient of a window that ends now must be multiplied by; collective."""
+        return self.normalizer.final_factor(self.mean_factor)
 
     @property
     def _num_done(self) -> int:
@@ -93,15 +159,15 @@ class AccumulationWindow:
         ``num_micro_batches``: those of as many micro-batches at once, which it then counts too.
         """
         self.loss = None if loss is None else loss.detach()
-        for callback in self.before_backward:
-            callback()
+        for listener in self.listeners:
+            listener.before_backward()
         self._backward_started = True
         self._loss_divided = self._loss_divided or loss_divided
         self.in_backward, self.retain_graph = True, retain_graph
         try:
             yield
-            for callback in self.after_backward:
-                callback()
+            for listener in self.listeners:
+                listener.after_backward()
             for _ in range(num_micro_batches):
                 self.end_micro_batch()
         finally:
@@ -115,11 +181,260 @@ class AccumulationWindow:
         self._backward_started = False
         return last
 
-    def close(self) -> None:
+    def restart(self) -> None:
         """Begin a new window."""
         self.last_num_micro_batches = self._num_done or self.num_micro_batches
         self._num_ended = 0
         self._backward_started = self._loss_divided = False
         self._is_last_override = None
-        for callback in self.on_close:
-            callback()
+        self.normalizer.reset()
+
+    def end_step(self, result: StepResult) -> None:
+        """The window has ended with ``result``: begin a new one."""
+        self.restart()
+        for listener in self.listeners:
+            listener.after_step(result)
+
+    def discard(self) -> None:
+        """The gradients at hand are dropped; what was counted of the window stays."""
+        for listener in self.listeners:
+            listener.discard()
+
+
+class LossNormalizer(Protocol):
+    """How losses of micro-batches become the loss and the gradient of a window.
+
+    ``rescales_at_end``: whether only the end of a window tells the last factor of its gradient.
+    """
+
+    rescales_at_end: bool
+
+    @property
+    def on_token_count(self) -> Callable[[Tensor], None] | None:
+        """Takes the number of targets of a loss that a group of ranks computes together, if that matters."""
+        ...
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Around a forward pass that may compute a loss."""
+        ...
+
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
+        """The loss at hand as it is to be differentiated; undivided by the size of the window if the
+        caller has done so.  ``num_items``: what it is a mean over, if it was not computed in the forward."""
+        ...
+
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
+        """The loss at hand as it is to be differentiated, one of ``num_micro_batches`` that make a window."""
+        ...
+
+    def user_backward_scale(self) -> Tensor | float:
+        """The factor of a gradient that does not come from :meth:`scale_loss`, whose loss the caller divides."""
+        ...
+
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+        """The loss at hand and its weight, to be added up: (2,), fp64."""
+        ...
+
+    def mean(self, total: Tensor) -> Tensor:
+        """Of a sum of :meth:`loss_and_weight`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
+        collective over them."""
+        ...
+
+    def final_factor(self, mean_factor: float) -> float:
+        """By what the gradient of a window that ends is multiplied; collective.  ``mean_factor``: by what
+        it would be for the mean over micro-batches."""
+        ...
+
+    def reset(self) -> None:
+        """A new window begins."""
+        ...
+
+
+class MicroBatchMean:
+    """Every micro-batch counts alike."""
+
+    on_token_count: Callable[[Tensor], None] | None = None
+    rescales_at_end = False
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Nothing is looked at."""
+        return nullcontext()
+
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
+        """Its part of the mean over a full window."""
+        size = self._num_micro_batches
+        return loss / size if divide_by_window and size > 1 else loss
+
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
+        """An equal part."""
+        return loss / num_micro_batches
+
+    def user_backward_scale(self) -> Tensor | float:
+        """As it comes."""
+        return 1.0
+
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+        """The loss, once."""
+        value = loss.detach().double()
+        return torch.stack([value, torch.ones_like(value)])
+
+    def mean(self, total: Tensor) -> Tensor:
+        """Over this rank's micro-batches."""
+        return (total[0] / total[1]).float()
+
+    def final_factor(self, mean_factor: float) -> float:
+        """That of the mean."""
+        return mean_factor
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+class TokenMean:
+    """Every target counts alike, wherever it is.
+
+    ``dp_group``: the ranks whose gradients are averaged; ``pp_group``: the ranks of a pipeline, of which the
+    last alone sees losses.
+
+    Raises (in :meth:`scale_loss` and :meth:`loss_and_weight`):
+        ValueError: nothing is known of the number of targets.
+    """
+
+    def __init__(
+        self,
+        num_micro_batches: int,
+        dp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._num_micro_batches, self._dp_group, self._pp_group = num_micro_batches, dp_group, pp_group
+        self._device = device
+        self.rescales_at_end = num_micro_batches > 1
+        self._dp_size = dist.get_world_size(dp_group)
+        self._num_tokens: Tensor | None = None  # targets of the forward at hand
+        self._loss_used = False  # whether its loss has been differentiated
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the targets of the window before."""
+        self._reference_count: Tensor | None = None  # N1 size
+        self._total_tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._num_losses = 0
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Count the targets of the losses within; several forwards before a backward add up."""
+        if self._loss_used or not torch.is_grad_enabled():
+            self._num_tokens, self._loss_used = None, False
+        with TargetCountMode(self.on_token_count):
+            yield
+
+    def on_token_count(self, num_tokens: Tensor) -> None:
+        """The loss at hand is a mean over so many targets (0-dim)."""
+        num_tokens = num_tokens.detach().to(self._device, torch.float64)
+        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+
+    def _get_num_tokens(self, num_items: int | None) -> Tensor:
+        if num_items is not None:
+            return torch.tensor(float(num_items), dtype=torch.float64, device=self._device)
+        if self._num_tokens is None:
+            raise ValueError(
+                "token_weighted_loss is true, but the model computed no F.cross_entropy or F.nll_loss with "
+                "reduction='mean' in its forward: call engine.backward(loss, num_items=...) with the number "
+                "of targets that the loss is a mean over, or set token_weighted_loss to false"
+            )
+        return self._num_tokens
+
+    def _loss_weight(self, num_items: int | None = None) -> Tensor:
+        num_tokens = self._get_num_tokens(num_items)
+        self._loss_used = True
+        if self._reference_count is None:
+            reference_count = self._all_reduce(num_tokens.clone()) * self._num_micro_batches
+            self._reference_count = torch.where(reference_count > 0, reference_count, torch.ones_like(reference_count))
+        self._total_tokens += num_tokens
+        self._num_losses += 1
+        return num_tokens * (self._dp_size / self._reference_count)
+
+    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
+        """Its part of the mean over the window's targets, as far as they are known."""
+        weight = self._loss_weight(num_items) * (1 if divide_by_window else self._num_micro_batches)
+        loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+        return loss * weight.to(loss.dtype)
+
+    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
+        """As :meth:`scale_loss`: it is targets that count."""
+        return self.scale_loss(loss)
+
+    def user_backward_scale(self) -> Tensor | float:
+        """The same, for a loss that the caller has divided by the size of the window."""
+        return self._loss_weight() * self._num_micro_batches
+
+    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
+        """The sum over targets, and their number."""
+        num_tokens = self._get_num_tokens(num_items)
+        if not torch.is_grad_enabled():
+            self._loss_used = True
+        return torch.stack([loss.detach().to(num_tokens) * num_tokens, num_tokens])
+
+    def mean(self, total: Tensor) -> Tensor:
+        """The sum of this rank's token losses over the mean number of targets of a rank."""
+        num_tokens = self._all_reduce(total[1].clone())
+        num_tokens = torch.where(num_tokens > 0, num_tokens, torch.ones_like(num_tokens))
+        return (total[0] * self._dp_size / num_tokens).float()
+
+    def _all_reduce(self, value: Tensor) -> Tensor:
+        if self._dp_size > 1:
+            dist.all_reduce(value, group=self._dp_group)
+        return value
+
+    def final_factor(self, mean_factor: float) -> float:
+        """The targets that losses were weighed by over those there were; collective."""
+        if self._num_micro_batches == 1 and self._num_losses == 1 and self._pp_group is None:
+            return 1.0
+        reference_count = (
+            torch.zeros_like(self._total_tokens)
+            if self._reference_count is None
+            else self._reference_count / self._dp_size
+        )
+        counts = self._all_reduce(torch.stack([reference_count, self._total_tokens]))
+        if self._pp_group is not None:
+            dist.all_reduce(counts, group=self._pp_group)
+        total_reference, total = counts.tolist()
+        return total_reference / total if total > 0 else 1.0
+
+
+def build_loss_normalizer(
+    config: Config, num_micro_batches: int, meshes: ParallelMeshes, device: torch.device
+) -> LossNormalizer:
+    """What the config asks for."""
+    if not config.token_weighted_loss:
+        return MicroBatchMean(num_micro_batches)
+    pp_group = None if meshes.pp is None else meshes.pp.get_group()
+    return TokenMean(num_micro_batches, meshes.fsdp.get_group(), pp_group, device)
+
+
+def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, scaler: LossScaler) -> None:
+    """Scale the gradients of a plain ``loss.backward()`` where they enter the model: by the loss scale, which
+    the reduction divides by in any case, and by the loss's part of the window.
+
+    ``engine.backward`` scales the loss itself.
+    """
+
+    def hook_outputs(module: nn.Module, args: Any, output: Any) -> None:
+        factor: list[Tensor | float] = []  # one for all outputs of a forward
+
+        def scale(grad: Tensor) -> Tensor:
+            if window.in_backward:
+                return grad
+            if not factor:
+                factor.append(window.normalizer.user_backward_scale() * scaler.scale)
+            return (grad * factor[0]).to(grad.dtype)
+
+        for tensor in iter_tensors(output):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(scale)
+
+    model.register_forward_hook(hook_outputs)

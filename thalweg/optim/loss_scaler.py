@@ -9,7 +9,7 @@ gradients overflow is skipped and, once the ``hysteresis`` allowance is used up,
     overflowed  iteration of the last overflow, -1 before the first: growth is counted from there
     allowance   overflows still tolerated before the scale is halved, counting the one that halves it
 
-Nothing here touches a tensor, a device or another rank: all ranks see the same verdict (``clip.py`` makes
+Nothing here touches a tensor, a device or another rank: all ranks see the same verdict (``norms.py`` makes
 sure of that), so all ranks hold the same state. Order of the rules and counts are DeepSpeed's
 (``DynamicLossScaler``), so that a run moved over keeps its sequence of scales. Two differences: the scale
 stops growing at 2**64 (a model whose gradients are all zero would otherwise drive it to infinity, and
@@ -63,7 +63,7 @@ class LossScaler:
 
     def __init__(self, policy: LossScalePolicy | None = None) -> None:
         self.policy = policy or LossScalePolicy()
-        self._scale = self.policy.static_scale or self.policy.initial_scale
+        self.scale = self.policy.static_scale or self.policy.initial_scale
         self._iteration = 0
         self._last_overflow = -1
         self._remaining_hysteresis = self.policy.hysteresis
@@ -95,11 +95,6 @@ class LossScaler:
         )
 
     @property
-    def scale(self) -> float:
-        """The factor to multiply the next loss with."""
-        return self._scale
-
-    @property
     def dynamic(self) -> bool:
         """Whether overflows move the scale."""
         return not self.policy.static_scale
@@ -124,16 +119,16 @@ class LossScaler:
     def _shrink(self) -> None:
         if self._remaining_hysteresis > 1:
             self._remaining_hysteresis -= 1
-        elif self._scale <= self.policy.min_scale:
+        elif self.scale <= self.policy.min_scale:
             raise LossScaleFloorError(
-                f"the fp16 gradients overflow at a loss scale of {self._scale:g}, which is "
+                f"the fp16 gradients overflow at a loss scale of {self.scale:g}, which is "
                 "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
                 '("bf16": {"enabled": true}), or lower the learning rate, set gradient_clipping and look for '
                 "a loss that is not finite in fp32 too; a smaller fp16.min_loss_scale helps only if the "
                 "gradients are huge but finite"
             )
         else:
-            self._scale = max(self._scale / _FACTOR, self.policy.min_scale)
+            self.scale = max(self.scale / _FACTOR, self.policy.min_scale)
 
     def _grow(self) -> None:
         if self.policy.consecutive_hysteresis:
@@ -141,12 +136,12 @@ class LossScaler:
         stable = self._iteration - self._last_overflow - 1
         if stable > 0 and stable % self.policy.growth_interval == 0:
             self._remaining_hysteresis = self.policy.hysteresis
-            self._scale = max(self._scale, min(self._scale * _FACTOR, _MAX_SCALE))
+            self.scale = max(self.scale, min(self.scale * _FACTOR, _MAX_SCALE))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""
         return {
-            "scale": self._scale,
+            "scale": self.scale,
             "iteration": self._iteration,
             "overflowed": self._last_overflow,
             "allowance": self._remaining_hysteresis,
@@ -161,4 +156,4 @@ class LossScaler:
         self._last_overflow = int(state["overflowed"])
         self._remaining_hysteresis = min(int(state["allowance"]), self.policy.hysteresis)
         if self.dynamic:
-            self._scale = max(float(state["scale"]), self.policy.min_scale)
+            self.scale = max(float(state["scale"]), self.policy.min_scale)

@@ -2,38 +2,128 @@
 
 An update is, in this order and the same on every rank: reduce what is still unreduced;
 take the global norm; skip if it is not finite; scale by the clip factor; step; move the
-loss scale.  ``engine.step()`` and a plain ``optimizer.step()`` both come here, so a
-training loop that knows nothing of the engine gets the same result.
+loss scale; close the window.  ``engine.step()`` and a plain ``optimizer.step()`` both come
+here, so a training loop that knows nothing of the engine gets the same result.
+
+:class:`EngineOptimizer` decides *whether* to update and *by what factor*; a :class:`StepStrategy` does it.
+``InMemoryStep`` steps the optimiser over tensors in memory.  ``NvmeStep`` (offload/nvme_step.py) moves state,
+masters and gradients through buffers from and to a swap file; ``MmapStep`` (offload/mmap_step.py) is its slow,
+general sibling.  All three give the same bits in fp32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.optim.accumulation import AccumulationWindow
-from thalweg.optim.clip import clip_factor
+from thalweg.optim import foreach
+from thalweg.optim.accumulation import AccumulationWindow, StepResult
+from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.loss_scaler import LossScaler
-from thalweg.optim.step_strategy import InMemoryStep, StepStrategy
+from thalweg.optim.norms import PartialNorm, clip_factor, global_grad_norm
 
 
-@dataclass(frozen=True)
-class ShardedModelHooks:
-    """What an update asks of the sharded model.
+class GradientReduction(Protocol):
+    """What an update asks of the sharded model."""
 
-    ``finalize_grads``: reduce and reshard whatever is left; ``set_loss_scale``: divide
-    later gradients by it; ``drop_gradients``: forget unreduced ones.
-    """
+    def finalize_grads(self) -> None:
+        """Reduce and reshard whatever is left; collective."""
+        ...
 
-    finalize_grads: Callable[[], None]
-    set_loss_scale: Callable[[float], None]
-    drop_gradients: Callable[[], None]
+    def set_loss_scale(self, scale: float) -> None:
+        """Divide later gradients by ``scale`` as they are reduced."""
+        ...
+
+
+class StepStrategy(Protocol):
+    """One optimiser's way to step."""
+
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    ) -> float:
+        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
+        ...
+
+    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
+        """Multiply the gradients (only of ``subset``) by ``factor`` and step."""
+        ...
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
+        ...
+
+    def offload_state(self) -> None:
+        """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
+        ...
+
+    def release(self, tensor: Tensor) -> None:
+        """Nobody reads or writes ``tensor`` for a while: memory that only mirrors a disk may go."""
+        ...
+
+
+class InMemoryStep:
+    """Everything is in memory: scale, then step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def grad_norm(
+        self,
+        params: Sequence[Tensor],
+        replicate_group: dist.ProcessGroup | None,
+        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    ) -> float:
+        """The global 2-norm; collective."""
+        return float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
+
+    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
+        """Scale the gradients in place and step."""
+        with restrict_params(self.optimizer, subset):
+            if factor != 1.0:
+                scale_grads(self.optimizer, factor)
+            self.optimizer.step()
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Memory of the parameter's layout."""
+        return torch.empty_like(param.detach(), dtype=dtype)
+
+    def offload_state(self) -> None:
+        """Nothing to do."""
+
+    def release(self, tensor: Tensor) -> None:
+        """Nothing to do."""
+
+
+@contextmanager
+def restrict_params(optimizer: torch.optim.Optimizer, subset: Collection[Tensor] | None) -> Iterator[None]:
+    """Let the optimizer see only ``subset`` (None: all) for a while."""
+    if subset is None:
+        yield
+        return
+    groups = optimizer.param_groups
+    restricted = [{**group, "params": [p for p in group["params"] if p in subset]} for group in groups]
+    optimizer.param_groups = [restricted_group for restricted_group in restricted if restricted_group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def scale_grads(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply all gradients by ``factor``, in place."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    pieces = [to_local(p.grad) for p in params if p.grad is not None]
+    if pieces:
+        foreach.mul_(pieces, factor)
 
 
 class PipelinePeers(Protocol):
@@ -55,7 +145,8 @@ class PipelinePeers(Protocol):
 class EngineOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
-    ``strategy`` says how ``inner`` steps where its tensors are not simply in memory (see ``step_strategy.py``).
+    ``strategy`` says how ``inner`` steps where its tensors are not simply in memory; ``pipeline_peers``: the
+    ranks that update other layers.
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
     nan if not finite).
@@ -64,13 +155,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        hooks: ShardedModelHooks,
+        sharded: GradientReduction,
         window: AccumulationWindow,
         scaler: LossScaler,
         *,
         max_norm: float = 0.0,
         replicate_group: dist.ProcessGroup | None = None,
         strategy: StepStrategy | None = None,
+        pipeline_peers: PipelinePeers | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
@@ -79,12 +171,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.num_updates = 0
         self.grad_norm: float | None = None
-        self._hooks, self._replicate_group = hooks, replicate_group
+        self._sharded, self._replicate_group, self._pipeline_peers = sharded, replicate_group, pipeline_peers
         self._strategy = strategy or InMemoryStep(inner)
-        # Set where parts of the model are updated elsewhere.
-        self.pipeline_peers: PipelinePeers | None = None
-        self._step_callbacks: list[Callable[[], None]] = []
-        hooks.set_loss_scale(scaler.scale)
+        sharded.set_loss_scale(scaler.scale)
 
     # The face of torch.optim.Optimizer
 
@@ -123,7 +212,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
-        self._hooks.drop_gradients()
+        self.window.discard()
         self.inner.zero_grad(set_to_none=True)
 
     def train(self) -> None:
@@ -147,20 +236,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The factor that the next loss is multiplied with (1 except in fp16)."""
         return self.scaler.scale
 
-    def add_step_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at the end of each :meth:`step`, skipped or not."""
-        self._step_callbacks.append(callback)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Close the window and update, or skip if a gradient anywhere is not finite; collective."""
-        result = None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                result = closure()
-        self._hooks.finalize_grads()
+                loss = closure()
+        self._sharded.finalize_grads()
         factor = self.window.final_factor()
-        norm = self._norm() * factor
+        norm = self._global_norm() * factor
         self.overflow = not math.isfinite(norm)
         self.grad_norm = math.nan if self.overflow else norm
         if self.overflow:
@@ -171,20 +256,17 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._strategy.apply(factor)
             self.num_updates += 1
         self.scaler.update(self.overflow)
-        self._hooks.set_loss_scale(self.scaler.scale)
-        self.window.close()
-        for callback in self._step_callbacks:
-            callback()
-        return result
+        self._sharded.set_loss_scale(self.scaler.scale)
+        self.window.end_step(StepResult(self.grad_norm, self.overflow))
+        return loss
 
-    def _norm(self) -> float:
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self.pipeline_peers is None:
+    def _global_norm(self) -> float:
+        params = [p for group in self.inner.param_groups for p in group["params"]]
+        peers = self._pipeline_peers
+        if peers is None:
             return self._strategy.grad_norm(params, self._replicate_group)
-        self.pipeline_peers.sum_grad()
-        return self.pipeline_peers.norm(
-            self._strategy.grad_norm(self.pipeline_peers.owned_for_norm(params), self._replicate_group)
-        )
+        peers.sum_grad()
+        return peers.norm(self._strategy.grad_norm(peers.owned_for_norm(params), self._replicate_group))
 
 
 def _noop() -> None:

@@ -29,11 +29,11 @@ from thalweg.comm import CommsLog
 class ParallelGroup:
     """One rank's view of its group; ``ledger`` counts what it communicates, as ``axis``'s."""
 
-    def __init__(self, process_group: dist.ProcessGroup, axis: str = "tensor") -> None:
+    def __init__(self, process_group: dist.ProcessGroup, axis: str = "tensor", ledger: CommsLog | None = None) -> None:
         self.process_group, self.axis = process_group, axis
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
-        self.ledger = CommsLog()
+        self.ledger = ledger or CommsLog()
         self.has_dropout = False  # whether the model draws random numbers inside its split layers
         self._cached_input: tuple[Tensor, bool, Tensor] | None = None
         self._saved_rng: Tensor | None = None

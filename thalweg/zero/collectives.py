@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -58,34 +59,46 @@ from thalweg.comm.collectives.quantized import (
     PayloadFormatFn,
     single_segment_format,
 )
+from thalweg.comm.collectives.reducer import (
+    GradDivisor,
+    GradientMemory,
+    ReduceOptions,
+    Reducer,
+    ReplicatedReducer,
+)
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.policy import CommPolicy, ZeroPolicy
 from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
-CollectiveFactory = Callable[[str, FSDPGroupHandle], Any]
+ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer]
+AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
 # parameters leave no memory to spare for that: there one slot a rank is 17 MiB less of 590 on a small model.
 NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Collectives:
-    """The makers of each unit's collectives; ``arena`` holds unsharded parameters where they are shared.
+    """The collectives of a run; ``arena`` holds unsharded parameters where they are shared.
 
-    ``separate_masters``: parameters whose shards lie beside the shared copy; ``cross_host_sync``: what brings the
-    copies of several hosts up to date; ``async_reduction``: what reduces during the backward pass;
-    ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the backward pass;
-    ``option_messages``: what an option comes to here, by its name.
+    ``divisor``, ``memory``: common to all reductions; ``separate_masters``: parameters whose shards lie beside the
+    shared copy; ``cross_host_sync``: what brings the copies of several hosts up to date; ``async_reduction``: what
+    reduces during the backward pass; ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the
+    backward pass; ``replicas``: the ranks that hold the same shard; ``option_messages``: what an option comes to
+    here, by its name.
     """
 
     storage_kind: StorageKind
-    ledger: CommsLog = field(default_factory=CommsLog)
+    ledger: CommsLog
+    output_dtype: torch.dtype
+    divisor: GradDivisor
+    memory: GradientMemory
     arena: SharedMemoryArena | None = None
-    make_reducer: CollectiveFactory | None = None
-    make_all_gather: CollectiveFactory | None = None
+    make_reducer: ReducerFactory | None = None
+    make_all_gather: AllGatherFactory | None = None
     uses_all_reduce: bool = False
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
@@ -94,26 +107,30 @@ class Collectives:
     option_messages: dict[str, str] = field(default_factory=dict)
     async_reduction: AsyncReduction | None = None
 
-    def install(self, groups: Iterable[FSDPGroupHandle], output_dtype: torch.dtype) -> list[Any]:
-        """Give each unit its collectives; returns the reducers, whose ``divisor`` is the loss scale's.
-
-        ``output_dtype``: of reduced gradients.
-        """
-        reducers: list[Any] = []
+    def install(self, groups: Iterable[FSDPGroupHandle]) -> list[Reducer]:
+        """Give each unit its collectives; returns the reducers."""
+        reducers: list[Reducer] = []
         for group in groups:
             name = group.name or "<root>"
             if self.make_all_gather is not None:
                 group.module.set_custom_all_gather(self.make_all_gather(name, group))
-            if self.make_reducer is not None:
-                reducers.append(reducer := self.make_reducer(name, group))
-                if self.replicas is not None:
-                    reducer.num_replicas, reducer.replica_reduce = self.replicas.num_replicas, self.replicas.all_reduce
-                if self.async_reduction is not None:
-                    reducer.try_submit = self.async_reduction.make_try_submit(group, output_dtype)
-                group.module.set_custom_reduce_scatter(reducer)
-                if self.uses_all_reduce:
-                    group.module.set_all_reduce_hook(reducer.reduce)
+            if self.make_reducer is None:
+                continue
+            reducer = self.make_reducer(name, group, self._reduce_options(group))
+            reducers.append(reducer)
+            group.module.set_custom_reduce_scatter(reducer)
+            if self.uses_all_reduce:
+                assert isinstance(reducer, ReplicatedReducer)
+                group.module.set_all_reduce_hook(reducer.reduce)
         return reducers
+
+    def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
+        options = ReduceOptions(self.ledger, self.output_dtype, self.divisor, self.memory)
+        if self.replicas is not None:
+            options = replace(options, num_replicas=self.replicas.num_replicas, replica_reduce=self.replicas.all_reduce)
+        if self.async_reduction is not None:
+            options = replace(options, try_submit=self.async_reduction.make_try_submit(group, self.output_dtype))
+        return options
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ class ReplicaGroup:
         return cls(mics_mesh.size(0), all_reduce_type(group, topology))
 
 
-@dataclass
+@dataclass(frozen=True)
 class CollectivesSpec:
     """What the choice depends on: ranks, device, wishes, sizes."""
 
@@ -148,6 +165,31 @@ class CollectivesSpec:
     timeout: float
     replicas: ReplicaGroup | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
+    divisor: GradDivisor = field(default_factory=GradDivisor)
+    # Whether shards rest in host memory, from where FSDP2 copies them to the device, also where one rank is alone.
+    shards_on_host: bool = False
+    # Whether reductions over the wire may go on while the backward pass computes.
+    overlaps: bool = True
+
+    def build(
+        self, storage_kind: StorageKind, option_messages: dict[str, str] | None = None, **given: Any
+    ) -> Collectives:
+        """The collectives of these ranks, with what is the same for every choice."""
+        messages = dict(option_messages or {})
+        if self.comm_policy.error_feedback is not None and not self.comm_policy.quantized_gradients:
+            messages["zeropp_loco_param.err_beta"] = "idle: zero_quantized_gradients, which it corrects, is off"
+        if self.comm_policy.two_level_gather and self.replicas is None:
+            messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
+        return Collectives(
+            "wire" if self.shards_on_host else storage_kind,
+            self.ledger,
+            self.output_dtype,
+            self.divisor,
+            GradientMemory(),
+            replicas=self.replicas,
+            option_messages=messages,
+            **given,
+        )
 
     @property
     def unsharded_bytes(self) -> int:
@@ -177,18 +219,6 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
     Raises:
         ValueError: hpZ's groups do not fit the hosts.
     """
-    collectives = _select_collectives(spec)
-    collectives.replicas = spec.replicas
-    if spec.comm_policy.error_feedback is not None and not spec.comm_policy.quantized_gradients:
-        collectives.option_messages["zeropp_loco_param.err_beta"] = (
-            "idle: zero_quantized_gradients, which it corrects, is off"
-        )
-    if spec.comm_policy.two_level_gather and spec.replicas is None:
-        collectives.option_messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
-    return collectives
-
-
-def _select_collectives(spec: CollectivesSpec) -> Collectives:
     group, size = spec.group, spec.mesh.size()
     if size == 1:
         return _build_wire(spec, HostTopology((0,), 0))
@@ -225,24 +255,16 @@ def _select_collectives(spec: CollectivesSpec) -> Collectives:
 
 
 def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: SharedMemoryRing) -> Collectives:
-    ledger, dtype = spec.ledger, spec.output_dtype
     if spec.replicate:
-        return Collectives(
+        return spec.build(
             "private",
-            ledger,
-            arena,
-            make_reducer=lambda name, group: SharedMemoryAllReduce(ring, name, ledger, dtype),
+            arena=arena,
+            make_reducer=lambda name, group, options: SharedMemoryAllReduce(ring, name, options),
             uses_all_reduce=True,
         )
-    collectives = Collectives(
-        "shared",
-        ledger,
-        arena,
-        make_reducer=lambda name, group: SharedMemoryReduceScatter(ring, name, ledger, dtype),
-    )
-    comm_policy = spec.comm_policy
+    comm_policy, messages = spec.comm_policy, {}
     if comm_policy.hpz_group_size > 1:
-        collectives.option_messages["zero_hpz_partition_size"] = (
+        messages["zero_hpz_partition_size"] = (
             "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
     quantized = {
@@ -251,37 +273,31 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
         "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
     }
     for name in (name for name, on in quantized.items() if on):
-        collectives.option_messages[name] = (
-            "nothing travels between ranks that share one host's memory, so nothing is rounded"
-        )
-    return collectives
+        messages[name] = "nothing travels between ranks that share one host's memory, so nothing is rounded"
+    return spec.build(
+        "shared",
+        messages,
+        arena=arena,
+        make_reducer=lambda name, group, options: SharedMemoryReduceScatter(ring, name, options),
+    )
 
 
 def _build_hierarchical(
     spec: CollectivesSpec, arena: SharedMemoryArena, hosts: HostGroups, slot_bytes: int, keeps_unsharded: bool
 ) -> Collectives:
-    ring, ledger, dtype, comm_policy = (
-        SharedMemoryRing(arena, slot_bytes),
-        spec.ledger,
-        spec.output_dtype,
-        spec.comm_policy,
-    )
-    rank = spec.mesh.get_local_rank()
+    ring, rank, comm_policy = SharedMemoryRing(arena, slot_bytes), spec.mesh.get_local_rank(), spec.comm_policy
     if spec.replicate:
-        return Collectives(
+        return spec.build(
             "private",
-            ledger,
-            make_reducer=lambda name, group: HierarchicalAllReduce(hosts, ring, name, ledger, dtype),
+            make_reducer=lambda name, group, options: HierarchicalAllReduce(hosts, ring, name, options),
             uses_all_reduce=True,
         )
 
-    def make_reduce_scatter(name: str, group: FSDPGroupHandle) -> HierarchicalReduceScatter:
-        reduce_scatter = HierarchicalReduceScatter(hosts, ring, rank, name, ledger, dtype)
+    def make_reduce_scatter(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> HierarchicalReduceScatter:
+        all_to_all = None
         if comm_policy.quantized_gradients:
-            reduce_scatter.all_to_all = _make_gradient_all_to_all(
-                comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter
-            )
-        return reduce_scatter
+            all_to_all = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+        return HierarchicalReduceScatter(hosts, ring, rank, name, options, all_to_all)
 
     if keeps_unsharded:
         lossy = frozenset(
@@ -291,52 +307,67 @@ def _build_hierarchical(
             if param_spec.compute_dtype.is_floating_point
             and comm_policy.quantizes(len(param_spec.shape), param_spec.requires_grad)
         )
-        collectives = Collectives("shared", ledger, arena, make_reducer=make_reduce_scatter, separate_masters=lossy)
-        collectives.cross_host_sync = CrossHostSync(hosts, rank, spec.group, ledger, lossy)
+        messages = {}
         if comm_policy.hpz_group_size > 1:
-            collectives.option_messages["zero_hpz_partition_size"] = (
+            messages["zero_hpz_partition_size"] = (
                 f"the {hosts.num_local_ranks} ranks of a host share one copy of the parameters, "
                 "which crosses to other hosts once an update"
             )
-        return collectives
+        return spec.build(
+            "shared",
+            messages,
+            arena=arena,
+            make_reducer=make_reduce_scatter,
+            separate_masters=lossy,
+            cross_host_sync=CrossHostSync(hosts, rank, spec.group, spec.ledger, lossy),
+        )
     gather_ring = SharedMemoryRing(arena, slot_bytes, _NUM_GATHER_SLOTS, counter_bank=1)
-    return Collectives(
+    return spec.build(
         "wire",
-        ledger,
         make_reducer=make_reduce_scatter,
         make_all_gather=lambda name, group: HierarchicalAllGather(
-            hosts, gather_ring, rank, name, ledger, _weight_format_fn(comm_policy, group)
+            hosts, gather_ring, rank, name, spec.ledger, _weight_format_fn(comm_policy, group)
         ),
     )
 
 
 def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None) -> Collectives:
-    ledger, dtype, comm_policy, cpu = (
-        spec.ledger,
-        spec.output_dtype,
-        spec.comm_policy,
-        spec.device.type == "cpu",
-    )
-    async_reduction = AsyncReduction() if cpu and spec.mesh.size() > 1 and spec.replicas is None else None
+    comm_policy, size, cpu = spec.comm_policy, spec.mesh.size(), spec.device.type == "cpu"
+    async_reduction = AsyncReduction() if cpu and size > 1 and spec.replicas is None else None
     # Of its own, as the thread's collectives and the main thread's come in no common order.
-    reduce_group = spec.group if async_reduction is None else make_subgroup(range(spec.mesh.size()), spec.group)
-    if spec.replicate or spec.mesh.size() == 1:
-        return Collectives(
+    reduce_group = spec.group if async_reduction is None else make_subgroup(range(size), spec.group)
+    if not spec.overlaps:
+        async_reduction = None
+    if spec.replicate or size == 1:
+        return spec.build(
             "private",
-            ledger,
-            make_reducer=lambda name, group: WireAllReduce(reduce_group, name, ledger, dtype, topology),
+            make_reducer=lambda name, group, options: WireAllReduce(reduce_group, name, options, topology),
             uses_all_reduce=True,
             async_reduction=async_reduction,
         )
-    size = spec.mesh.size()
-    hpz_group_size = (
-        comm_policy.hpz_group_size if spec.policy.reshards_after_use and comm_policy.hpz_group_size < size else 1
+    make_reducer = None
+    if comm_policy.quantized_gradients or cpu or spec.replicas is not None:
+        make_reducer = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
+    stays_on_gpus = spec.policy.reshards_after_use and comm_policy.hpz_group_size < size
+    # Between the two levels of a quantised reduction lie groups that gathers use as well.
+    shares_groups = comm_policy.quantized_gradients and hosts is not None
+    return spec.build(
+        "wire",
+        make_reducer=make_reducer,
+        make_all_gather=_choose_wire_all_gather(spec, topology, hosts),
+        hpz_group_size=comm_policy.hpz_group_size if stays_on_gpus else 1,
+        async_reduction=None if shares_groups else async_reduction,
     )
-    collectives = Collectives("wire", ledger, hpz_group_size=hpz_group_size)
-    quantized = comm_policy.quantized_weights or comm_policy.quantized_frozen_weights
+
+
+def _choose_wire_all_gather(
+    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None
+) -> AllGatherFactory | None:
+    """None for FSDP2's own."""
+    ledger, comm_policy, size = spec.ledger, spec.comm_policy, spec.mesh.size()
     if comm_policy.two_level_gather and hosts is not None:
         topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
-        collectives.make_all_gather = lambda name, group: TwoLevelAllGather(
+        return lambda name, group: TwoLevelAllGather(
             hosts.intra_host_group,
             hosts.inter_host_group,
             topologies,
@@ -345,21 +376,13 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
             ledger,
             _weight_format_fn(comm_policy, group),
         )
-    elif quantized:
-        collectives.make_all_gather = lambda name, group: QuantizedAllGather(
+    if comm_policy.quantized_weights or comm_policy.quantized_frozen_weights:
+        return lambda name, group: QuantizedAllGather(
             name, ledger, topology, _weight_format_fn(comm_policy, group), size
         )
-    elif cpu:
-        collectives.make_all_gather = lambda name, group: WireAllGather(name, ledger, topology)
-    if comm_policy.quantized_gradients or cpu or spec.replicas is not None:
-        collectives.make_reducer = lambda name, group: _make_wire_reducer(
-            spec, reduce_group, topology, hosts, name, group
-        )
-    # Between the two levels of a quantised reduction lie groups that gathers use as well.
-    collectives.async_reduction = (
-        async_reduction if not (comm_policy.quantized_gradients and hosts is not None) else None
-    )
-    return collectives
+    if spec.device.type == "cpu":
+        return lambda name, group: WireAllGather(name, ledger, topology)
+    return None
 
 
 def _make_wire_reducer(
@@ -369,46 +392,27 @@ def _make_wire_reducer(
     hosts: HostGroups | None,
     name: str,
     group: FSDPGroupHandle,
-) -> Any:
-    ledger, dtype, comm_policy = spec.ledger, spec.output_dtype, spec.comm_policy
-    if not comm_policy.quantized_gradients:
-        return AllToAllReduceScatter(name, ledger, dtype, AllToAllReduce(reduce_group, topology))
+    options: ReduceOptions,
+) -> Reducer:
+    if not spec.comm_policy.quantized_gradients:
+        return AllToAllReduceScatter(name, options, AllToAllReduce(reduce_group, topology))
     if hosts is None:
-        reduce_scatter = AllToAllReduceScatter(name, ledger, dtype)
-        reduce_scatter.all_to_all = _make_gradient_all_to_all(
-            comm_policy, reduce_group, topology, group, reduce_scatter
-        )
-        return reduce_scatter
+        return AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
     inner = QuantizedAllToAllReduce(
         hosts.intra_host_group,
         hosts.intra_host_topology,
         single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER),
     )
-    reduce_scatter = TwoLevelReduceScatter(
-        inner,
-        AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology),
-        hosts.ranks_by_local_rank,
-        name,
-        ledger,
-        dtype,
-    )
-    reduce_scatter.all_to_all = _make_gradient_all_to_all(
-        comm_policy, hosts.inter_host_group, hosts.inter_host_topology, group, reduce_scatter
-    )
-    return reduce_scatter
+    outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+    return TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
 
 def _make_gradient_all_to_all(
-    comm_policy: CommPolicy,
-    process_group: dist.ProcessGroup,
-    topology: HostTopology,
-    group: FSDPGroupHandle,
-    reducer: Any,
+    spec: CollectivesSpec, process_group: dist.ProcessGroup, topology: HostTopology, group: FSDPGroupHandle
 ) -> QuantizedAllToAllReduce:
-    error_feedback = None if comm_policy.error_feedback is None else ErrorFeedback(*comm_policy.error_feedback)
-    return QuantizedAllToAllReduce(
-        process_group, topology, _gradient_format_fn(group), error_feedback, lambda: reducer.divisor
-    )
+    given = spec.comm_policy.error_feedback
+    error_feedback = None if given is None else ErrorFeedback(*given)
+    return QuantizedAllToAllReduce(process_group, topology, _gradient_format_fn(group), error_feedback, spec.divisor)
 
 
 def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> PayloadFormatFn:

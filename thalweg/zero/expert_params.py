@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -149,15 +150,70 @@ class _ShardedExpert(_ReplicatedExpert):
         self.accumulate_grad(local_grad.clone(memory_format=torch.contiguous_format))
 
 
+class UnshardedParams(Protocol):
+    """Parameters outside of FSDP2's units; false where there are none."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        ...
+
+    def reduce_grads(self, divisor: float) -> None:
+        """Add up their gradients over the ranks that share them and divide; collective."""
+        ...
+
+    def clear_grads(self) -> None:
+        """Forget gradients that are not reduced yet."""
+        ...
+
+    def mark_updated(self) -> None:
+        """Somebody may write parameters in a way that tensors do not count."""
+        ...
+
+
+class ScalarParams:
+    """0-dim parameters, whole on every rank."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = parameters, group
+
+    def __bool__(self) -> bool:
+        return len(self._parameters) > 0
+
+    def reduce_grads(self, divisor: float) -> None:
+        """Add up the gradients over the group and divide them; collective."""
+        trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if not trainable:
+            return
+        grads = [torch.zeros(()) if p.grad is None else p.grad.float() for p in trainable]
+        flat = torch.stack([grad.reshape(()) for grad in grads])
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(flat, group=self._group)
+        for parameter, value in zip(trainable, (flat / divisor).unbind(), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(value)
+
+    def clear_grads(self) -> None:
+        """Nothing to do: their gradients are those that the optimizer clears."""
+
+    def mark_updated(self) -> None:
+        """Nothing to do."""
+
+
 class ZeroExpertParams:
-    """The expert parameters of ``model``, which are sharded over their copies if ``shard_replicas``.
+    """The expert parameters of a model (:meth:`adopt`), sharded over their copies if ``shard_replicas``."""
 
-    Sharding exchanges the modules' parameters for others.
-    """
+    def __init__(self, ledger: CommsLog, shard_replicas: bool) -> None:
+        self._ledger, self._shard_replicas = ledger, shard_replicas
+        self._experts: list[_ReplicatedExpert] = []
+        self._by_id: dict[int, _ReplicatedExpert] = {}
+        self._sharded: list[_ShardedExpert] = []
 
-    def __init__(self, model: nn.Module, ledger: CommsLog, shard_replicas: bool) -> None:
-        self._ledger = ledger
-        expert_type = _ShardedExpert if shard_replicas else _ReplicatedExpert
+    def __bool__(self) -> bool:
+        return len(self._experts) > 0
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take the model's expert parameters; sharding exchanges the modules' parameters for others."""
+        expert_type = _ShardedExpert if self._shard_replicas else _ReplicatedExpert
         expert_by_id: dict[int, _ReplicatedExpert] = {}  # by the parameter as it was
         for module in model.modules():
             for key, parameter in module._parameters.items():
@@ -305,17 +361,3 @@ def _pad_to(tensor: Tensor, dim: int, length: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = length - tensor.size(dim)
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-
-def reduce_scalar_grads(parameters: list[nn.Parameter], divisor: float, group: dist.ProcessGroup) -> None:
-    """Add up the gradients of whole 0-dim parameters over ``group`` and divide them; collective."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trainable:
-        return
-    grads = [torch.zeros(()) if p.grad is None else p.grad.float() for p in trainable]
-    flat = torch.stack([grad.reshape(()) for grad in grads])
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(flat, group=group)
-    for parameter, value in zip(trainable, (flat / divisor).unbind(), strict=True):
-        if parameter.grad is not None:
-            parameter.grad.copy_(value)

@@ -1,10 +1,11 @@
 """ZeRO on FSDP2: one recipe for every stage.
 
-``shard`` turns a plain model into an FSDP2 model in this order: choose the units; move
+:func:`shard_model` turns a plain model into an FSDP2 model in this order: choose the units; move
 every parameter's value into its shard (:mod:`.storage.base`), so the full tensors are freed
 one by one; wrap units and root on the meta device, where FSDP2 copies nothing; plant
 the shards; give each unit its collectives.  The result, :class:`ShardedModel`, offers what
 an engine needs and no more: which backward reduces, the end of a window, the loss scale.
+Where parameters are between uses is the matter of its storages, which it goes through in each phase.
 
 States of a unit's parameters (FSDP2's words): *sharded*, the modules hold DTensors;
 *unsharded*, the modules hold full tensors.  Outside of forward and
@@ -13,7 +14,7 @@ backward they are sharded, except within an accumulation window below stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -25,21 +26,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import CommsLog
-from thalweg.comm.buffer_pool import BufferPool
 from thalweg.storage_io import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, ReplicaGroup, build_collectives
-from thalweg.zero.expert_params import ZeroExpertParams, is_expert_param, reduce_scalar_grads
+from thalweg.zero.expert_params import ScalarParams, UnshardedParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
-from thalweg.zero.fsdp2.backward_tracker import AfterReduce, BackwardTracker, BeforeReduce
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
 from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
-from thalweg.zero.storage.base import ParamSpec, ShardStorage, max_unit_grad_bytes, refresh_unsharded
-from thalweg.zero.storage.nvme import NvmeStorage, PagedShardStorage, ParamOffloadPolicy
-from thalweg.zero.storage.nvme_masters import build_nvme_storage
+from thalweg.zero.storage.base import (
+    CastIntoUnsharded,
+    FSDPStorage,
+    ParameterStorage,
+    ParamSpec,
+    ResidentStorage,
+    ShardStorage,
+    max_unit_grad_bytes,
+)
+from thalweg.zero.storage.nvme import NvmeStorage, ParamOffloadPolicy, ParamPaging, build_param_paging
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
+
+BeforeReduce = Callable[[list[nn.Parameter]], None]
+AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,47 @@ class ShardOptions:
     offload_policy: ParamOffloadPolicy = field(default_factory=ParamOffloadPolicy)
 
 
+class BackwardTracker:
+    """Notices when a backward pass has gone through a unit for the last time.
+
+    A unit that the forward pass used twice is passed twice in the backward pass, and is reduced each time; only
+    then are its gradients complete.  So uses with gradients are counted in the forward pass and taken off in the
+    backward pass.  A count that is off (a forward pass without a backward pass) makes ``complete`` come later, not
+    wrong: the caller looks again when the backward pass is over.  It calls ``before(parameters)`` and ``after(unit, parameters, complete)`` for
+    each backward pass through it; ``handles`` remove its hooks."""
+
+    def __init__(self, group: private_api.FSDPGroupHandle, before: BeforeReduce, after: AfterReduce) -> None:
+        self._group, self._before, self._after, self._num_pending_uses = group, before, after, 0
+        module: Any = group.module
+        self.handles = [module.register_forward_hook(self._on_forward)]
+        group.add_reduction_hooks(self._on_before_reduce, self._on_after_reduce)
+
+    def reset(self) -> None:
+        """Forget forward passes that had no backward pass."""
+        self._num_pending_uses = 0
+
+    def _on_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._num_pending_uses += 1
+
+    def _on_before_reduce(self) -> None:
+        self._before(self._parameters)
+
+    def _on_after_reduce(self) -> None:
+        self._num_pending_uses = max(0, self._num_pending_uses - 1)
+        self._after(self._group.name, self._parameters, self._num_pending_uses == 0)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param.sharded_param for param in self._group.params]
+
+
 class ShardedModel:
-    """A model under ZeRO; ``module`` is the same object that was given, now sharded."""
+    """A model under ZeRO; ``module`` is the same object that was given, now sharded.
+
+    ``storages``: where its parameters are, unit by unit; ``other_params``: those outside of FSDP2's units;
+    ``paging``: what of it rests on a disk; ``reducers``: empty where FSDP2's own reduce.
+    """
 
     def __init__(
         self,
@@ -65,45 +113,43 @@ class ShardedModel:
         options: ShardOptions,
         mesh: DeviceMesh,
         device: torch.device,
-        storages: dict[str, ShardStorage],
+        groups: Sequence[private_api.FSDPGroupHandle],
+        storages: Sequence[ParameterStorage],
+        shard_storages: Mapping[str, ShardStorage],
         collectives: Collectives,
-        nvme_storage: NvmeStorage | None = None,
+        other_params: Sequence[UnshardedParams],
+        paging: ParamPaging | None = None,
     ) -> None:
-        self.module, self.options, self.device = module, options, device
-        self.policy = options.policy
-        self.storage_kind = collectives.storage_kind
+        self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.ledger
-        self._mesh, self._arena = mesh, collectives.arena
-        self._cross_host_sync, self.option_messages = (
-            collectives.cross_host_sync,
-            collectives.option_messages | options.offload_policy.get_option_messages(device),
-        )
-        self._async_reduction = collectives.async_reduction
-        self._group = mesh.get_group()
+        self.paging = paging
+        self.option_messages = collectives.option_messages | options.offload_policy.get_option_messages(device)
+        self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.divisor
         self._world_size = mesh.size()
-        self.groups = private_api.get_fsdp_groups(module)
-        self.nvme_storage = nvme_storage
-        # Those that are in memory at all times.
-        paged_units = nvme_storage.pager.units if nvme_storage else ()
-        self._unpaged_groups = [group for group in self.groups if group.name not in paged_units]
-        self._storages = storages
-        self._storages_by_group: dict[str, list[ShardStorage]] = {}
-        self._reducers: list[Any] = []
-        self.loss_scale = 1.0
+        self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
+        self._reducers = collectives.install(groups)
+        # What reduces while the backward pass goes on: one thread, or nothing.
+        self._background = [] if collectives.async_reduction is None else [collectives.async_reduction]
         self._backward_flags: tuple[bool, bool] | None = None
         self._entered_sharded = False
-        self._handles: list[Any] = []
         self._backward_trackers: list[BackwardTracker] = []
-        self._close_callbacks: list[Callable[[], None]] = []
-        self.scalar_params: list[nn.Parameter] = []
-        self.expert_params = ZeroExpertParams(nn.Module(), self.ledger, shard_replicas=False)
+        self._handles = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
+        self._handles.append(module.register_forward_hook(self._after_forward))
+        for storage in storages:
+            for group in storage.resident_groups:
+                if group.module is not module:  # which may be called by itself
+                    unshard = partial(_unshard_before_forward, storage, group)
+                    unit: Any = group.module
+                    self._handles.append(unit.register_forward_pre_hook(unshard, prepend=True))
+        self.set_loss_scale(1.0)
+        self.set_backward_flags(last=True)
 
     # Phases of a step
 
     def set_backward_flags(self, last: bool, sync: bool = True) -> None:
         """Set what the coming backward does: ``last`` of its window, reducing (``sync``) or not."""
-        reduce = sync and (last or self.policy.reduces_each_backward)
-        reshard = last or self.policy.reshards_after_use
+        reduce = sync and (last or self._policy.reduces_each_backward)
+        reshard = last or self._policy.reshards_after_use
         if self._backward_flags != (reduce, reshard):
             self._backward_flags = (reduce, reshard)
             for group in self.groups:
@@ -112,49 +158,30 @@ class ShardedModel:
     def defer_reduction(self) -> None:
         """Keep gradients and parameters whole until the window ends, whatever passes through them."""
         self._backward_flags = None
-        if self.storage_kind == "wire":
+        if self._collectives.storage_kind == "wire":
             self.module.set_reshard_after_forward(False)  # type: ignore[operator]
         for group in self.groups:
             group.set_backward_flags(False, False)
 
     def finalize_grads(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
-        self._wait_for_reductions()
+        for reduction in self._background:
+            reduction.drain()
         for group in self.groups:
             if group.reduce_unsharded_grads():
                 self._backward_flags = None
-            group.to_sharded()
-        divisor = self.loss_scale * (1 if self.options.sum_gradients else self._world_size)
-        reduce_scalar_grads(self.scalar_params, divisor, self._group)
-        self.expert_params.reduce_grads(divisor)
+        for params in self._other_params:
+            params.reduce_grads(self._divisor.value * self._world_size)
         self._reset_backward_trackers()
-        if self.nvme_storage is not None:
-            self.nvme_storage.pager.end_pass()
-        if self._cross_host_sync is not None:
-            self._cross_host_sync.mark_updated()
-        if self._arena is not None:
-            self._arena.barrier("the end of an accumulation window")
-
-    def _wait_for_reductions(self) -> None:
-        if self._async_reduction is not None:
-            self._async_reduction.drain()
+        for storage in self._storages:
+            storage.reshard("an accumulation window")
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
-        self.loss_scale = scale
-        divisor = scale / (self._world_size if self.options.sum_gradients else 1)
-        for reducer in self._reducers:
-            reducer.divisor = divisor
+        self._divisor.value = scale / (self._world_size if self.options.sum_gradients else 1)
         if not self._reducers:
             for group in self.groups:
-                group.module.set_gradient_divide_factor(divisor * self._world_size)
-
-    def clear_unreduced_grads(self) -> None:
-        """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
-        self._wait_for_reductions()
-        for group in self.groups:
-            group.clear_unsharded_grads()
-        self.expert_params.clear_grads()
+                group.module.set_gradient_divide_factor(self._divisor.value * self._world_size)
 
     def reset_iteration_state(self) -> None:
         """Return to rest after an exception in forward or backward; gradients are left as they are."""
@@ -163,9 +190,8 @@ class ShardedModel:
         for reducer in self._reducers:
             reducer.reset()
         self._reset_backward_trackers()
-        if self.nvme_storage is not None:
-            self.nvme_storage.pager.end_pass()
-            self.nvme_storage.pager.invalidate()  # an update may have got half-way
+        for storage in self._storages:
+            storage.after_update()  # an update may have got half-way
 
     def add_reduction_callbacks(self, before_reduce: BeforeReduce, after_reduce: AfterReduce) -> None:
         """Call ``before_reduce(parameters)`` and ``after_reduce(unit, parameters, complete)`` for each unit that a
@@ -174,141 +200,89 @@ class ShardedModel:
         ``complete``: this backward adds no more to the unit's gradients.  They will not stay, so one pool of
         memory serves all units.
         """
-        outputs, inputs = BufferPool(), BufferPool()
-        for reducer in self._reducers:
-            reducer.output_buffers, reducer.input_buffers = outputs, inputs
+        self._collectives.memory.share()
         self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
     @property
     def swap(self) -> SwapFile | None:
         """Where masters lie that are not in memory."""
-        return self.nvme_storage.swap if self.nvme_storage is not None else None
+        return self.paging.swap if self.paging is not None else None
 
     def get_compute_copies(self) -> dict[Tensor, Tensor]:
         """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
-        Whoever asks promises to write them with every update."""
-        if self.nvme_storage is None:
-            return {}
-        self.nvme_storage.pager.updates_write_copies = True
-        copies: dict[Tensor, Tensor] = {}
-        for group in self.groups:
-            for param, storage in zip(group.params, self._storages_by_group[group.name], strict=True):
-                if isinstance(storage, PagedShardStorage) and storage.compute_copy is not None:
-                    copies[param.sharded_param] = storage.compute_copy[: storage.num_rows]
-        return copies
+        Updates write them together with the master."""
+        return {
+            storage.param_handle.sharded_param: storage.compute_copy[: storage.num_rows]
+            for storage in self._shard_storages.values()
+            if storage.compute_copy is not None and storage.param_handle is not None
+        }
 
     def reset_compression(self) -> None:
         """Forget what exchanges build on (differences, errors owed), like a process that has just loaded."""
-        if self._cross_host_sync is not None:
-            self._cross_host_sync.reset()
+        if self._collectives.cross_host_sync is not None:
+            self._collectives.cross_host_sync.reset()
         for reducer in self._reducers:
-            if (all_to_all := getattr(reducer, "all_to_all", None)) is not None:
-                all_to_all.reset_error_feedback()
-
-    def add_close_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the engine is closed."""
-        self._close_callbacks.append(callback)
+            reducer.reset_error_feedback()
 
     def mark_params_updated(self, units: Iterable[str] | None = None) -> None:
-        """The parameters of these units (None: of all) have new values in the swap file."""
-        self.expert_params.mark_updated()
-        if self.nvme_storage is not None:
-            self.nvme_storage.pager.invalidate(units)
+        """The parameters of these units (None: of all) have new values."""
+        for params in self._other_params:
+            params.mark_updated()
+        for storage in self._storages:
+            storage.after_update(units)
+
+    # A listener of training steps (``optim/accumulation.py``)
+
+    def before_backward(self) -> None:
+        """Nothing to do."""
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
+
+    def after_step(self, result: object) -> None:
+        """All parameters may have new values."""
+        self.mark_params_updated()
+
+    def discard(self) -> None:
+        """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
+        for reduction in self._background:
+            reduction.drain()
+        for group in self.groups:
+            group.clear_unsharded_grads()
+        for params in self._other_params:
+            params.clear_grads()
+
+    def close(self) -> None:
+        """Take the hooks off, give memory and disk back, and leave the arena."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for reduction in self._background:
+            reduction.close()
+        for storage in self._storages:
+            storage.close()
+
+    # Forward
+
+    def _before_forward(self, *_: object) -> None:
+        self._entered_sharded = all(group.is_sharded for group in self.groups)
+        for storage in self._storages:
+            storage.before_forward()
+
+    def _after_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled() or not self._entered_sharded:
+            return
+        for storage in self._storages:
+            storage.reshard("an evaluation")
 
     def _reset_backward_trackers(self) -> None:
         for tracker in self._backward_trackers:
             tracker.reset()
 
-    def close(self) -> None:
-        """Take the hooks off and leave the arena."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for callback in self._close_callbacks:
-            callback()
-        if self.nvme_storage is not None:
-            self.nvme_storage.close()
-        if self._async_reduction is not None:
-            self._async_reduction.close()
-        if self._arena is not None:
-            self._arena.close()
 
-    # Forward without a gather
-
-    def _install_unsharded_hooks(self) -> None:
-        units = {id(group.module): group for group in self._unpaged_groups}
-        for module in {id(group.module): group.module for group in self._unpaged_groups}.values():
-            is_root = module is self.module
-            before = self._unshard_all if is_root else self._make_unshard_hook(units[id(module)])
-            assert isinstance(module, nn.Module)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(self.module.register_forward_hook(self._reshard_after_eval))
-        if id(self.module) not in units:
-            self._handles.append(self.module.register_forward_pre_hook(self._unshard_all, prepend=True))
-
-    def _unshard_all(self, *_: object) -> None:
-        self._entered_sharded = all(group.is_sharded for group in self.groups)
-        if self.nvme_storage is not None:
-            self.nvme_storage.pager.end_pass()
-        if not any(group.is_sharded for group in self._unpaged_groups):
-            return
-        self._refresh_unsharded(self._unpaged_storages)
-        self._barrier_unsharded("the start of a forward pass")
-        for group in self._unpaged_groups:
-            group.to_unsharded()
-
-    def _make_unshard_hook(self, group: private_api.FSDPGroupHandle) -> Callable[..., None]:
-        storages = self._storages_by_group[group.name]
-
-        def before(*_: object) -> None:
-            if group.is_sharded:  # called by itself, not through the root
-                self._refresh_unsharded(storages)
-                self._barrier_unsharded(f"the forward pass of {group.name!r}")
-                group.to_unsharded()
-
-        return before
-
-    def _reshard_after_eval(self, *_: object) -> None:
-        if torch.is_grad_enabled() or not self._entered_sharded:
-            return
-        for group in self.groups:
-            group.to_sharded()
-        if self._arena is not None:
-            self._arena.barrier("the end of an evaluation")
-
-    def _install_paging(self, nvme_storage: NvmeStorage) -> None:
-        pager = nvme_storage.pager
-        for group in self.groups:
-            if (name := group.name) not in pager.units:
-                continue
-            storages = [nvme_storage.storages[store.spec.name] for store in self._storages_by_group[name]]
-            if all(store.unsharded is None for store in storages):
-                packed_shards = [store.packed_shard for store in storages]
-                group.all_gather_from(packed_shards, partial(pager.acquire, name), partial(pager.release, name))
-            else:
-                prefetch, acquire, release = (partial(f, name) for f in (pager.prefetch, pager.acquire, pager.release))
-                group.use_pager(prefetch, acquire, release)
-
-    @property
-    def _unpaged_storages(self) -> list[ShardStorage]:
-        return [store for group in self._unpaged_groups for store in self._storages_by_group[group.name]]
-
-    def _refresh_unsharded(self, storages: Iterable[ShardStorage]) -> None:
-        (refresh_unsharded if self._cross_host_sync is None else self._cross_host_sync)(storages)
-
-    def _barrier_unsharded(self, operation: str) -> None:
-        if self._arena is None:
-            return
-        if self._cross_host_sync is not None:  # which has counted what moved
-            self._arena.barrier(operation)
-            return
-        gathered_storages = self._unpaged_storages if self.storage_kind == "shared" else []
-        unsharded_bytes = sum(store.spec.unsharded_bytes for store in gathered_storages)
-        with self.ledger.timed(
-            "all_gather", "parameters", "shared", full_bytes=unsharded_bytes, world_size=self._world_size
-        ):
-            self._arena.barrier(operation)
+def _unshard_before_forward(storage: ParameterStorage, group: private_api.FSDPGroupHandle, *_: object) -> None:
+    storage.unshard(group)
 
 
 def shard_model(
@@ -317,6 +291,9 @@ def shard_model(
     options: ShardOptions,
     device: torch.device,
     tp_layout: TensorParallelLayout | None = None,
+    *,
+    ledger: CommsLog | None = None,
+    expert_params: ZeroExpertParams | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place over the 1-D data-parallel ``mesh`` (MiCS: over groups of it); collective.
 
@@ -342,6 +319,7 @@ def shard_model(
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
+    on_host = options.offload_policy.shards_on_host(device)
     collectives = build_collectives(
         CollectivesSpec(
             shard_mesh,
@@ -357,63 +335,68 @@ def shard_model(
             replicas=None
             if mics_mesh is None
             else ReplicaGroup.build(mics_mesh, device, options.comm_policy.quantized_gradients),
+            ledger=ledger or CommsLog(),
+            shards_on_host=on_host,
+            overlaps=not options.offload_policy.uses_nvme,  # units are read while a gather would begin early
         )
     )
-    if collectives.storage_kind == "wire":
+    kind, arena = collectives.storage_kind, collectives.arena
+    if kind == "wire":
         units = blocks
     rank = 0 if replicate else shard_mesh.get_local_rank()
-    if on_host := options.offload_policy.shards_on_host(
-        device
-    ):  # FSDP2 copies to the device, also where one rank is alone
-        collectives.storage_kind, units = "wire", blocks
-    resident_modules = options.fp32_modules
-    nvme_storage = build_nvme_storage(
-        param_specs, units, options.offload_policy, resident_modules, rank, collectives, mesh
+    paging = build_param_paging(
+        param_specs,
+        units,
+        options.offload_policy,
+        options.fp32_modules,
+        rank,
+        kind,
+        arena,
+        several_hosts=collectives.cross_host_sync is not None,
+        group=mesh.get_group() if mesh.size() > 1 else None,
     )
-    paged_storages = nvme_storage.storages if nvme_storage is not None else {}
     shard_device = torch.device("cpu") if on_host else device
-    storages = {
-        name: paged_storages.get(name)
-        or ShardStorage.create(
-            slot,
-            rank,
-            collectives.storage_kind,
-            collectives.arena,
-            shard_device,
-            name in collectives.separate_masters,
-        )
-        for name, slot in param_specs.items()
-    }
+    storages: dict[str, ShardStorage] = {} if paging is None else dict(paging.storages)
+    for name, spec in param_specs.items():
+        if name not in storages:
+            separate_master = name in collectives.separate_masters
+            storages[name] = ShardStorage.create(spec, rank, kind, arena, shard_device, separate_master)
     locations = get_param_locations(model)
     del named_params
     load_initial_values(model, locations, storages, mesh, options.precision, device)
     # Only gathered copies and paged units are worth freeing between uses.
-    reshards = options.policy.reshards_after_use and collectives.storage_kind == "wire"
+    reshards = options.policy.reshards_after_use and kind == "wire"
     reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
-    paged_units = set(nvme_storage.pager.units) if nvme_storage is not None else set()
+    paged_units = set() if paging is None else set(paging.pager.units)
     fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
     reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
-    expert_params = ZeroExpertParams(model, collectives.ledger, shard_replicas=options.policy.shards_optimizer_states)
+    if expert_params is None:
+        expert_params = ZeroExpertParams(collectives.ledger, options.policy.shards_optimizer_states)
+    expert_params.adopt(model)
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
-    if options.offload_policy.uses_nvme:  # units are read while a gather would begin early
-        collectives.async_reduction = None
-    sharded_model = ShardedModel(model, options, mesh, device, storages, collectives, nvme_storage)
-    sharded_model.expert_params = expert_params
-    sharded_model.scalar_params = [parameter for parameter in model.parameters() if parameter.ndim == 0]
-    _install_storages(sharded_model, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate))
+    groups = private_api.get_fsdp_groups(model)
+    storages_by_group = _install_storages(
+        groups, storages, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate)
+    )
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
-    sharded_model._reducers = collectives.install(sharded_model.groups, options.precision.master_dtype)
-    if collectives.async_reduction is not None and collectives.storage_kind == "wire":
-        for group, next_group in pairwise(sharded_model.groups):
+    if collectives.async_reduction is not None and kind == "wire":
+        for group, next_group in pairwise(groups):
             group.prefetch(next_group)
-    if collectives.storage_kind != "wire":
-        sharded_model._install_unsharded_hooks()
-    if nvme_storage is not None:
-        sharded_model._install_paging(nvme_storage)
+    scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    sharded_model = ShardedModel(
+        model,
+        options,
+        mesh,
+        device,
+        groups,
+        _build_storages(groups, storages_by_group, collectives, paging, mesh.size()),
+        storages,
+        collectives,
+        [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
+        paging,
+    )
     register_sharded_model(model, collectives.ledger)
-    sharded_model.set_loss_scale(1.0)
-    sharded_model.set_backward_flags(last=True)
     return sharded_model
 
 
@@ -466,20 +449,53 @@ def _apply_fully_shard(
 
 
 def _install_storages(
-    sharded_model: ShardedModel,
+    groups: Sequence[private_api.FSDPGroupHandle],
+    storages: Mapping[str, ShardStorage],
     locations: ParamLocations,
     layout_fn: Callable[[str, torch.Size], DTensorLayout | None],
-) -> None:
+) -> dict[str, list[ShardStorage]]:
+    """Plant the shards; returns the storages of each group."""
     names = {(id(module), key): name for name, where in locations.items() for module, key in where}
-    for group in sharded_model.groups:
-        storages = []
+    storages_by_group: dict[str, list[ShardStorage]] = {}
+    for group in groups:
+        storages_by_group[group.name] = in_group = []
         for param in group.params:
             module, key = param.locations[0]
-            storage = sharded_model._storages[names[id(module), key]]
+            storage = storages[names[id(module), key]]
             assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
             param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
             if storage.unsharded is not None:
                 param.set_unsharded_storage(storage.unsharded)
             storage.param_handle = param
-            storages.append(storage)
-        sharded_model._storages_by_group[group.name] = storages
+            in_group.append(storage)
+    return storages_by_group
+
+
+def _build_storages(
+    groups: Sequence[private_api.FSDPGroupHandle],
+    storages: Mapping[str, Sequence[ShardStorage]],
+    collectives: Collectives,
+    paging: ParamPaging | None,
+    world_size: int,
+) -> list[ParameterStorage]:
+    """Where each unit's parameters are, in the order in which they are made ready and given back."""
+    built: list[ParameterStorage] = []
+    paged_units = () if paging is None else paging.pager.units
+    if paging is not None:
+        built.append(NvmeStorage([group for group in groups if group.name in paged_units], storages, paging))
+    groups = [group for group in groups if group.name not in paged_units]
+    if collectives.storage_kind == "wire":
+        return [*built, FSDPStorage(groups)]
+    if collectives.cross_host_sync is not None:  # which logs what moves
+        return [*built, ResidentStorage(groups, storages, collectives.cross_host_sync, collectives.arena)]
+    is_shared = collectives.storage_kind == "shared"
+    full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
+    log_gather = partial(
+        collectives.ledger.timed,
+        "all_gather",
+        "parameters",
+        "shared",
+        full_bytes=full_bytes,
+        world_size=world_size,
+    )
+    return [*built, ResidentStorage(groups, storages, CastIntoUnsharded(), collectives.arena, log_gather)]

@@ -23,12 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.quantized import PayloadFormatFn, all_gather_payloads
-from thalweg.comm.collectives.reducer import Reducer, ReplicatedReducer
-from thalweg.comm.collectives.shared_memory import SharedMemoryRing
+from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
 from thalweg.comm.collectives.wire import AllToAllReduce, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
-from thalweg.comm.ordered_sum import sum_rows
-from thalweg.comm.shared_memory import SharedMemoryArena
 from thalweg.comm.topology import HostTopology
 from thalweg.parallel_dims import new_subgroup
 
@@ -99,15 +97,18 @@ class HierarchicalReduceScatter(Reducer):
         ring: SharedMemoryRing,
         rank: int,
         name: str,
-        ledger: CommsLog | None = None,
-        output_dtype: torch.dtype | None = None,
+        options: ReduceOptions | None = None,
         all_to_all: AllToAllReduce | None = None,
     ) -> None:
         """``all_to_all``: how partial sums go between hosts; as they are, if not given."""
-        super().__init__(name, ledger, output_dtype)
+        super().__init__(name, options)
         self._ring = ring
         self._peer_ranks = hosts.get_peer_ranks(rank)
-        self.all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
+        self._all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
+
+    def reset_error_feedback(self) -> None:
+        """Be as in a new process."""
+        self._all_to_all.reset_error_feedback()
 
     def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
@@ -125,7 +126,7 @@ class HierarchicalReduceScatter(Reducer):
             sum_rows([slot[row] for slot in slots], out)
         self._ring.release_slots()
         call.add_bytes((len(slots) - 1) * len(self._peer_ranks) * rows[0].nbytes)
-        self.all_to_all.reduce_rows(partial_sums, output, scale, call, rows.dtype)
+        self._all_to_all.reduce_rows(partial_sums, output, scale, call, rows.dtype)
 
 
 class HierarchicalAllGather:
@@ -189,10 +190,9 @@ class HierarchicalAllReduce(ReplicatedReducer):
         hosts: HostGroups,
         ring: SharedMemoryRing,
         name: str,
-        ledger: CommsLog | None = None,
-        output_dtype: torch.dtype | None = None,
+        options: ReduceOptions | None = None,
     ) -> None:
-        super().__init__(name, ledger, output_dtype)
+        super().__init__(name, options)
         self._hosts, self._ring = hosts, ring
 
     def reduce(self, output: Tensor) -> None:

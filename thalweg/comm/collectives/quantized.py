@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.reducer import Reducer
+from thalweg.comm.collectives.reducer import GradDivisor, ReduceOptions, Reducer
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.quantization import BLOCK_SIZE, BlockQuantizer, PayloadFormat
@@ -88,14 +88,12 @@ class QuantizedAllToAllReduce(AllToAllReduce):
         topology: HostTopology,
         payload_format_fn: PayloadFormatFn,
         error_feedback: ErrorFeedback | None = None,
-        get_loss_scale: Callable[[], float] = lambda: 1.0,
+        divisor: GradDivisor | None = None,
     ) -> None:
+        """``divisor``: the loss scale, which ``error_feedback`` keeps errors without."""
         super().__init__(group, topology)
-        self._payload_format_fn, self._error_feedback, self._get_loss_scale = (
-            payload_format_fn,
-            error_feedback,
-            get_loss_scale,
-        )
+        self._payload_format_fn, self._error_feedback = payload_format_fn, error_feedback
+        self._divisor = divisor or GradDivisor()
 
     def reset_error_feedback(self) -> None:
         """Be as in a new process."""
@@ -111,7 +109,7 @@ class QuantizedAllToAllReduce(AllToAllReduce):
             super().reduce_rows(rows, out, scale, call, wire_dtype)
             return
         if self._error_feedback is not None:
-            rows = self._error_feedback.compensate(rows, self._get_loss_scale())
+            rows = self._error_feedback.compensate(rows, self._divisor.value)
         payload = torch.empty(len(rows), payload_format.num_bytes, dtype=torch.uint8, device=rows.device)
         for row, row_payload in zip(rows.unbind(0), payload.unbind(0), strict=True):
             payload_format.pack(row, row_payload)
@@ -119,7 +117,7 @@ class QuantizedAllToAllReduce(AllToAllReduce):
             sent = torch.empty_like(rows)
             for row, row_payload in zip(sent.unbind(0), payload.unbind(0), strict=True):
                 payload_format.unpack(row_payload, row)
-            self._error_feedback.update(rows, sent, self._get_loss_scale())
+            self._error_feedback.update(rows, sent, self._divisor.value)
         received = all_to_all_rows(payload, self.group)
         call.add_bytes(*self.topology.all_to_all_bytes(payload_format.num_bytes))
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
@@ -205,14 +203,17 @@ class TwoLevelReduceScatter(Reducer):
         outer: AllToAllReduce,
         ranks_by_local_rank: Sequence[Sequence[int]],
         name: str,
-        ledger: CommsLog | None = None,
-        output_dtype: torch.dtype | None = None,
+        options: ReduceOptions | None = None,
     ) -> None:
         """``ranks_by_local_rank[l][h]`` is the rank that is the ``l``-th of host ``h``."""
-        super().__init__(name, ledger, output_dtype)
-        self._inner_all_to_all, self.all_to_all = inner, outer
+        super().__init__(name, options)
+        self._inner_all_to_all, self._outer_all_to_all = inner, outer
         self._num_hosts = len(ranks_by_local_rank[0])
         self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
+
+    def reset_error_feedback(self) -> None:
+        """Be as in a new process."""
+        self._outer_all_to_all.reset_error_feedback()
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
@@ -223,7 +224,7 @@ class TwoLevelReduceScatter(Reducer):
         rows_by_local_rank = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)
         partial_sums = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
         self._inner_all_to_all.reduce_rows(rows_by_local_rank, partial_sums, 1.0, call, rows.dtype)
-        self.all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
+        self._outer_all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
 
 
 class TwoLevelAllGather:

@@ -1,9 +1,13 @@
-"""What all reductions of a module's gradients have in common: FSDP2's form, the mean, two allocations."""
+"""What all reductions of a module's gradients have in common: FSDP2's form, the mean and the sum.
+
+*The sum* (:func:`sum_rows`) is in rank order, in fp32 and in pieces that stay in a core's cache, whoever calls it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,6 +21,74 @@ TrySubmit = Callable[[Callable[[], None]], bool]
 # Adds up a 1-D tensor over the ranks that hold the same shard, in place.
 ReplicaReduce = Callable[[Tensor, CollectiveCall], None]
 
+# 256 KiB of fp32: the piece being summed and its two operands stay in a core's L2.
+CHUNK_NUMEL = 1 << 16
+
+
+def sum_rows(rows: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
+    """Write ``scale * (rows[0] + rows[1] + ...)`` into ``out``; all 1-D of one length.
+
+    Rows may be of a lower precision than ``out``: the sum is taken in ``out``'s dtype,
+    in the order given, so equal inputs give equal bits wherever it runs.
+    """
+    numel = out.numel()
+    step = CHUNK_NUMEL if out.device.type == "cpu" else max(1, numel)
+    same_dtype = all(row.dtype == out.dtype for row in rows)
+    for start in range(0, numel, step):
+        length = min(step, numel - start)
+        chunk = out.narrow(0, start, length)
+        row_chunks = [row.narrow(0, start, length) for row in rows]
+        if same_dtype and len(row_chunks) > 1:
+            torch.add(row_chunks[0], row_chunks[1], out=chunk)
+            remaining = row_chunks[2:]
+        else:
+            chunk.copy_(row_chunks[0])
+            remaining = row_chunks[1:]
+        for row_chunk in remaining:
+            chunk.add_(row_chunk)
+        if scale != 1.0:
+            chunk.mul_(scale)
+
+
+@dataclass
+class GradDivisor:
+    """What reduced gradients are divided by beside the mean: the loss scale.  One for all reducers of a model."""
+
+    value: float = 1.0
+
+
+class GradientMemory:
+    """Where the gradients of a model's units lie, as they are reduced and afterwards.
+
+    Each reducer has a block of its own, as gradients stay until ``zero_grad``.  Where they leave as soon as they
+    are reduced (:meth:`share`) one pool for the inputs of reductions and one for their outputs serve all.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: BufferPool | None = None
+        self.outputs: BufferPool | None = None
+
+    def share(self) -> None:
+        """Gradients leave at once from here on."""
+        self.inputs, self.outputs = BufferPool(), BufferPool()
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """What a reduction is to do beside moving bytes.
+
+    ``output_dtype``: of reduced gradients, by default that of the input; ``num_replicas``: ranks that hold the same
+    shard, over which ``replica_reduce`` adds up; ``try_submit`` may do the work in the background.
+    """
+
+    ledger: CommsLog = field(default_factory=CommsLog)
+    output_dtype: torch.dtype | None = None
+    divisor: GradDivisor = field(default_factory=GradDivisor)
+    memory: GradientMemory = field(default_factory=GradientMemory)
+    num_replicas: int = 1
+    replica_reduce: ReplicaReduce | None = None
+    try_submit: TrySubmit | None = None
+
 
 class Reducer:
     """Base of the objects given to FSDP2's ``set_custom_reduce_scatter``.
@@ -27,23 +99,16 @@ class Reducer:
     FSDP2 would cast it next.
 
     A subclass adds up in :meth:`sum_shards` and multiplies by the scale it is given: one over
-    the ranks where FSDP2 asks for a mean, over ``divisor`` (the loss scale), and over
-    ``num_replicas``, the ranks that hold the same shard.  ``replica_reduce``, if set, adds up over those.
-    ``try_submit``, if set, may do the work in the background.
+    the ranks where FSDP2 asks for a mean, over the divisor, and over the replicas of the shard.
     """
 
     transport = "wire"
 
-    def __init__(self, name: str, ledger: CommsLog | None, output_dtype: torch.dtype | None) -> None:
-        self._name, self._ledger, self._output_dtype = name, ledger or CommsLog(), output_dtype
-        # Where outputs (and inputs) come from: exchanged for common pools where gradients leave at once.
-        self.output_buffers: ReusableBuffer | BufferPool = ReusableBuffer()
-        self.input_buffers: BufferPool | None = None
+    def __init__(self, name: str, options: ReduceOptions | None = None) -> None:
+        self._name, self._options = name, options or ReduceOptions()
+        self._ledger = self._options.ledger
+        self._output_block = ReusableBuffer()
         self._has_allocated_input = False
-        self.divisor = 1.0
-        self.num_replicas = 1
-        self.replica_reduce: ReplicaReduce | None = None
-        self.try_submit: TrySubmit | None = None
 
     def __call__(
         self,
@@ -58,7 +123,7 @@ class Reducer:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do a reduction's work now, or hand it to ``try_submit`` if that takes it."""
-        if self.try_submit is None or not self.try_submit(work):
+        if self._options.try_submit is None or not self._options.try_submit(work):
             work()
 
     def _reduce(
@@ -79,11 +144,12 @@ class Reducer:
             world_size=world_size,
         ) as call:
             rows = input_tensor.view(world_size, -1)
-            if self.replica_reduce is None:
+            replica_reduce = self._options.replica_reduce
+            if replica_reduce is None:
                 self.sum_shards(rows, output_tensor, group, scale, call)
             else:
                 self.sum_shards(rows, output_tensor, group, 1.0, call)
-                self.replica_reduce(output_tensor, call)
+                replica_reduce(output_tensor, call)
                 output_tensor.mul_(scale)
 
     def sum_shards(
@@ -94,7 +160,10 @@ class Reducer:
 
     def mean_scale(self, num_ranks: int) -> float:
         """The factor of a sum over ``num_ranks``, and over the copies of the shard."""
-        return 1.0 / (num_ranks * self.num_replicas * self.divisor)
+        return 1.0 / (num_ranks * self._options.num_replicas * self._options.divisor.value)
+
+    def reset_error_feedback(self) -> None:
+        """Forget what earlier sums have left to be made up for."""
 
     def reset(self) -> None:
         """Forget a reduction that an exception has cut short."""
@@ -105,14 +174,14 @@ class Reducer:
         self._has_allocated_input = not self._has_allocated_input
         if self._has_allocated_input:
             return self._allocate_input(size, dtype, device)
-        output_dtype = self._output_dtype or dtype
+        output_dtype = self._options.output_dtype or dtype
         if device.type == "cpu":
-            return self.output_buffers.allocate(size, output_dtype)
+            return (self._options.memory.outputs or self._output_block).allocate(size, output_dtype)
         return torch.empty(*size, dtype=output_dtype, device=device)
 
     def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.input_buffers is not None and device.type == "cpu":
-            return self.input_buffers.allocate(size, dtype)
+        if (pool := self._options.memory.inputs) is not None and device.type == "cpu":
+            return pool.allocate(size, dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
 

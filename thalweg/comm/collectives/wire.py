@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.reducer import Reducer, ReplicatedReducer
+from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
-from thalweg.comm.ordered_sum import sum_rows
 from thalweg.comm.topology import HostTopology
 
 
@@ -108,18 +107,22 @@ class AllToAllReduceScatter(Reducer):
     def __init__(
         self,
         name: str,
-        ledger: CommsLog | None = None,
-        output_dtype: torch.dtype | None = None,
+        options: ReduceOptions | None = None,
         all_to_all: AllToAllReduce | None = None,
     ) -> None:
-        super().__init__(name, ledger, output_dtype)
-        self.all_to_all = all_to_all
+        super().__init__(name, options)
+        self._all_to_all = all_to_all
+
+    def reset_error_feedback(self) -> None:
+        """Be as in a new process."""
+        if self._all_to_all is not None:
+            self._all_to_all.reset_error_feedback()
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
     ) -> None:
         """Exchange all rows over ``group``."""
-        (self.all_to_all or AllToAllReduce(group)).reduce_rows(rows, output, scale, call, rows.dtype)
+        (self._all_to_all or AllToAllReduce(group)).reduce_rows(rows, output, scale, call, rows.dtype)
 
 
 class WireAllReduce(ReplicatedReducer):
@@ -129,11 +132,10 @@ class WireAllReduce(ReplicatedReducer):
         self,
         group: dist.ProcessGroup,
         name: str,
-        ledger: CommsLog | None = None,
-        output_dtype: torch.dtype | None = None,
+        options: ReduceOptions | None = None,
         topology: HostTopology | None = None,
     ) -> None:
-        super().__init__(name, ledger, output_dtype)
+        super().__init__(name, options)
         self._group, self._all_reduce_sum = group, AllReduceSum(group, topology)
 
     def reduce(self, output: Tensor) -> None:

@@ -58,7 +58,7 @@ class LossTiling:
         if head is not None:
             self.known_hooks = frozenset(hook_ids(head))
 
-    def invalidate(self) -> None:
+    def invalidate(self, *_: object) -> None:
         """The weights have changed."""
         self.generation += 1
 

@@ -22,8 +22,7 @@ from thalweg.nn.losses.lazy_logits import (
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.ops._torch_private import is_plain_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class, restore_class
-from thalweg.ops.linear.functional import must_use_plain_ops
-from thalweg.ops.linear.patch import is_patched
+from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
 
 
 class _LazyHead(DynamicSubclass):

@@ -26,21 +26,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.optim.algorithms.lion import evaluate_closure
 from thalweg.optim.dtensor_local import (
+    AllReduce,
     Fp32StateMixin,
+    ShardGroups,
+    all_reduce_tensors_,
+    default_all_reduce,
     default_state_dtype,
+    get_sharded_axes,
+    sharded_dim,
     to_local,
     working_copies,
     zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
-from thalweg.optim.shard_reduce import (
-    AllReduce,
-    ShardGroups,
-    all_reduce_tensors_,
-    default_all_reduce,
-    get_sharded_axes,
-    sharded_dim,
-)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from thalweg.optim.algorithms.newton_schulz import orthogonalize_cost
-from thalweg.optim.shard_reduce import get_sharded_axes, is_chunk_sharded, sharded_dim
+from thalweg.optim.dtensor_local import get_sharded_axes, is_chunk_sharded, sharded_dim
 
 MAX_ROUND_ELEMENTS = 2**24
 

@@ -19,12 +19,18 @@ from thalweg.optim.dtensor_local import (
     Fp32StateMixin,
     LocalStepMixin,
     as_dtensor_like,
+    default_state_dtype,
     to_local,
     working_copies,
 )
 
 # A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
 _STEP_WITHOUT_CORRECTION = 1e9
+
+
+def _has_low_bit_moments(param: Tensor, state: dict[str, Any]) -> bool:
+    dtype = default_state_dtype(param)
+    return any(state[key].dtype != dtype for key in ("exp_avg", "exp_avg_sq") if key in state)
 
 
 class _AdamBase(LocalStepMixin):
@@ -39,8 +45,8 @@ class _AdamBase(LocalStepMixin):
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
         for param in group["params"]:
             state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]
-            if state:
-                convert_moments(param, state, "fp32")  # a checkpoint may have brought it in fewer bits
+            if state and _has_low_bit_moments(param, state):  # as a checkpoint may have brought them
+                convert_moments(param, state, "fp32")
         result = super()._init_group(group, *lists, **named)
         if not group.get("bias_correction", True):
             steps = [*lists, *named.values()][-1]

@@ -19,9 +19,17 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.lion import check_hyperparameters, evaluate_closure
-from thalweg.optim.dtensor_local import Fp32StateMixin, to_local, working_copies, zeros_state_like
+from thalweg.optim.dtensor_local import (
+    AllReduce,
+    Fp32StateMixin,
+    all_reduce_rows,
+    default_all_reduce,
+    get_shard_groups,
+    to_local,
+    working_copies,
+    zeros_state_like,
+)
 from thalweg.optim.norms import square_sums
-from thalweg.optim.shard_reduce import AllReduce, all_reduce_rows, default_all_reduce, get_shard_groups
 
 
 class Lamb(Fp32StateMixin, torch.optim.Optimizer):

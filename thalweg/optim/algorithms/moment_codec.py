@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thalweg.optim.dtensor_local import as_dtensor_like, default_state_dtype, to_local
-from thalweg.optim.shard_reduce import is_chunk_sharded, sharded_dim
+from thalweg.optim.dtensor_local import as_dtensor_like, default_state_dtype, is_chunk_sharded, sharded_dim, to_local
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 BLOCK_SIZE = 256

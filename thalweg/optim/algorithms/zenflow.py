@@ -36,13 +36,15 @@ from torch.distributed.tensor import DTensor
 from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lion import evaluate_closure
-from thalweg.optim.dtensor_local import local_grad, to_local, zeros_state_like
-from thalweg.optim.shard_reduce import (
+from thalweg.optim.dtensor_local import (
     AllReduce,
     all_reduce_tensors_,
     default_all_reduce,
     get_sharded_axes,
+    local_grad,
     sharded_dim,
+    to_local,
+    zeros_state_like,
 )
 from thalweg.utils.dtypes import HALF_DTYPES
 

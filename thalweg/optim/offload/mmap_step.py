@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim import foreach
-from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.dtensor_local import as_dtensor_like, to_local
-from thalweg.optim.norms import PartialNorm
+from thalweg.optim.norms import PartialNorm, global_grad_norm
 from thalweg.storage_io import SwapFile
 
 

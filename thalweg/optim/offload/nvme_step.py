@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.optim.clip import global_grad_norm
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
-from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, compute_row_norms, full_row_norms
+from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, compute_row_norms, full_row_norms, global_grad_norm
 from thalweg.optim.offload.io_chunks import (
     ALIGN_ELEMENTS,
     IoChunk,

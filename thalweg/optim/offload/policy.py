@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
-from thalweg.optim.accumulation import AccumulationWindow
+from thalweg.optim.accumulation import AccumulationWindow, StepCallbacks
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.loss_scaler import LossScaler
@@ -32,8 +32,7 @@ from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.offload.piecewise_step import is_elementwise
 from thalweg.optim.offload.step_in_backward import StepInBackward
-from thalweg.optim.step import EngineOptimizer, ShardedModelHooks
-from thalweg.optim.step_strategy import InMemoryStep, StepStrategy
+from thalweg.optim.step import EngineOptimizer, InMemoryStep, PipelinePeers, StepStrategy
 from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.storage_io.allocator import round_up
 from thalweg.utils.log import get_logger
@@ -78,6 +77,7 @@ def build_engine_optimizer(
     window: AccumulationWindow,
     scaler: LossScaler,
     replicate_group: dist.ProcessGroup | None,
+    pipeline_peers: PipelinePeers | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
     policy = offload_policy_from_config(config, on_cpu=sharded.device.type == "cpu")
@@ -87,35 +87,27 @@ def build_engine_optimizer(
         policy,
         window,
         swap=sharded.swap,
-        copies=sharded.get_compute_copies(),
-        changed=sharded.mark_params_updated,
+        compute_copies=sharded.get_compute_copies(),
+        on_params_updated=sharded.mark_params_updated,
         group=replicate_group,
     )
     ranks = replicate_group if policy.device == "nvme" else None
     strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
+    if isinstance(strategy, StepInBackward):
+        sharded.add_reduction_callbacks(strategy.before_reduce, strategy.after_reduce)
+        window.add_listener(strategy)
     if swap is not None:
-        sharded.add_close_callback(swap.close)
-    step_in_backward = strategy if isinstance(strategy, StepInBackward) else None
-
-    def drop_gradients() -> None:
-        if step_in_backward is not None:
-            step_in_backward.discard()
-        sharded.clear_unreduced_grads()
-
-    engine_optimizer = EngineOptimizer(
+        window.add_listener(StepCallbacks(on_close=swap.close))
+    return EngineOptimizer(
         inner,
-        ShardedModelHooks(sharded.finalize_grads, sharded.set_loss_scale, drop_gradients),
+        sharded,
         window,
         scaler,
         max_norm=config.gradient_clipping,
         replicate_group=replicate_group,
         strategy=strategy,
+        pipeline_peers=pipeline_peers,
     )
-    if step_in_backward is not None:
-        sharded.add_reduction_callbacks(step_in_backward.before_reduce, step_in_backward.after_reduce)
-        engine_optimizer.add_step_callback(step_in_backward.end_step)
-    engine_optimizer.add_step_callback(sharded.mark_params_updated)
-    return engine_optimizer
 
 
 def offload_policy_from_config(config: Config, *, on_cpu: bool) -> OptimizerOffloadPolicy:
@@ -141,14 +133,14 @@ def build_step_strategy(
     window: AccumulationWindow,
     *,
     swap: SwapFile | None = None,
-    copies: Mapping[Tensor, Tensor] | None = None,
-    changed: Callable[[list[str]], None] = lambda units: None,
+    compute_copies: Mapping[Tensor, Tensor] | None = None,
+    on_params_updated: Callable[[list[str]], None] = lambda units: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[StepStrategy, SwapFile | None]:
     """The update, and the swap file if one was made here.
 
-    ``swap``: where masters lie, if they are on NVMe; ``copies``: see :class:`.nvme_step.NvmeStep`;
-    ``changed``, ``group``: see :class:`.step_in_backward.StepInBackward`.
+    ``swap``: where masters lie, if they are on NVMe; ``compute_copies``: see :class:`.nvme_step.NvmeStep`;
+    ``on_params_updated``, ``group``: see :class:`.step_in_backward.StepInBackward`.
 
     Raises:
         ValueError: the swap file's folder or disk does not do.
@@ -171,7 +163,7 @@ def build_step_strategy(
             optimizer,
             swap,
             ring,
-            compute_copies=copies,
+            compute_copies=compute_copies,
             state_in_memory=state_in_memory,
             in_memory_params=in_memory_params,
         )
@@ -179,7 +171,7 @@ def build_step_strategy(
         strategy = MmapStep(
             optimizer,
             swap,
-            compute_copies=dict(copies or {}),
+            compute_copies=dict(compute_copies or {}),
             state_in_memory=not on_disk,
             in_memory_params=in_memory_params,
             step_together=isinstance(optimizer, ZenFlowAdam),
@@ -194,7 +186,7 @@ def build_step_strategy(
             strategy,
             optimizer,
             window,
-            changed,
+            on_params_updated,
             in_place=in_place,
             double_buffered=double_buffered,
             grad_offload=grad_offload,

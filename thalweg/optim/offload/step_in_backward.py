@@ -39,12 +39,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.optim.accumulation import AccumulationWindow
+from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
 from thalweg.optim.dtensor_local import local_grad
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep
 from thalweg.optim.offload.grad_offload import GradOffload
-from thalweg.optim.step_strategy import StepStrategy
+from thalweg.optim.step import StepStrategy
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -52,8 +52,8 @@ _log = get_logger(__name__)
 MAX_PENDING_UPDATES = 2
 
 
-class StepInBackward:
-    """A :class:`~thalweg.optim.step_strategy.StepStrategy` around ``inner`` that updates units as they are reduced.
+class StepInBackward(StepListener):
+    """A :class:`~thalweg.optim.step.StepStrategy` around ``inner`` that updates units as they are reduced.
 
     ``in_place``: updates may be made in place within the backward pass, and ``on_params_updated(units)`` is called;
     ``double_buffered``: they may be made there as far as it takes them; ``grad_offload``: where gradients rest that
@@ -91,8 +91,6 @@ class StepInBackward:
         self._last_unit = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-update") if use_thread else None
         self._pending_updates: list[Future[None]] = []
-        window.before_backward.append(self._before_backward)
-        window.after_backward.append(self._after_backward)
 
     # The face of an Update
 
@@ -159,7 +157,7 @@ class StepInBackward:
         pending, self._pending_updates = self._pending_updates, []
         return next((error for error in [future.exception() for future in pending] if error), None)
 
-    def end_step(self) -> None:
+    def after_step(self, result: StepResult) -> None:
         """The step that these gradients belong to is over."""
         if self.skipped_units and self._in_place:
             _log.warning(
@@ -203,7 +201,7 @@ class StepInBackward:
         possible = self._double_buffered is not None or (self._in_place and self._loss_is_finite_everywhere)
         return possible and is_full_window and not hooked
 
-    def _before_backward(self) -> None:
+    def before_backward(self) -> None:
         """Before a backward pass."""
         if self.partial_norms:
             self._wait_for_updates()
@@ -225,7 +223,7 @@ class StepInBackward:
             dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self._group)
         return not bool(broken)
 
-    def _after_backward(self) -> None:
+    def after_backward(self) -> None:
         """What the backward pass has left: units that were used more often than they were reduced."""
         if self._can_step():
             for unit, params in list(self._incomplete_units.items()):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from thalweg.comm import CommsLog
 from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
@@ -59,9 +60,10 @@ class AllToAllDispatcher:
     ``expert_params``: where rows are that copies have divided among them.
     """
 
-    def __init__(self, ep_group: ParallelGroup, num_experts: int) -> None:
-        self.ep_group = ep_group
-        self.expert_params: ZeroExpertParams | None = None
+    def __init__(
+        self, ep_group: ParallelGroup, num_experts: int, expert_params: ZeroExpertParams | None = None
+    ) -> None:
+        self.ep_group, self.expert_params = ep_group, expert_params
         self.experts_per_rank = [stop - start for start, stop in split_evenly(num_experts, ep_group.size)]
 
     def dispatch(self, rows: Tensor, groups: RowGroups) -> tuple[Tensor, RowGroups, CombineFn]:
@@ -173,10 +175,13 @@ def shard_experts(
     meshes: ParallelMeshes,
     ep_size: int = 1,
     tp_layout: TensorParallelLayout | None = None,
-) -> list[AllToAllDispatcher]:
+    *,
+    expert_params: ZeroExpertParams | None = None,
+    ledger: CommsLog | None = None,
+) -> None:
     """Spread the experts of each layer over ``ep_size`` data ranks, or over its own ``ep_size``; collective.
 
-    Returns the team of each layer.  Rank 0's values count.  The parameters become DTensors of the
+    Rank 0's values count.  The parameters become DTensors of the
     model's logical shapes.  ``tp_layout``: how tensor ranks have cut them before.
 
     Raises:
@@ -184,14 +189,13 @@ def shard_experts(
             fewer experts than ranks.
     """
     meshes_by_size: dict[int, _ExpertMesh] = {}
-    dispatchers: list[AllToAllDispatcher] = []
     for name, layer in layers.items():
         num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
         if num_ranks == 1:
             continue
         _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
         if num_ranks not in meshes_by_size:
-            meshes_by_size[num_ranks] = _ExpertMesh.build(meshes, num_ranks, tp_layout)
+            meshes_by_size[num_ranks] = _ExpertMesh.build(meshes, num_ranks, tp_layout, ledger)
         expert_mesh = meshes_by_size[num_ranks]
         for shard_spec in layer.shard_specs(num_ranks):
             parameter = shard_spec.module._parameters[shard_spec.key]
@@ -200,9 +204,7 @@ def shard_experts(
             shard_spec.module._parameters[shard_spec.key] = expert_mesh.shard_parameter(
                 parameter, shard_spec.spec, tp_placement
             )
-        dispatchers.append(AllToAllDispatcher(expert_mesh.ep_group, layer.num_experts))
-        layer.attach_dispatcher(dispatchers[-1])
-    return dispatchers
+        layer.attach_dispatcher(AllToAllDispatcher(expert_mesh.ep_group, layer.num_experts, expert_params))
 
 
 def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
@@ -229,7 +231,9 @@ class _ExpertMesh:
     data_group: dist.ProcessGroup
 
     @classmethod
-    def build(cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None) -> _ExpertMesh:
+    def build(
+        cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
+    ) -> _ExpertMesh:
         """Groups of ``ep_size`` neighbours on the data axis; collective over its ranks."""
         data = meshes.fsdp
         ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
@@ -243,7 +247,7 @@ class _ExpertMesh:
             groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
             grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
         mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
-        return cls(ParallelGroup(ep_group, "expert"), mesh, data.get_group())
+        return cls(ParallelGroup(ep_group, "expert", ledger), mesh, data.get_group())
 
     def shard_parameter(
         self, parameter: nn.Parameter, spec: ShardSpec, tp_placement: tuple[torch.Size, Placement] | None

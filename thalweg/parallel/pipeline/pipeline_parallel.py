@@ -11,14 +11,14 @@ says which places have which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from thalweg.comm import CommsLog
 from thalweg.config import Config
@@ -219,11 +219,15 @@ class PipelineParallel:
         }
         self._bind_tied_weights(rank_by_name)
 
-    def apply_sequence_parallel(self, groups: SequenceGroups) -> SequenceParallelAttention | None:
+    def apply_sequence_parallel(
+        self, groups: SequenceGroups, on_token_count: Callable[[Tensor], None] | None = None
+    ) -> SequenceParallelAttention | None:
         """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
         if not isinstance(self._stages, PipelineModuleStages):
             return None
-        self._stages.sequence_parallel = LayerSequenceParallel.install(self._stages.module.layers.values(), groups)
+        self._stages.sequence_parallel = LayerSequenceParallel.install(
+            self._stages.module.layers.values(), groups, on_token_count
+        )
         return self._stages.sequence_parallel.attention
 
     def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:

@@ -65,7 +65,7 @@ class GradientReduction(Protocol):
 
 
 class PipelineLossNormalizer(Protocol):
-    """What of :class:`thalweg.optim.loss_normalization.Averaging` a pipeline needs."""
+    """What of :class:`thalweg.optim.accumulation.LossNormalizer` a pipeline needs."""
 
     def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
         """The loss at hand as it is to be differentiated, one of ``num_micro_batches``."""

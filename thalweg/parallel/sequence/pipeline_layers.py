@@ -7,7 +7,7 @@ own.  What is by token (dim 1) is cut, labels too; they are the *next* tokens al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,9 +31,14 @@ class LayerSequenceParallel:
         self._splitter = BatchSplitter(attention.partition, _LAYER_SIGNATURE)
 
     @classmethod
-    def install(cls, layers: Iterable[nn.Module], groups: SequenceGroups) -> LayerSequenceParallel:
+    def install(
+        cls,
+        layers: Iterable[nn.Module],
+        groups: SequenceGroups,
+        on_token_count: Callable[[Tensor], None] | None = None,
+    ) -> LayerSequenceParallel:
         """Let attention in these layers be over whole sequences."""
-        attention = SequenceParallelAttention(groups)
+        attention = SequenceParallelAttention(groups, on_token_count)
         install_attention(list(layers), attention)
         return cls(attention)
 

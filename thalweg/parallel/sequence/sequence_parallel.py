@@ -84,15 +84,17 @@ class SequenceGroups:
 
 
 class SequenceParallelAttention:
-    """One model's attention over sequences that its ranks share, and the sequence it is working on."""
+    """One model's attention over sequences that its ranks share, and the sequence it is working on.
 
-    def __init__(self, groups: SequenceGroups) -> None:
+    ``on_token_count`` is called with the number of targets of each loss.
+    """
+
+    def __init__(self, groups: SequenceGroups, on_token_count: Callable[[Tensor], None] | None = None) -> None:
         self.groups, self.partition = groups, groups.partition
         self.ring_attention = RingAttention(groups.cp_group)
         self.sequence_meta = SequenceMeta()
         self.is_attending = False  # while the parts of attention are computed, which are not to be taken for it
-        # Hears of the number of targets of each loss, if anybody wants to know.
-        self.on_token_count: Callable[[Tensor], None] | None = None
+        self.on_token_count = on_token_count
         self._num_batches_to_check = 2  # whole batches still to be compared
 
     def skip_batch_check(self) -> None:
@@ -251,7 +253,10 @@ class _SdpaInterceptor(TorchFunctionMode):
 
 
 def apply_sequence_parallel(
-    model: nn.Module, groups: SequenceGroups, blocks: Iterable[nn.Module]
+    model: nn.Module,
+    groups: SequenceGroups,
+    blocks: Iterable[nn.Module],
+    on_token_count: Callable[[Tensor], None] | None = None,
 ) -> SequenceParallelAttention:
     """Let ``model`` work on parts of sequences; it then takes whole batches, alike on all ranks of the team.
 
@@ -274,7 +279,7 @@ def apply_sequence_parallel(
             f"{_CONFIG_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
             "each rank has a part of the positions"
         )
-    attention = SequenceParallelAttention(groups)
+    attention = SequenceParallelAttention(groups, on_token_count)
     if signature.is_hugging_face:
         _register_attention_interface([model], attention)
     else:

@@ -29,7 +29,7 @@ class _FakePagedUnit:
 
     def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
         self.name, self.phase, self.in_use, self.released_at = name, cast(PagingPhase, "out"), False, -1
-        self.stale, self.last_use, self.read_bytes = False, 0, 0
+        self.last_use, self.read_bytes = 0, 0
         self._rank_memory, self.packed_bytes, self._unsharded_bytes = (
             rank_memory,
             packed_bytes,

@@ -1,5 +1,9 @@
 """Where shards and unsharded parameters live.
 
+:class:`ShardStorage` is the memory of one parameter, :class:`ParameterStorage` that of many units and when it
+holds what: gathered by FSDP2, resident (in a device's memory or shared by the ranks of a host), or paged from a
+disk (:mod:`.nvme`).
+
 A *shard* is the master copy of this rank's rows of a parameter, padded to the same
 number of rows on every rank.  The *unsharded* tensor, where a storage has one, is of the full
 shape in the compute dtype and stands for the unsharded parameter at all times:
@@ -18,7 +22,8 @@ end of one backward pass on every rank and the barrier that opens the next forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
@@ -28,8 +33,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.comm import SharedMemoryArena
+from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 
 StorageKind = Literal["shared", "private", "wire"]
+PassKind = Literal["an accumulation window", "an evaluation"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class ShardStorage:
     ) -> None:
         self.spec, self.shard, self.unsharded = spec, shard, unsharded
         self.param_handle: ShardedParamHandle | None = None
+        # This rank's rows in the compute dtype, beside a master in a swap file: what updates write too.
+        self.compute_copy: Tensor | None = None
         start = rank * spec.rows_per_shard
         self._row_start = min(start, spec.shape[0])
         self._row_end = min(start + spec.rows_per_shard, spec.shape[0])
@@ -200,3 +209,120 @@ def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
         for storage in storages:
             if (copy_pair := storage.refresh_copy) is not None:
                 copy_pair[0].copy_(copy_pair[1])
+
+
+class ParameterStorage(Protocol):
+    """Where the parameters of some units are between uses, and what brings them there and back.
+
+    ``resident_groups``: units that :meth:`unshard` must be called for where they are used by themselves.
+    """
+
+    resident_groups: Sequence[FSDPGroupHandle] = ()
+
+    def before_forward(self) -> None:
+        """A forward pass of the whole model begins: what is in memory all the time is made ready; collective."""
+
+    def unshard(self, group: FSDPGroupHandle) -> None:
+        """A unit is about to be used; by itself, if :meth:`before_forward` was not called; collective."""
+
+    def reshard(self, end_of: PassKind) -> None:
+        """Nothing is in use any more; the units' modules hold shards again; collective."""
+
+    def after_update(self, units: Iterable[str] | None = None) -> None:
+        """The shards of these units (None: of all) may have new values, and so may their compute copies on disk."""
+
+    def close(self) -> None:
+        """Give memory and disk back."""
+
+
+class FSDPStorage(ParameterStorage):
+    """Units that FSDP2 gathers into memory of its own, and frees."""
+
+    def __init__(self, groups: Sequence[FSDPGroupHandle]) -> None:
+        self._groups = groups
+
+    def reshard(self, end_of: PassKind) -> None:
+        """See the base; between evaluations FSDP2 keeps what it keeps."""
+        if end_of == "an accumulation window":
+            for group in self._groups:
+                group.to_sharded()
+
+
+class RefreshUnsharded(Protocol):
+    """Brings unsharded tensors up to date; a barrier must follow before other ranks read them."""
+
+    def __call__(self, storages: Iterable[ShardStorage]) -> None:
+        """Write what has changed in the shards; collective."""
+        ...
+
+    def mark_updated(self) -> None:
+        """Shards may have new values that no counter tells of."""
+        ...
+
+
+class CastIntoUnsharded:
+    """One host: each rank casts its rows; tensors over the shard itself need nothing."""
+
+    def __call__(self, storages: Iterable[ShardStorage]) -> None:
+        """Cast this rank's rows."""
+        refresh_unsharded(storages)
+
+    def mark_updated(self) -> None:
+        """Nothing to do: rows are cast each time."""
+
+
+class ResidentStorage(ParameterStorage):
+    """Units whose unsharded parameters are in memory at all times, in the device's or the host's.
+
+    ``storages``: of each unit, by its name; ``arena``: what the ranks of the host meet at, if they share memory.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FSDPGroupHandle],
+        storages: Mapping[str, Sequence[ShardStorage]],
+        refresh: RefreshUnsharded,
+        arena: SharedMemoryArena | None = None,
+        log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what moves."""
+        self.resident_groups, self._storages, self._refresh = groups, storages, refresh
+        self._all_storages = [storage for group in groups for storage in storages[group.name]]
+        self._arena, self._log_gather = arena, log_gather
+
+    def before_forward(self) -> None:
+        """Refresh all units at once."""
+        if not any(group.is_sharded for group in self.resident_groups):
+            return
+        self._refresh(self._all_storages)
+        self._barrier("the start of a forward pass")
+        for group in self.resident_groups:
+            group.to_unsharded()
+
+    def unshard(self, group: FSDPGroupHandle) -> None:
+        """Refresh a unit that is called by itself, not through the root."""
+        if group.is_sharded:
+            self._refresh(self._storages[group.name])
+            self._barrier(f"the forward pass of {group.name!r}")
+            group.to_unsharded()
+
+    def reshard(self, end_of: PassKind) -> None:
+        """Put shards in place, and wait until all ranks have: rows may be written from then on."""
+        for group in self.resident_groups:
+            group.to_sharded()
+        if self._arena is not None:
+            self._arena.barrier(f"the end of {end_of}")
+
+    def after_update(self, units: Iterable[str] | None = None) -> None:
+        """The next refresh sends what has changed."""
+        self._refresh.mark_updated()
+
+    def close(self) -> None:
+        """Leave the arena."""
+        if self._arena is not None:
+            self._arena.close()
+
+    def _barrier(self, operation: str) -> None:
+        if self._arena is not None:
+            with self._log_gather():
+                self._arena.barrier(operation)

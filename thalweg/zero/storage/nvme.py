@@ -10,24 +10,47 @@ the packed unit, else it lies behind it.  Each parameter begins at a page, so th
 
 Units that ``resident_numel`` elements hold stay in memory for good: the root first, which is in use throughout,
 then units from the model's end, whose backward pass follows upon their forward pass.
+
+Or masters alone are in the file, while the parameters that training computes with stay in memory.  With 16-bit
+parameters and the optimiser's state on NVMe::
+
+    swap file   | fp32 master, this rank's rows | moments (optim/offload/nvme_step.py) |
+    memory      | unsharded, 16 bits: what forward and backward read                   |
+
+so that a parameter takes 2 bytes of memory instead of 6.  The streamed update reads master and moments, and
+writes this rank's rows of the unsharded tensor in the same pass; nothing is cast again as a window opens.
+
+Invariant: these rows are the cast of the master, but for masters that somebody has written to through
+their views (a checkpoint, ``GatheredParameters``): these are cast at the next refresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm import SharedMemoryArena
+from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
 from thalweg.storage_io import BufferRing, EvictableMemory, SwapFile
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE
-from thalweg.zero.storage.base import ParamSpec, ShardStorage, StorageKind, view_unsharded
+from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
+from thalweg.zero.storage.base import (
+    ParameterStorage,
+    ParamSpec,
+    PassKind,
+    ShardStorage,
+    StorageKind,
+    view_unsharded,
+)
 from thalweg.zero.storage.pager import PackedParam, PagedUnit, Pager
 
 WRITE_CHUNK_BYTES = 16 << 20
@@ -104,18 +127,54 @@ def prefers_low_memory(config: Config) -> bool:
     return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
 
 
-@dataclass
-class NvmeStorage:
+@dataclass(frozen=True)
+class ParamPaging:
     """What a model's paging consists of: the swap file, the pager, and the storages by parameter."""
 
     swap: SwapFile
     pager: Pager
-    storages: dict[str, PagedShardStorage] = field(default_factory=dict)
+    storages: Mapping[str, PagedShardStorage]
+
+
+class NvmeStorage(ParameterStorage):
+    """Units that are in memory only while they are in use; a unit's FSDP2 group asks for it.
+
+    ``groups``: those that ``paging`` pages, with the ``storages`` of each.
+    """
+
+    def __init__(
+        self, groups: Sequence[FSDPGroupHandle], storages: Mapping[str, Sequence[ShardStorage]], paging: ParamPaging
+    ) -> None:
+        self._groups, self.paging = groups, paging
+        pager = paging.pager
+        for group in groups:
+            name, paged = group.name, [paging.storages[storage.spec.name] for storage in storages[group.name]]
+            acquire, release = partial(pager.acquire, name), partial(pager.release, name)
+            if all(storage.unsharded is None for storage in paged):
+                group.all_gather_from([storage.packed_shard for storage in paged], acquire, release)
+            else:
+                group.use_pager(partial(pager.prefetch, name), acquire, release)
+
+    def before_forward(self) -> None:
+        """Nothing was read ahead across this point."""
+        self.paging.pager.end_pass()
+
+    def reshard(self, end_of: PassKind) -> None:
+        """Put shards in place; what comes next begins anew."""
+        for group in self._groups:
+            group.to_sharded()
+        self.paging.pager.end_pass()
+
+    def after_update(self, units: Iterable[str] | None = None) -> None:
+        """What is in memory of these units is outdated."""
+        if units is None:
+            self.paging.pager.end_pass()
+        self.paging.pager.invalidate(units)
 
     def close(self) -> None:
         """Give memory and disk back."""
-        self.pager.close_all()
-        self.swap.close()
+        self.paging.pager.close_all()
+        self.paging.swap.close()
 
 
 class PagedShardStorage(ShardStorage):
@@ -132,7 +191,7 @@ class PagedShardStorage(ShardStorage):
         packed_shard: Tensor,
     ) -> None:
         super().__init__(spec, rank, shard, unsharded)
-        self.compute_copy = compute_copy  # the compute copy in the file, where that is not the shard itself
+        self.compute_copy = compute_copy
         self.packed_shard = packed_shard  # this rank's rows as they are read
         self._write_rows = write_rows
 
@@ -164,7 +223,7 @@ def build_unit_paging(
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
-) -> NvmeStorage | None:
+) -> ParamPaging | None:
     """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do."""
     if not offload.uses_nvme:
         return None
@@ -187,7 +246,7 @@ def build_paged_storage(
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
-) -> NvmeStorage:
+) -> ParamPaging:
     """Make the swap file and the storages of the ``paged`` units.
 
     Raises:
@@ -251,7 +310,7 @@ def build_paged_storage(
             )
         )
     barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
-    return NvmeStorage(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
+    return ParamPaging(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
 
 
 class _UnitFileLayout:
@@ -315,3 +374,102 @@ def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]
             arena.release_pages(offset, size)
 
     return release_pages
+
+
+class NvmeMasterStorage(PagedShardStorage):
+    """A storage whose shard is a view of the swap file and whose unsharded tensor is in memory; ``rows``: this
+    rank's rows of it, padded."""
+
+    def __init__(
+        self,
+        spec: ParamSpec,
+        rank: int,
+        swap: SwapFile,
+        writer: SwapFileWriter,
+        unsharded: Tensor,
+        rows: Tensor,
+    ) -> None:
+        offset = swap.allocate(_master_bytes(spec))
+        shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
+        super().__init__(spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows)
+        self._unsharded_rows, self._cast_version = rows, 0
+
+    def load_full(self, full: Tensor) -> None:
+        """Set this rank's rows of both from the full value."""
+        super().load_full(full)
+        with torch.no_grad():
+            self._unsharded_rows[: self.num_rows].copy_(self.local_rows(full).to(self.spec.master_dtype))
+
+    @property
+    def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
+        """What refreshing must copy: nothing, unless somebody has written to the master."""
+        if (version := self.version()) == self._cast_version:
+            return None
+        self._cast_version = version
+        return self._unsharded_rows, self.shard
+
+
+def build_param_paging(
+    param_specs: dict[str, ParamSpec],
+    units: Iterable[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
+    rank: int,
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+    several_hosts: bool,
+    group: dist.ProcessGroup | None,
+) -> ParamPaging | None:
+    """What of ``param_specs`` rests on a disk: whole units (``build_unit_paging``), or masters; collective over
+    ``group``.  ``several_hosts``: their copies of the parameters are kept the same, which masters on disk do not
+    go with.
+
+    Raises:
+        ValueError: on all ranks, if one of them cannot make its swap file.
+    """
+    build_fn = build_unit_paging if offload.uses_nvme or several_hosts else build_nvme_masters
+    build = partial(build_fn, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
+    if not offload.uses_nvme and offload.optimizer_device != "nvme":
+        return build()
+    return all_ranks_or_raise(build, "a swap file for its parameters", group)
+
+
+def _has_separate_master(spec: ParamSpec) -> bool:
+    return spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
+
+
+def build_nvme_masters(
+    param_specs: Mapping[str, ParamSpec],
+    units: Iterable[str],
+    offload: ParamOffloadPolicy,
+    resident_modules: Sequence[str],
+    rank: int,
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+) -> ParamPaging | None:
+    """The swap file with the masters of ``param_specs``; None where there are none, or no compute copy.
+
+    The arguments are those of ``build_unit_paging``, which this replaces where units stay in memory.
+
+    Raises:
+        ValueError: the folder cannot be used, or its disk is too small.
+    """
+    master_specs = {name: spec for name, spec in param_specs.items() if _has_separate_master(spec)}
+    if not master_specs or storage_kind == "wire" or offload.optimizer_device != "nvme":
+        return None
+    num_bytes = sum(_master_bytes(spec) for spec in master_specs.values())
+    swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    writer = SwapFileWriter(swap)
+    storages: dict[str, PagedShardStorage] = {}
+    for name, spec in master_specs.items():
+        if storage_kind == "shared":
+            assert arena is not None
+            unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
+        else:
+            unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
+        storages[name] = NvmeMasterStorage(spec, rank, swap, writer, unsharded, rows)
+    return ParamPaging(swap, Pager((), 2), storages)
+
+
+def _master_bytes(spec: ParamSpec) -> int:
+    return round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)

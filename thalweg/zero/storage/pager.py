@@ -76,7 +76,6 @@ class PagedUnit:
         self.phase: PagingPhase = "out"
         self.in_use = False
         self.released_at = -1  # barriers passed when it was released
-        self.stale = False  # masters have changed unseen: cast them anew
         self.last_use = 0
         self._memory, self._memory_offset, self._file_offset = memory, memory_offset, file_offset
         self._bytes = memory.tensor(memory_offset, (nbytes,), torch.uint8)
@@ -135,9 +134,8 @@ class PagedUnit:
 
     def rewrite_stale(self) -> None:
         """Cast masters that somebody has written to into the packed shards in the file."""
-        stale, self.stale = self.stale, False
         for i, param in enumerate(self.params):
-            if param.master_shard is None or not (stale or param.version() != self._versions[i]):
+            if param.master_shard is None or param.version() == self._versions[i]:
                 continue
             with torch.no_grad():
                 param.packed_shard.copy_(param.master_shard)
@@ -160,7 +158,6 @@ class Pager:
         self.units = {unit.name: unit for unit in units}
         self.max_units = max(2, max_units)
         self._evicted: list[PagedUnit] = []
-        self.updates_write_copies = False  # whether updates write compute copies as well as masters
         self._barrier = barrier
         self._clock = self._num_barriers = 0
         self._next_unit: dict[tuple[str, str], str] = {}
@@ -199,12 +196,10 @@ class Pager:
         self._touch(unit)
 
     def invalidate(self, names: Iterable[str] | None = None) -> None:
-        """The parameters of these units (default: all) have changed in the file."""
+        """The parameters of these units (default: all) have changed in the file, compute copies too."""
         for name in self.units if names is None else names:
-            if (unit := self.units.get(name)) is not None:
-                unit.stale = not self.updates_write_copies
-                if not unit.in_use:
-                    self._evict(unit)
+            if (unit := self.units.get(name)) is not None and not unit.in_use:
+                self._evict(unit)
 
     def end_pass(self) -> None:
         """What comes next begins anew: nothing is read ahead across this point."""
