@@ -107,7 +107,7 @@ FAULTS = {
     ),
     "compilation switched off (row 40)": Fault(
         "thalweg.parallelize",
-        "_compile",
+        "_apply_compile",
         _returns(None),
         ("tests/dist/test_engine_pain_points.py::test_row40_compiled_equals_eager",),
     ),
