@@ -1,4 +1,4 @@
-"""The tiers and the streamed update where parameters compute on a GPU."""
+"""The buffers and the streamed update where parameters compute on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.offload.nvme_step import NvmeStep
-from thalweg.storage_io import BufferRing, HostTier, NvmeTier, SwapFile
+from thalweg.storage_io import BufferRing, SwapFile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,19 +26,6 @@ def test_a_ring_is_page_locked() -> None:
     there.copy_(ring[1], non_blocking=True)
     assert torch.equal(there.cpu(), ring[1])
     ring.close()
-
-
-@pytest.mark.parametrize("kind", ["host", "nvme"])
-def test_values_come_back_to_the_device(kind: str, tmp_path: Path) -> None:
-    with SwapFile(tmp_path, 64 << 20) as swap:
-        tier = HostTier() if kind == "host" else NvmeTier(swap, BufferRing(2, 1 << 20))
-        values = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (5, 3_000_001, 70_000)]
-        for i, value in enumerate(values):
-            tier.put(i, value)
-        tier.prefetch(1)
-        for i in (2, 1, 0):
-            assert torch.equal(tier.get(i), values[i])
-            tier.release(i)
 
 
 def test_the_update_writes_copies_on_the_device(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from thalweg.checkpoint import (
     Checkpoint,
-    FaultInjectingFileSystem,
     FileSystem,
     Snapshot,
     build_snapshot,
@@ -65,6 +64,35 @@ def newest_digest(folder: Path) -> str:
 def list_names(folder: Path) -> set[str]:
     """All names in the directory, hidden ones included."""
     return {path.name for path in folder.iterdir()}
+
+
+OPERATIONS = tuple(name for name, value in vars(FileSystem).items() if callable(value) and not name.startswith("_"))
+
+
+class FaultInjectingFileSystem(FileSystem):
+    """A file system that calls ``before_operation(index, operation, target)`` ahead of each operation.
+
+    ``before_operation`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
+    counts from 0, ``target`` is the path or handle.  ``calls`` keeps what was called.
+    """
+
+    def __init__(self, before_operation: Callable[[int, str, Any], None] | None = None) -> None:
+        self.before_operation = before_operation
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        attribute = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return attribute
+
+        def watched(target: Any, *args: Any, **options: Any) -> Any:
+            index = len(self.calls)
+            self.calls.append((name, target))
+            if self.before_operation is not None:
+                self.before_operation(index, name, target)
+            return attribute(target, *args, **options)
+
+        return watched
 
 
 class NoFsyncFileSystem(FaultInjectingFileSystem):

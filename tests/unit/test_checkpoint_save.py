@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -17,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.checkpoint_support import (
+    FaultInjectingFileSystem,
     list_names,
     newest_digest,
     record_operations,
@@ -30,7 +33,6 @@ from thalweg.checkpoint import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    FaultInjectingFileSystem,
     FileSystem,
     Snapshot,
     UnserializableStateError,
@@ -242,7 +244,32 @@ def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     assert list_names(tmp_path) == {"latest", "a", "b", alive.name, elsewhere.name, ".note-of-a-user"}
     os.utime(elsewhere, (0, 0))
     save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
+    # Another host's save that has written one large shard for hours: the folder's own time stands still meanwhile.
+    assert list_names(tmp_path) == {"latest", "a", "b", alive.name, elsewhere.name, ".note-of-a-user"}
+    os.utime(elsewhere / "shard", (0, 0))
+    save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
     assert list_names(tmp_path) == {"latest", "a", "b", alive.name, ".note-of-a-user"}
+
+
+def test_a_directory_that_stays_locked_is_an_error_and_not_an_unlocked_commit(tmp_path, monkeypatch):
+    save_snapshot(tmp_path, "a", tiny_snapshot(), step=0)
+    monkeypatch.setattr(FileSystem, "lock_timeout", 0.05)
+    holder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match="held the lock of this directory"):
+        save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
+    os.close(holder)
+    assert list_names(tmp_path) == {"latest", "a"}
+    save_snapshot(tmp_path, "b", tiny_snapshot(), step=1)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    save_snapshot(tmp_path, "a", tiny_snapshot(), step=0)
+    assert "cannot be locked (No locks available)" in caplog.text
 
 
 def test_resume_policies(tmp_path, caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,17 +10,15 @@ import pytest
 import torch
 
 from tests.memory import resident_bytes
-from thalweg.storage_io import BufferRing, EvictableMemory, SwapFile, memfd
+from thalweg.storage_io import BufferRing, EvictableMemory, SwapFile
 from thalweg.storage_io.allocator import PAGE
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, PagePrefaulter
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_pages_leave_and_tensors_stay(shared: bool) -> None:
-    handle = memfd(64 * MIB) if shared else None
-    memory = EvictableMemory(64 * MIB, handle)
+def test_pages_leave_and_tensors_stay() -> None:
+    memory = EvictableMemory(64 * MIB)
     start = memory.allocate(32 * MIB)
     keep = memory.allocate(MIB)
     tensor = memory.tensor(start, (8 * MIB,), torch.float32)
@@ -36,8 +33,6 @@ def test_pages_leave_and_tensors_stay(shared: bool) -> None:
     tensor[:5] = 2
     assert tensor.data_ptr() == address and tensor[:5].sum() == 10
     assert neighbour.sum() == 4000
-    if handle is not None:
-        os.close(handle)
 
 
 def test_autograd_survives_an_eviction(tmp_path: Path) -> None:
@@ -60,16 +55,6 @@ def test_autograd_survives_an_eviction(tmp_path: Path) -> None:
     assert torch.equal(leaf.grad, reference.grad)
 
 
-def test_two_mappings_of_one_memfd_share() -> None:
-    handle = memfd(MIB)
-    one, two = EvictableMemory(MIB, handle), EvictableMemory(MIB, handle)
-    os.close(handle)
-    one.tensor(PAGE, (100,), torch.int32).fill_(5)
-    assert two.tensor(PAGE, (100,), torch.int32).sum() == 500
-    two.evict(0, MIB)
-    assert one.tensor(PAGE, (100,), torch.int32).sum() == 0
-
-
 def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
     memory = EvictableMemory(16 * MIB, align=HUGE_PAGE)
     one, two = memory.allocate(4 * MIB), memory.allocate(4 * MIB)
@@ -86,9 +71,6 @@ def test_pages_go_from_one_range_to_another_without_being_cleared() -> None:
         assert memory.move_pages(two, one, 4 * MIB)
         assert int(first.min()) == 3
     assert resident_bytes() <= before - 2 * MIB
-    handle = memfd(MIB)
-    assert not EvictableMemory(MIB, handle).move_pages(0, PAGE, PAGE)
-    os.close(handle)
 
 
 def test_pages_come_ahead_of_use_and_keep_what_they_hold() -> None:
@@ -122,10 +104,6 @@ def test_regions_and_errors() -> None:
         memory.allocate(2 * MIB)
     memory.free(first)
     assert memory.allocate(4 * MIB) == first
-    handle = memfd(MIB)
-    with pytest.raises(ValueError, match="fewer"):
-        EvictableMemory(64 * MIB, handle)
-    os.close(handle)
     tensor = memory.tensor(8, (3,), torch.float64)
     assert memory.locate(tensor) == 8 and memory.locate(torch.zeros(3)) is None
 

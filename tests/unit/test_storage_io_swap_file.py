@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory import resident_bytes
-from thalweg.storage_io import BufferRing, Disk, NvmeTier, SwapError, SwapFile, aligned_empty, combine_futures
+from thalweg.storage_io import Disk, SwapError, SwapFile, aligned_empty, combine_futures
 from thalweg.storage_io.allocator import PAGE, RangeAllocator
 
 MIB = 1 << 20
@@ -298,19 +298,6 @@ def test_row24_a_really_full_disk(small_disk: Path) -> None:
     (small_disk / "theirs").unlink()
     gc.collect()
     assert Disk().free_bytes(small_disk) == free
-
-
-def test_row24_a_tensor_larger_than_every_buffer(tmp_path: Path) -> None:
-    with SwapFile(tmp_path, 4 * MIB) as swap:
-        tier = NvmeTier(swap, BufferRing(2, 64 * 1024))
-        value = torch.randn(700_001)
-        tier.put("a", value)
-        tier.put("b", value[:5].to(torch.bfloat16))
-        assert torch.equal(tier.get("a"), value)
-        tier.release("a")
-        assert torch.equal(tier.get("b"), value[:5].to(torch.bfloat16))
-        tier.release("b")
-        assert swap.free_bytes == swap.num_bytes
 
 
 def test_a_dropped_file_returns_descriptors_threads_and_space(tmp_path: Path) -> None:

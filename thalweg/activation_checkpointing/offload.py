@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io import IoFuture, SwapFile, aligned_empty
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 
-_PAGE = 4096
 MIN_OFFLOAD_BYTES = 64 * 1024
 """Smaller tensors stay where they are."""
 
@@ -121,32 +120,31 @@ class _NvmeTensor:
         self._room = offloader.allocate(tensor.numel() * tensor.element_size())
         self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
         self._buffer.copy_(tensor)
-        self._write: Any = self._room.swap_file.write(self._room.offset, self._buffer)
-        self._read: Any = None
+        self._write = self._room.swap_file.write(self._room.offset, self._buffer)
+        self._read = IoFuture()
         self._read_buffer: Tensor | None = None
 
     def finish_write(self) -> None:
         """Wait until the bytes are out and give the buffer back."""
         if self._buffer is not None:
-            buffer, write, self._buffer, self._write = self._buffer, self._write, None, None
-            write.wait()
+            buffer, self._buffer = self._buffer, None
+            self._write.wait()
             self._offloader.recycle_buffer(buffer)
 
     def read_ahead(self) -> None:
-        if self._buffer is None and self._read is None:
-            self._read_buffer = _aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
+        if self._buffer is None and self._read_buffer is None:
+            self._read_buffer = aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
             self._read = self._room.swap_file.read(self._room.offset, self._read_buffer)
 
     def fetch(self) -> Tensor:
         if self._buffer is not None:  # hardly out yet: no need to read it
             self._write.wait()
-            result, self._buffer, self._write = self._buffer, None, None
+            result, self._buffer = self._buffer, None
         else:
             self.read_ahead()
             assert self._read_buffer is not None
-            result, read = self._read_buffer, self._read
-            self._read_buffer = self._read = None
-            read.wait()
+            result, self._read_buffer = self._read_buffer, None
+            self._read.wait()
         self._offloader.on_fetch(self)
         return result.to(self._device, non_blocking=True)
 
@@ -159,30 +157,22 @@ class _NvmeTensor:
             self._offloader.free(region)
 
 
-def _aligned_empty(shape: torch.Size, dtype: torch.dtype, pinned: bool = False) -> Tensor:
-    """An uninitialised CPU tensor at a page boundary, which direct I/O asks for."""
-    nbytes = shape.numel() * dtype.itemsize
-    memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
-    skip = -memory.data_ptr() % _PAGE
-    return memory[skip : skip + nbytes].view(dtype).view(shape)
-
-
 @dataclass(frozen=True)
 class _SwapRegion:
-    swap_file: Any
+    swap_file: SwapFile
     offset: int
 
 
 class NvmeActivationOffloader:
     """Keeps tensors in swap files below ``folder``, which grow with what a step needs.
 
-    ``open_file(num_bytes)`` makes a swap file (``store.nvme.SwapFile``); ``depth``: how many tensors may be
+    ``open_file(num_bytes)`` makes a swap file ; ``depth``: how many tensors may be
     on their way out, and how many are read ahead.
     """
 
-    def __init__(self, open_file: Callable[[int], Any], *, depth: int = 2, segment_bytes: int = 2**28) -> None:
+    def __init__(self, open_file: Callable[[int], SwapFile], *, depth: int = 2, segment_bytes: int = 2**28) -> None:
         self._open_file, self._segment_bytes = open_file, segment_bytes
-        self._files: list[Any] = []
+        self._files: list[SwapFile] = []
         self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
         self._save_order = _SaveOrder(depth)
@@ -213,7 +203,7 @@ class NvmeActivationOffloader:
                 self._files.append(file)
             return _SwapRegion(file, file.allocate(num_bytes))
 
-    def _add_swap_file(self, num_bytes: int) -> Any:
+    def _add_swap_file(self, num_bytes: int) -> SwapFile:
         """A swap file of a whole segment, or of less where the disk has no room for that."""
         size = max(self._segment_bytes, num_bytes)
         while True:
@@ -227,7 +217,7 @@ class NvmeActivationOffloader:
     def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A page-aligned tensor to write from."""
         free = self._buffers.get((shape, dtype))
-        return free.pop() if free else _aligned_empty(shape, dtype)
+        return free.pop() if free else aligned_empty(shape, dtype)
 
     def recycle_buffer(self, buffer: Tensor) -> None:
         """A buffer that is at rest."""

@@ -1,8 +1,8 @@
 """Checkpoints: logical tensors, safetensors shards, a JSON manifest, published by rename.
 
-``save`` and ``load`` are collective and know nothing of training; ``collect`` and
-``restore`` translate between a module with its optimiser and the logical tensors;
-``hf`` writes the Hugging Face layout.
+``save_snapshot`` and ``open_verified`` are collective and know nothing of training;
+``build_snapshot`` and ``restore_module`` translate between a module with its optimiser and
+the logical tensors; ``export_hf`` writes the Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from thalweg.checkpoint.errors import (
     CorruptCheckpointError,
     UnserializableStateError,
 )
-from thalweg.checkpoint.filesystem import FaultInjectingFileSystem, FileSystem
+from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.load import open_verified
 from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
 from thalweg.checkpoint.reader import Checkpoint, Corruption
@@ -28,7 +28,6 @@ __all__ = [
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
     "Corruption",
-    "FaultInjectingFileSystem",
     "FileSystem",
     "Snapshot",
     "UnserializableStateError",

@@ -52,7 +52,7 @@ from thalweg.utils.log import get_logger
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAVING_PREFIX, _REMOVING_PREFIX, _LATEST_PREFIX = ".saving-", ".removing-", ".latest-"
-_FOREIGN_OWNER_TIMEOUT_S = 3600.0  # a temporary of another host is taken for dead after this long without a change
+_FOREIGN_OWNER_TIMEOUT_S = 3600.0  # without a write, after which another host's temporary is dead
 
 _log = get_logger(__name__)
 

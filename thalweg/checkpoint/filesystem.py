@@ -1,7 +1,7 @@
 """Every touch of a disk by the checkpoint room, in one small replaceable object.
 
 ``FileSystem`` is passed as an argument down to whoever needs it; nothing else in this
-room calls ``os`` on a path.  A test replaces it by a ``FaultInjectingFileSystem`` (or a subclass) that
+room calls ``os`` on a path.  A test replaces it by one that
 counts, delays, fails or kills at operation k.  Handles are file descriptors.  No
 method caches, so a sequence of calls is the exact sequence of system calls that a
 power-loss replay has to reorder.
@@ -14,13 +14,18 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class FileSystem:
     """Plain POSIX files.  Each method is one operation; errors are the ``OSError`` of the system."""
+
+    lock_timeout = 60.0  # seconds; a holder needs milliseconds, so whoever takes longer is stopped or stuck
 
     def open_write(self, path: Path, *, direct: bool = False) -> int:
         """Create ``path``, which must not exist yet, for writing.
@@ -82,8 +87,13 @@ class FileSystem:
         return os.path.lexists(path)
 
     def age(self, path: Path) -> float:
-        """Seconds since the entry was last changed."""
-        return time.time() - os.stat(path).st_mtime
+        """Seconds since a file was last written to, or a directory or any file in it."""
+        changes = [os.stat(path).st_mtime]
+        if os.path.isdir(path):
+            for entry in os.scandir(path):
+                with contextlib.suppress(FileNotFoundError):
+                    changes.append(entry.stat().st_mtime)
+        return time.time() - max(changes)
 
     def listdir(self, path: Path) -> list[str]:
         """Sorted names in a directory."""
@@ -108,20 +118,35 @@ class FileSystem:
     def lock(self, path: Path) -> int:
         """Keep other processes that ask, too, from a directory until the handle is closed.
 
-        Where the file system has no such locks, or the holder is stuck for 10 s, go on without.
+        Where the file system has no such locks, warn and go on without.
+
+        Raises:
+            TimeoutError: somebody has held it for ``lock_timeout`` seconds.
         """
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + 10.0
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + self.lock_timeout
+        while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(0.002)
-            except OSError:
-                break
-            else:
-                break
-        return handle
+                if time.monotonic() < deadline:
+                    time.sleep(0.002)
+                    continue
+                os.close(handle)
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another process has held the lock of this directory for {self.lock_timeout:g} s: "
+                    "let it go on, or end it (fuser names it)",
+                    str(path),
+                ) from None
+            except OSError as error:
+                _log.warning(
+                    "%s cannot be locked (%s): two jobs that save there at the same time may remove each other's "
+                    "checkpoints; give each job a directory of its own",
+                    path,
+                    error.strerror,
+                )
+            return handle
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a loss of power."""
@@ -140,35 +165,6 @@ def _set_direct(handle: int, enabled: bool) -> bool:
     if new_flags != flags:
         fcntl.fcntl(handle, fcntl.F_SETFL, new_flags)
     return new_flags != flags
-
-
-OPERATIONS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
-
-
-class FaultInjectingFileSystem(FileSystem):
-    """A file system that calls ``before_operation(index, operation, target)`` ahead of each operation.
-
-    ``before_operation`` may raise (a failing disk), sleep (a slow one) or kill the process; ``index``
-    counts from 0, ``target`` is the path or handle.  ``calls`` keeps what was called.
-    """
-
-    def __init__(self, before_operation: Callable[[int, str, Any], None] | None = None) -> None:
-        self.before_operation = before_operation
-        self.calls: list[tuple[str, Any]] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        attribute = super().__getattribute__(name)
-        if name not in OPERATIONS:
-            return attribute
-
-        def watched(target: Any, *args: Any, **options: Any) -> Any:
-            index = len(self.calls)
-            self.calls.append((name, target))
-            if self.before_operation is not None:
-                self.before_operation(index, name, target)
-            return attribute(target, *args, **options)
-
-        return watched
 
 
 def read_file(io: FileSystem, path: Path) -> bytes:

@@ -13,26 +13,20 @@ Nothing here knows of models or optimisers.  No thread starts and no memory is t
 
 from __future__ import annotations
 
-from thalweg.storage_io.buffer_ring import BufferRing
+from thalweg.storage_io.buffer_ring import BufferRing, aligned_empty
 from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.evictable_memory import EvictableMemory, memfd
+from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
 from thalweg.storage_io.swap_file import SwapError, SwapFile
-from thalweg.storage_io.tiers import DeviceTier, HostTier, NvmeTier, Tier, aligned_empty
 
 __all__ = [
     "BufferRing",
-    "DeviceTier",
     "Disk",
     "EvictableMemory",
-    "HostTier",
     "IoFuture",
     "IoThreadPool",
-    "NvmeTier",
     "SwapError",
     "SwapFile",
-    "Tier",
     "aligned_empty",
     "combine_futures",
-    "memfd",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
 
@@ -56,3 +56,11 @@ def _lock_pages(memory: Tensor) -> bool:
         return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
     except RuntimeError:
         return False
+
+
+def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    start = -raw.data_ptr() % PAGE
+    return raw[start : start + nbytes].view(dtype).view(shape)

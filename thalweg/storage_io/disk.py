@@ -79,6 +79,16 @@ class Disk:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
+    def is_cached(self, address: int, nbytes: int) -> bool:
+        """Whether memory holds any page of a mapping's range, which begins on a page (True where nobody can tell)."""
+        library = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(library, "mincore"):
+            return True
+        pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+        call = library.mincore
+        call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+        return call(address, nbytes, ctypes.addressof(pages)) != 0 or any(page & 1 for page in bytes(pages))
+
     def mmap_fixed(self, handle: int, address: int, nbytes: int, offset: int) -> None:
         """Let ``nbytes`` of addresses, which a shared mapping of the file holds, show it from ``offset``.
 

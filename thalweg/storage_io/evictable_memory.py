@@ -1,16 +1,15 @@
 """Memory whose tensors outlive their pages.
 
-One range of addresses is reserved, and pages come with the first touch.  ``drop`` gives the pages of a range
+One range of addresses is reserved, and pages come with the first touch.  ``evict`` gives the pages of a range
 back while the tensors over it stay what they are: same object, same address.  So a parameter that autograd
 saved in the forward pass can be evicted, and be read into the same place before the backward pass needs it.
 
-Private memory (``shared=None``) is anonymous and asks for huge pages: a fault then brings 2 MiB instead of
-4 KiB.  Shared memory is a memfd that the ranks of one host have in common; a drop there is a drop for all.
+The memory is anonymous and asks for huge pages: a fault then brings 2 MiB instead of 4 KiB.
 
-``move`` hands the pages of one range to another.  A page that comes fresh from the kernel is cleared first,
+``move_pages`` hands the pages of one range to another.  A page that comes fresh from the kernel is cleared first,
 which takes as long as reading it from a fast disk; a moved one is not, and costs a few entries of a table.
 
-Invariant: what a dropped range reads as is undefined to the program (zeros, in fact), until it was written.
+Invariant: what an evicted range reads as is undefined to the program (zeros, in fact), until it was written.
 """
 
 from __future__ import annotations
@@ -35,23 +34,17 @@ _POPULATE_WRITE = 23  # of madvise(2)
 
 
 class EvictableMemory:
-    """``num_bytes`` of addresses; ``shared`` is a memfd of at least that size (kept open by its owner).
+    """``num_bytes`` of addresses.
 
     Raises:
         OSError: the addresses cannot be reserved.
     """
 
-    def __init__(self, num_bytes: int, shared: int | None = None, *, align: int = PAGE) -> None:
+    def __init__(self, num_bytes: int, *, align: int = PAGE) -> None:
         self.num_bytes = max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE)
-        self._private = shared is None
-        if shared is None:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
-        else:
-            if os.fstat(shared).st_size < self.num_bytes:
-                raise ValueError(f"the shared memory has fewer than {self.num_bytes} bytes: see memfd()")
-            self._memory = mmap.mmap(shared, self.num_bytes)
-        self._evict_advice = getattr(mmap, "MADV_DONTNEED" if shared is None else "MADV_REMOVE", None)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
+        self._evict_advice = getattr(mmap, "MADV_DONTNEED", None)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _madvise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -104,8 +97,6 @@ class EvictableMemory:
         happened, where the system cannot.
         """
         assert source % PAGE == target % PAGE == nbytes % PAGE == 0, (source, target, nbytes)
-        if not self._private:
-            return False
         with suppress(OSError, AttributeError):
             mremap(self._base + source, self._base + target, nbytes)
             return True
@@ -163,13 +154,6 @@ def mremap(source: int, target: int, nbytes: int) -> None:
     if call(source, nbytes, nbytes, _MAYMOVE | _FIXED | _DONTUNMAP, target) != target:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
-
-
-def memfd(num_bytes: int) -> int:
-    """A descriptor of shared memory without a name, for a :class:`EvictableMemory` of ``num_bytes``."""
-    handle = os.memfd_create("thalweg-paged", os.MFD_CLOEXEC)
-    os.ftruncate(handle, max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE))
-    return handle
 
 
 def _madvise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:

@@ -193,6 +193,12 @@ class SwapFile:
             for extent in self._remap_table.lookup(start, stop - start):
                 self._disk.drop_page_cache(self._handle, extent.file_offset, extent.nbytes)
 
+    def was_touched(self, offset: int, nbytes: int) -> bool:
+        """Whether anybody may have read or written the whole pages of the range through a view since they were last
+        trimmed or written directly; always True where transfers go through the page cache themselves."""
+        whole = nbytes // PAGE * PAGE
+        return not self.direct or (whole > 0 and self._disk.is_cached(self._base + offset, whole))
+
     def readahead(self, offset: int, nbytes: int) -> None:
         """A hint that views of the range are about to be read: the disk starts at once."""
         for extent in self._remap_table.lookup(offset, nbytes):

@@ -21,7 +21,7 @@ from torch import Tensor
 from thalweg.optim.dtensor_local import as_dtensor_like, to_local
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.storage_io import BufferRing, IoFuture, SwapFile
-from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.allocator import PAGE, round_up
 
 BUFFER_BYTES = 16 << 20
 
@@ -40,7 +40,7 @@ class GradOffload:
         self._buffer_ring: BufferRing | None = None
         self._views: dict[Tensor, Tensor] = {}
         self._detached: dict[Tensor, Tensor] = {}
-        self._partial_norms: dict[Tensor, tuple[PartialNorm, int]] = {}
+        self._partial_norms: dict[Tensor, tuple[PartialNorm, Tensor]] = {}
 
     def detach(self, params: Sequence[Tensor]) -> None:
         """Before a reduction: take away what rests in the file, so that the reduction gives what is new."""
@@ -75,17 +75,23 @@ class GradOffload:
                 offset = self._swap.allocate(piece.nbytes)
                 view = self._views[param] = as_dtensor_like(self._swap.view(offset, piece.shape, piece.dtype), param)
             self._write_to_file(to_local(grad), to_local(view))
-            self._partial_norms[param] = compute_partial_norm(to_local(grad)), to_local(view)._version
+            self._partial_norms[param] = compute_partial_norm(to_local(grad)), _ragged_end(to_local(grad)).clone()
             param.grad = view
         if self._buffer_ring is not None:
             self._buffer_ring.release_memory()
 
     def partial_norms(self) -> dict[Tensor, PartialNorm]:
-        """What the gradients in the file add to the norm, of those that nobody has written to since."""
+        """What the gradients in the file add to the norm, of those that nobody has written to since.
+
+        A version counter would not see what is written through ``p.grad.data``.  The pages do: whoever reads or
+        writes them brings them into memory.  The end that fills no page is compared.
+        """
         return {
             param: partial_norm
-            for param, (partial_norm, version) in self._partial_norms.items()
-            if param.grad is self._views[param] and to_local(self._views[param])._version == version
+            for param, (partial_norm, end) in self._partial_norms.items()
+            if param.grad is (view := self._views[param])
+            and not self._swap.was_touched(self._offset(to_local(view)), to_local(view).nbytes)
+            and torch.equal(_ragged_end(to_local(view)), end)
         }
 
     def reset(self) -> None:
@@ -138,3 +144,8 @@ class GradOffload:
         offset = self._swap.locate(view)
         assert offset is not None
         return offset
+
+
+def _ragged_end(piece: Tensor) -> Tensor:
+    """The bytes of a tensor behind its last whole page."""
+    return piece.reshape(-1).view(torch.uint8)[piece.nbytes // PAGE * PAGE :]
