@@ -38,10 +38,10 @@ __all__ = [
 
 
 def export_autotune_cache() -> dict[str, str]:
-    """Return this process's choices of kernels, the machine's cache included, for :func:`import_table`."""
+    """Return this process's choices of kernels, the machine's cache included, for :func:`import_autotune_cache`."""
     return get_autotune_cache().export_entries()
 
 
-def import_autotune_cache(entries: Mapping[str, str], *, frozen: bool = False) -> int:
-    """Take over another rank's choices (:meth:`AutotuneCache.import_table`); returns how many apply here."""
-    return get_autotune_cache().import_entries(entries, frozen=frozen)
+def import_autotune_cache(entries: Mapping[str, str]) -> int:
+    """Take over another rank's choices (:meth:`AutotuneCache.import_entries`); returns how many apply here."""
+    return get_autotune_cache().import_entries(entries)

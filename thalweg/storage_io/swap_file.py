@@ -38,11 +38,11 @@ from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
 from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
+from thalweg.storage_io.io_threads import ByteCounter, IoFuture, IoThreadPool
 from thalweg.storage_io.remap_table import RemapTable
 from thalweg.utils.log import get_logger
 
-_log = get_logger("store")
+_log = get_logger(__name__)
 # Beyond this a larger block gains nothing and a smaller one spreads over more threads.
 BLOCK_BYTES = 8 << 20
 NUM_THREADS = 4
@@ -57,7 +57,7 @@ class SwapFile:
 
     ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
-    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io_threads.Meter` s.
+    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io_threads.ByteCounter` s.
 
     Raises:
         ValueError: the folder is missing or not writable, or the disk has too little room.
@@ -76,7 +76,7 @@ class SwapFile:
         self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
         self._block_bytes = max(round_up(block_bytes), PAGE)
-        self.reads, self.writes = IoThroughput(), IoThroughput()
+        self.reads, self.writes = ByteCounter(), ByteCounter()
         self._handle = self._create()
         self._direct = self._open_direct()
         self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
@@ -222,7 +222,7 @@ class SwapFile:
             raise
 
     def can_swap_ranges(self) -> bool:
-        """Whether :meth:`exchange` works on this system."""
+        """Whether :meth:`swap_ranges` works on this system."""
         try:
             self._remap(0, PAGE)
         except OSError:
@@ -239,7 +239,7 @@ class SwapFile:
         """Fill the contiguous CPU tensor ``into`` from ``offset``.
 
         Bytes bypass the page cache where the memory's address and the offset are multiples of the page
-        size (:class:`.buffer_ring.Ring` gives such memory); a ragged end, or all of it, goes through it.
+        size (:class:`.buffer_ring.BufferRing` gives such memory); a ragged end, or all of it, goes through it.
         """
         return self._transfer(self._read_block, offset, into)
 
@@ -289,10 +289,9 @@ class SwapFile:
     def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
         self._transfer_block(self.writes, "write", data, offset, direct)
 
-    def _transfer_block(self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool) -> None:
+    def _transfer_block(self, counter: ByteCounter, verb: str, data: memoryview, offset: int, direct: bool) -> None:
         syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
         total, nbytes = 0, data.nbytes
-        meter.begin()
         try:
             while total < nbytes:
                 # What follows a short transfer may not be aligned any more.
@@ -315,7 +314,7 @@ class SwapFile:
                 f"{error.strerror or error}.{hint}"
             ) from error
         finally:
-            meter.end(total)
+            counter.add(total)
 
     # Birth
 

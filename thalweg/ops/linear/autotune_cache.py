@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from thalweg.ops.linear.autotune import benchmark_kernels, select_fastest
-from thalweg.ops.linear.kernels import JIT_FALLBACKS, KERNELS, REFERENCE, is_usable
+from thalweg.ops.linear.kernels import JIT_FALLBACKS, KERNELS, is_usable
 
 BenchmarkFn = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
 
@@ -87,7 +87,6 @@ class AutotuneCache:
         self._resolved: dict[tuple[int, str, torch.dtype, int, int, int], str] = {}
         self._num_jit_shapes = 0
         self._lock = threading.RLock()
-        self._frozen = False
         self._machine = {"processor": get_cpu_name(), "torch": torch.__version__}
         digest = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:16]
         self._path = None if directory is None else directory / f"linear-{digest}.json"
@@ -130,25 +129,18 @@ class AutotuneCache:
             self._entries = self._read() | self._entries
             return dict(sorted(self._entries.items()))
 
-    def import_entries(self, entries: Mapping[str, str], *, frozen: bool = False) -> int:
-        """Take another process's choices over our own and return how many were usable here.
-
-        With ``frozen``, products that the table does not name go to torch's own operator, so
-        that processes on several machines can never measure differently afterwards.
-        """
+    def import_entries(self, entries: Mapping[str, str]) -> int:
+        """Take another process's choices over our own and return how many were usable here."""
         valid = {key: name for key, name in entries.items() if _is_valid_entry(key, name)}
         with self._lock:
             self._entries.update(valid)
             self._resolved.clear()
-            self._frozen = frozen
         return len(valid)
 
     def _resolve(self, num_threads: int, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
         key = f"{num_threads}/{kind}/{str(dtype).removeprefix('torch.')}/{rows}/{k}x{n}"
         if key in self._entries:
             return self._entries[key]
-        if self._frozen:
-            return REFERENCE
         self._entries = self._read() | self._entries
         if key not in self._entries:
             with _file_lock(self._path):

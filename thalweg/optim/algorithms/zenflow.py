@@ -114,10 +114,6 @@ class _ZenFlowParam:
     def selected(self) -> Tensor:
         return self.state["selected"].nonzero().squeeze(1)
 
-    @property
-    def unselected(self) -> Tensor:
-        return (~self.state["selected"]).nonzero().squeeze(1)
-
     def state_matrix(self, key: str) -> Tensor:
         piece = to_local(self.state[key])
         return piece.view(self.weight.shape)

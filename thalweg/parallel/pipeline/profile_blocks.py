@@ -50,11 +50,6 @@ def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range],
     )
 
 
-def saved_per_stage(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range]) -> list[int]:
-    """Bytes that one micro-batch in flight holds on each stage."""
-    return [sum(block_costs[i].saved_bytes for i in cut) for cut in stage_ranges]
-
-
 def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -> list[BlockCost]:
     """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
     modules = list(model.get_submodule(list_name).children())
