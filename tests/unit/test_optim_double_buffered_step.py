@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thalweg.optim.algorithms import elementwise
 from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep, double_buffer_bytes
-from thalweg.optim.offload.io_chunks import ALIGN_ELEMENTS
+from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS
 from thalweg.optim.offload.nvme_step import NvmeStep
 from thalweg.storage_io import BufferRing, SwapFile
 

@@ -24,7 +24,7 @@ from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.norms import compute_partial_norm, global_grad_norm
-from thalweg.optim.offload.io_chunks import (
+from thalweg.optim.offload.io_pipeline import (
     ALIGN_ELEMENTS,
     ParamStep,
     StepTensor,

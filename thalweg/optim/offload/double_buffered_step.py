@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thalweg.optim.dtensor_local import to_local
-from thalweg.optim.offload.io_chunks import ParamStep
+from thalweg.optim.offload.io_pipeline import ParamStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.storage_io import SwapFile
 from thalweg.storage_io.allocator import PAGE, round_up

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim import foreach
-from thalweg.optim.dtensor_local import as_dtensor_like, to_local
+from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.norms import PartialNorm, global_grad_norm
+from thalweg.optim.offload.nvme_step import StateInSwapFile
 from thalweg.storage_io import SwapFile
 
 
-class MmapStep:
+class MmapStep(StateInSwapFile):
     """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``compute_copies`` as for
     :class:`.nvme_step.NvmeStep`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
     ``in_memory_params``: parameters whose state stays in memory; ``step_together``: for an optimiser whose
@@ -43,9 +44,7 @@ class MmapStep:
         step_together: bool = False,
     ) -> None:
         self._step_together = step_together
-        self.optimizer, self.swap, self.compute_copies = optimizer, swap, dict(compute_copies or {})
-        self._state_in_memory, self._in_memory_params = state_in_memory, frozenset(in_memory_params)
-        self.offload_state()
+        super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
 
     def grad_norm(
         self,
@@ -57,7 +56,7 @@ class MmapStep:
         norm = float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
         for param in params:
             if param.grad is not None:
-                self._trim_pages(to_local(param.grad))
+                self.release(to_local(param.grad))
         return norm
 
     @torch.no_grad()
@@ -87,47 +86,14 @@ class MmapStep:
             self._offload_param_state(param)
             if param in self.compute_copies:
                 self.compute_copies[param].copy_(to_local(param))
-                self._trim_pages(self.compute_copies[param])
+                self.release(self.compute_copies[param])
             for tensor in (to_local(param), to_local(grad)):
-                self._trim_pages(tensor)
+                self.release(tensor)
             param.grad = None
-
-    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """State of ``param``'s layout in the swap file, of undefined value."""
-        piece = to_local(param)
-        return as_dtensor_like(
-            torch.empty_like(piece, dtype=dtype)
-            if self._is_state_in_memory(param)
-            else self._allocate_state(piece, dtype),
-            param,
-        )
-
-    def release(self, tensor: Tensor) -> None:
-        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
-        self._trim_pages(tensor)
-
-    def offload_state(self) -> None:
-        """Move state that lies in memory to the swap file."""
-        for param in self.optimizer.state:
-            if isinstance(param, Tensor):
-                self._offload_param_state(param)
-
-    def _offload_param_state(self, param: Tensor) -> None:
-        """Move the tensors of ``param``'s state that are as large as it, and trim those that are there."""
-        state = self.optimizer.state[param]
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or to_local(value).shape != to_local(param).shape or not value.ndim:
-                continue
-            piece = to_local(value)
-            if self.swap.locate(piece) is None and piece.numel() and not self._is_state_in_memory(param):
-                offloaded = self._allocate_state(piece, piece.dtype)
-                offloaded.copy_(piece)
-                state[key] = as_dtensor_like(offloaded, value)
-                piece = offloaded
-            self._trim_pages(piece)
 
     def _readahead(self, upcoming: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Let the disk read what the next parameter needs while this one is computed."""
+        assert self.swap is not None
         for param, grad in upcoming:
             state = (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
             for tensor in (param, grad, *state):
@@ -135,17 +101,3 @@ class MmapStep:
                 offset = self.swap.locate(piece)
                 if offset is not None:
                     self.swap.readahead(offset, piece.nbytes)
-
-    def _is_state_in_memory(self, param: Tensor) -> bool:
-        """Whether the state of ``param`` stays in memory."""
-        return self._state_in_memory or param in self._in_memory_params
-
-    def _allocate_state(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        if piece.numel() == 0:
-            return torch.empty_like(piece, dtype=dtype)
-        return self.swap.view(self.swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
-
-    def _trim_pages(self, tensor: Tensor) -> None:
-        offset = self.swap.locate(tensor)
-        if offset is not None:
-            self.swap.trim(offset, tensor.nbytes)

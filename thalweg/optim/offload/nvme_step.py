@@ -34,16 +34,16 @@ from torch import Tensor
 
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, compute_row_norms, full_row_norms, global_grad_norm
-from thalweg.optim.offload.io_chunks import (
+from thalweg.optim.offload.io_pipeline import (
     ALIGN_ELEMENTS,
     IoChunk,
+    IoPipeline,
     ParamSlice,
     ParamStep,
     StepTensor,
     split_into_batches,
     split_into_chunks,
 )
-from thalweg.optim.offload.io_pipeline import IoPipeline
 from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer, SliceStep
 from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.storage_io.allocator import PAGE, round_up
@@ -60,7 +60,69 @@ class NvmeStepPolicy:
     batch_elements: int = 1 << 19
 
 
-class NvmeStep:
+class StateInSwapFile:
+    """An optimizer whose per-element state lies in ``swap``, unless ``state_in_memory`` or for ``in_memory_params``.
+
+    ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype, which
+    the update fills.  ``swap`` None: all is in memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swap: SwapFile | None,
+        compute_copies: Mapping[Tensor, Tensor] | None,
+        state_in_memory: bool,
+        in_memory_params: Collection[Tensor],
+    ) -> None:
+        self.optimizer, self.swap = optimizer, swap
+        self.compute_copies = dict(compute_copies or {})
+        self.in_memory_params = frozenset(in_memory_params)
+        self._state_swap = None if state_in_memory else swap
+        self.offload_state()
+
+    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """State of ``param``'s layout where it belongs, of undefined value."""
+        return as_dtensor_like(self._allocate_state(param, to_local(param), dtype), param)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
+        offset = self.swap.locate(tensor) if self.swap is not None else None
+        if self.swap is not None and offset is not None:
+            self.swap.trim(offset, tensor.nbytes)
+
+    def offload_state(self) -> None:
+        """Move state that lies in memory to the swap file."""
+        for param in self.optimizer.state if self._state_swap is not None else ():
+            if isinstance(param, Tensor):
+                self._offload_param_state(param)
+
+    def _offload_param_state(self, param: Tensor) -> None:
+        """Move the tensors of ``param``'s state that are as large as it, and give back the pages of all of them."""
+        state, piece = self.optimizer.state[param], to_local(param)
+        swap = self._swap_for_state(param)
+        for key, value in state.items():
+            if not _is_per_element(value, piece):
+                continue
+            local = to_local(value)
+            if swap is not None and local.numel() and swap.locate(local) is None:
+                local = self._allocate_state(param, piece, value.dtype)
+                local.copy_(to_local(value))
+                state[key] = as_dtensor_like(local, value)
+            self.release(local)
+
+    def _swap_for_state(self, param: Tensor) -> SwapFile | None:
+        return None if param in self.in_memory_params else self._state_swap
+
+    def _allocate_state(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory or swap of the shape of ``param``'s ``piece``, of undefined value."""
+        swap = self._swap_for_state(param)
+        if swap is None or piece.numel() == 0:
+            return torch.empty_like(piece, dtype=dtype)
+        return swap.view(swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
+
+
+class NvmeStep(StateInSwapFile):
     """Steps an elementwise ``optimizer`` whose tensors may lie in ``swap``.
 
     ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
@@ -89,15 +151,12 @@ class NvmeStep:
         in_memory_params: Collection[Tensor] = (),
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
-        self.optimizer, self.swap, self.buffers = optimizer, swap, buffers
+        self.buffers = buffers
         self._io_pipeline = None if swap is None or buffers is None else IoPipeline(swap, buffers)
-        self.compute_copies = dict(compute_copies or {})
         self.policy = policy or NvmeStepPolicy()
-        self._state_swap = None if state_in_memory else swap
-        self.in_memory_params = frozenset(in_memory_params)
         self._piecewise = PiecewiseOptimizer(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.offload_state()
+        super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
 
     @property
     def io_wait_seconds(self) -> float:
@@ -173,30 +232,6 @@ class NvmeStep:
         """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
         for item in param_steps:
             self._publish_param_state(item)
-
-    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """State of ``param``'s layout in the swap file, of undefined value."""
-        return as_dtensor_like(self._allocate_state(param, to_local(param), dtype), param)
-
-    def release(self, tensor: Tensor) -> None:
-        """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
-        self._trim_pages(tensor)
-
-    def offload_state(self) -> None:
-        """Move state that lies in memory to the swap file."""
-        if self._state_swap is None:
-            return
-        for param, state in self.optimizer.state.items():
-            if param in self.in_memory_params:
-                continue
-            piece = to_local(param)
-            for key, value in state.items():
-                if not _is_per_element(value, piece) or self._state_swap.locate(to_local(value)) is not None:
-                    continue
-                offloaded = self._allocate_state(param, piece, value.dtype)
-                offloaded.copy_(to_local(value))
-                state[key] = as_dtensor_like(offloaded, param)
-                self._trim_pages(offloaded)
 
     # One step
 
@@ -325,13 +360,6 @@ class NvmeStep:
             )
         return StepTensor(tensor.view(-1), offset, read, write)
 
-    def _allocate_state(self, param: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory or swap of the shape of ``param``'s ``piece``, of undefined value."""
-        swap = None if param in self.in_memory_params else self._state_swap
-        if swap is None or piece.numel() == 0:
-            return torch.empty_like(piece, dtype=dtype)
-        return swap.view(swap.allocate(piece.numel() * dtype.itemsize), piece.shape, dtype)
-
     def _publish_param_state(self, param_step: ParamStep) -> None:
         state, piece = self.optimizer.state[param_step.param], to_local(param_step.param)
         if param_step.is_new_state:
@@ -350,11 +378,6 @@ class NvmeStep:
                 old.copy_(value)
             else:
                 state[key] = value
-
-    def _trim_pages(self, tensor: Tensor) -> None:
-        offset = self.swap.locate(tensor) if self.swap is not None else None
-        if self.swap is not None and offset is not None:
-            self.swap.trim(offset, tensor.nbytes)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from thalweg.optim.offload.io_chunks import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_chunks
+from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_chunks
 from thalweg.optim.offload.nvme_step import NvmeStepPolicy
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
