@@ -189,3 +189,22 @@ class _GatherParams(torch.autograd.Function):
 def gather_params(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
     return _GatherParams.apply(x, dim, sizes, group, name)  # type: ignore[return-value]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], group: ParallelGroup, name: str
+    ) -> Tensor:
+        ctx.send_counts, ctx.recv_counts, ctx.group, ctx.name = send_counts, recv_counts, group, name
+        return group.all_to_all(sent.contiguous(), send_counts, recv_counts, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, ctx.name)
+        return sent_back, None, None, None, None
+
+
+def all_to_all(sent: Tensor, send_counts: list[int], recv_counts: list[int], group: ParallelGroup, name: str) -> Tensor:
+    """:meth:`ParallelGroup.all_to_all`, whose gradients go back the way that the elements came."""
+    return _AllToAll.apply(sent, send_counts, recv_counts, group, name)  # type: ignore[return-value]

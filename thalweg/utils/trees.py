@@ -1,11 +1,13 @@
-"""Trees of tuples, lists and dicts, as models take and return them."""
+"""Trees of tuples, lists and dicts, as models take and return them; models without values."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def iter_tensors(tree: Any) -> Iterator[Tensor]:
@@ -41,3 +43,13 @@ def get_loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ValueError("the model must return a loss, or an object with a loss, to be trained by batches")
     return loss
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device; nothing of its values is copied on the way."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
+    return copy.deepcopy(model, memo)

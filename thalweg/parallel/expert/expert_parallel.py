@@ -33,7 +33,7 @@ from thalweg.comm import CommsLog
 from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
-from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
 from thalweg.parallel_dims import ParallelMeshes, new_subgroup
 from thalweg.zero.expert_params import ZeroExpertParams
@@ -101,24 +101,8 @@ class AllToAllDispatcher:
 def _all_to_all_rows(
     rows: Tensor, send_counts: list[int], recv_counts: list[int], width: int, ep_group: ParallelGroup
 ) -> Tensor:
-    flat = _AllToAll.apply(
-        rows.reshape(-1), [n * width for n in send_counts], [n * width for n in recv_counts], ep_group
-    )
-    return flat.view(-1, width)  # type: ignore[union-attr]
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ep_group: ParallelGroup
-    ) -> Tensor:
-        ctx.send_counts, ctx.recv_counts, ctx.group = send_counts, recv_counts, ep_group
-        return ep_group.all_to_all(sent.contiguous(), send_counts, recv_counts, "experts")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, "experts")
-        return sent_back, None, None, None
+    send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
+    return all_to_all(rows.reshape(-1), send_numels, recv_numels, ep_group, "experts").view(-1, width)
 
 
 class ReplacedExpertForward(DynamicSubclass):

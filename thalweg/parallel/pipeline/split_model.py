@@ -15,7 +15,6 @@ the model's.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thalweg.ops.grouped_mm import fake_grouped_mm
 from thalweg.parallel.pipeline.partition import FitsFn, partition_balanced
 from thalweg.parallel.tensor.layers import replace_forward
-from thalweg.utils.trees import call_model, get_loss
+from thalweg.utils.trees import call_model, copy_to_meta, get_loss
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
     name, blocks = _largest_module_list(model)
     prefix = f"{name}." if name else ""
     order: list[str] = []
-    meta_model = _copy_to_meta(model)
+    meta_model = copy_to_meta(model)
     for key, module in meta_model.named_modules():
         is_block = key.startswith(prefix) and key.removeprefix(prefix).isdigit()
         inside = key.startswith(prefix) and not is_block and key != name
@@ -315,14 +314,3 @@ def _largest_module_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
         )
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
-
-
-def _copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy on the meta device; nothing of the model's values is copied on the way."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)

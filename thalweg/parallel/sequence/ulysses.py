@@ -7,12 +7,10 @@ counts differ by rank; one all-to-all carries q, k and v together, another the r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 
 
 def tokens_to_heads(
@@ -57,22 +55,8 @@ def _all_to_all(
     send_counts = [sum(piece.numel() for piece in pieces) for pieces in send_tensors]
     lengths = [[torch.Size(shape).numel() for shape in own] for own in recv_shapes]
     recv_counts = [sum(own) for own in lengths]
-    received = _AllToAll.apply(sent, send_counts, recv_counts, ulysses_group)
+    received = all_to_all(sent, send_counts, recv_counts, ulysses_group, "attention")
     result = []
-    for flat, own, sizes in zip(received.split(recv_counts), recv_shapes, lengths, strict=True):  # type: ignore[union-attr]
+    for flat, own, sizes in zip(received.split(recv_counts), recv_shapes, lengths, strict=True):
         result.append([piece.view(shape) for piece, shape in zip(flat.split(sizes), own, strict=True)])
     return result
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], ulysses_group: ParallelGroup
-    ) -> Tensor:
-        ctx.send_counts, ctx.recv_counts, ctx.group = send_counts, recv_counts, ulysses_group
-        return ulysses_group.all_to_all(sent, send_counts, recv_counts, "attention")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, "attention")
-        return sent_back, None, None, None
