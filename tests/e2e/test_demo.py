@@ -17,7 +17,7 @@ from thalweg.cli.demo.settings import DemoSettings, build_engine_config
 from thalweg.cli.demo.worker import build_model, build_plain_model, hash_weights, held_out_loss
 from thalweg.config import load_config
 from thalweg.data import save_tokens
-from thalweg.observe.file_writers import read_jsonl
+from thalweg.observe.writers import read_jsonl
 
 KEYS = {
     "loss_first",

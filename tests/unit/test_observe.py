@@ -24,11 +24,10 @@ from thalweg.observe import (
     build_recorder,
     flops_per_token,
     format_table,
-    model_tflops,
     resident_mib,
 )
 from thalweg.observe.console_writer import ConsoleWriter
-from thalweg.observe.file_writers import CsvWriter, JsonlWriter, read_jsonl
+from thalweg.observe.writers import CsvWriter, JsonlWriter, read_jsonl
 
 OFF = SimpleNamespace(enabled=False)
 
@@ -287,7 +286,6 @@ def test_flops_per_token_follows_palm():
     facts = SimpleNamespace(num_parameters=100, hidden_size=8, num_layers=2)
     assert flops_per_token(facts) == 600
     assert flops_per_token(facts, 16) == 600 + 12 * 2 * 8 * 16
-    assert model_tflops(facts, 1e12, 16) == flops_per_token(facts, 16)
     unknown = SimpleNamespace(num_parameters=100, hidden_size=None, num_layers=None)
     assert flops_per_token(unknown, 16) == 600
 

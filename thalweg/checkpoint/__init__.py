@@ -18,7 +18,6 @@ from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.load import open_verified
 from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
 from thalweg.checkpoint.reader import Checkpoint, Corruption
-from thalweg.checkpoint.rng import capture_rng, restore_rng
 from thalweg.checkpoint.save import Snapshot, save_snapshot
 
 __all__ = [
@@ -32,10 +31,8 @@ __all__ = [
     "Snapshot",
     "UnserializableStateError",
     "build_snapshot",
-    "capture_rng",
     "model_tensors",
     "open_verified",
     "restore_module",
-    "restore_rng",
     "save_snapshot",
 ]

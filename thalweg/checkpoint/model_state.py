@@ -10,6 +10,8 @@ and that is all.
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,7 +28,6 @@ from thalweg.checkpoint.optimizer_state import (
 from thalweg.checkpoint.pipeline_state import merge_stage_states, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
-from thalweg.checkpoint.rng import capture_rng, restore_rng
 from thalweg.checkpoint.save import Snapshot, noop_release
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
 
@@ -97,7 +98,7 @@ def build_snapshot(
     if config is not None:
         own_state["hf_config"] = config
     tree = {**(state or {}), "thalweg": merge_stage_states(own_state, naming)}
-    rank_state = {**(per_rank or {}), "thalweg": {"rng": capture_rng()} if rng else {}}
+    rank_state = {**(per_rank or {}), "thalweg": {"rng": _capture_rng()} if rng else {}}
     alias_names = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
     buffers = {id(buffer) for buffer in module.buffers()}
     rank_local = frozenset(f"model/{name}" for name, tensor in tensors.items() if id(tensor) in buffers)
@@ -170,7 +171,7 @@ def restore_module(
         if optimizer is not None:
             apply_optimizer_plan(plan, optimizer)
         if generators is not None:
-            restore_rng(generators.get("thalweg", {}).get("rng", {}))
+            _restore_rng(generators.get("thalweg", {}).get("rng", {}))
 
     ranks.all_or_raise(f"loading checkpoint {checkpoint.path}", apply)
     return trees["tree"]
@@ -200,3 +201,42 @@ def _match_model(
             )
         extra_names.add(f"model/{alias}")
     return {f"model/{name}": tensor for name, tensor in tensors.items()}, extra_names
+
+
+def _capture_rng() -> dict[str, Any]:
+    """Python's, numpy's (if loaded), torch's CPU and the current CUDA device's generator states."""
+    version, words, gauss = random.getstate()
+    tree: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        tree["numpy"] = {
+            "name": str(name),
+            "keys": keys.copy(),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tree["cuda"] = torch.cuda.get_rng_state()
+    return tree
+
+
+def _restore_rng(tree: dict[str, Any]) -> None:
+    """Set the generators that ``tree`` has; those it lacks are left as they are."""
+    if "python" in tree:
+        saved = tree["python"]
+        random.setstate((saved["version"], tuple(saved["words"].tolist()), saved["gauss"]))
+    if "torch" in tree:
+        torch.set_rng_state(tree["torch"].cpu())
+    if "numpy" in tree:
+        import numpy
+
+        saved = tree["numpy"]
+        state = (saved["name"], saved["keys"], saved["position"], saved["has_gauss"], saved["cached"])
+        numpy.random.set_state(state)
+    if "cuda" in tree and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tree["cuda"].cpu())

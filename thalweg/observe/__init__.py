@@ -1,14 +1,13 @@
 """What a training run says about itself: records, writers, tables, counts of work.
 
-A new writer takes three steps:
+A new writer takes two steps:
 
 1. a class with ``step(record)``, ``metric(name, value, step)`` and ``close()``
    (:class:`Writer`); any import of a service goes inside its ``__init__``;
-2. a ``build_<name>(config) -> Writer | None`` beside it, ``None`` when it is not asked for;
-3. its line in ``recorder._WRITER_BUILDERS``.
+2. its line in ``recorder._WRITERS``, under the key of its section of the config.
 """
 
-from thalweg.observe.flops import flops_per_token, model_tflops, resident_mib
+from thalweg.observe.flops import flops_per_token, resident_mib
 from thalweg.observe.recorder import Recorder, build_recorder
 from thalweg.observe.step_record import MissingPackageError, StepRecord, Writer
 from thalweg.observe.table import format_table
@@ -23,6 +22,5 @@ __all__ = [
     "build_recorder",
     "flops_per_token",
     "format_table",
-    "model_tflops",
     "resident_mib",
 ]

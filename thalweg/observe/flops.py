@@ -22,7 +22,7 @@ def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) 
     products of attention (Chowdhery et al. 2022, "PaLM", appendix B, whose ``H Q`` is
     the width ``d`` here).  The causal half is not subtracted and recomputed activations
     are not added, so this is *model* arithmetic, the numerator of MFU.  ``model_size`` is a
-    ``ModelFacts`` (``num_parameters, hidden_size, num_layers``); without a width, a depth
+    ``ModelSize`` (``num_parameters, hidden_size, num_layers``); without a width, a depth
     or a length the attention term is left out.  A weight that is only looked up (positions, an
     untied input embedding) does no arithmetic: subtract it from ``num_parameters`` where it matters.
     """
@@ -30,11 +30,6 @@ def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) 
     if not (model_size.hidden_size and model_size.num_layers and sequence_length):
         return dense
     return dense + 12.0 * model_size.num_layers * model_size.hidden_size * sequence_length
-
-
-def model_tflops(model_size: _ModelSize, tokens_per_s: float, sequence_length: int | None = None) -> float:
-    """Return the model's arithmetic in TFLOP/s at ``tokens_per_s`` (over all ranks, both)."""
-    return flops_per_token(model_size, sequence_length) * tokens_per_s / 1e12
 
 
 def resident_mib(*, peak: bool = False) -> float:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from thalweg.observe.console_writer import build_console
-from thalweg.observe.file_writers import build_csv, build_jsonl
-from thalweg.observe.integrations import build_tensorboard, build_wandb
 from thalweg.observe.step_record import StepRecord, Writer, require_package
+from thalweg.observe.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
-_WRITER_BUILDERS: tuple[Callable[[Any], Writer | None], ...] = (
-    build_csv,
-    build_jsonl,
-    build_tensorboard,
-    build_wandb,
-)
+# key of the section -> the writer that it asks for
+_WRITERS: dict[str, Callable[[Any], Writer]] = {
+    "csv_monitor": lambda section: CsvWriter(_job_folder(section, "csv_logs")),
+    "jsonl_monitor": lambda section: JsonlWriter(_job_folder(section, "jsonl_logs") / "metrics.jsonl"),
+    "tensorboard": lambda section: TensorBoardWriter(_job_folder(section, "runs")),
+    "wandb": lambda section: WandbWriter(project=section.project, group=section.group, team=section.team),
+}
 
 # key of the section -> the package it needs and what to install
 _REQUIRED_PACKAGES = {
@@ -92,16 +93,22 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
     Raises :class:`MissingPackageError` on *every* rank when a package is missing, so that
     no rank waits for one that has stopped.
     """
+    sections = {key: section for key in _WRITERS if (section := getattr(config, key, None)) and section.enabled}
     for key, (package, install) in _REQUIRED_PACKAGES.items():
-        section = getattr(config, key, None)
-        if section is not None and section.enabled:
+        if key in sections:
             require_package(package, key=key, install=install)
     if rank != 0:
         return Recorder()
     if total_steps is None:
         total_steps = _get_total_steps(config)
-    writers = [build_console(config, total_steps), *(build(config) for build in _WRITER_BUILDERS)]
-    return Recorder([writer for writer in writers if writer is not None])
+    console = build_console(config, total_steps)
+    writers = [_WRITERS[key](section) for key, section in sections.items()]
+    return Recorder(writers if console is None else [console, *writers])
+
+
+def _job_folder(section: Any, default: str) -> Path:
+    """``output_path/job_name`` of a monitor's section."""
+    return Path(getattr(section, "output_path", None) or default) / (getattr(section, "job_name", None) or "")
 
 
 def _get_total_steps(config: Any) -> int | None:

@@ -188,7 +188,7 @@ def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
 
 def _build_summary(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
     from thalweg.cli.demo.plot import plot_losses
-    from thalweg.observe.file_writers import read_jsonl
+    from thalweg.observe.writers import read_jsonl
 
     losses = [float(row["loss"]) for row in read_jsonl(out / "metrics.jsonl")]
     tail = losses[-max(1, len(losses) // 10) :]

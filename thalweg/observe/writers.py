@@ -1,8 +1,11 @@
-"""Writers to files: rows are only ever added, so a resumed job keeps what the earlier one wrote.
+"""Writers to CSV and JSON files, TensorBoard and Weights & Biases.
+
+Rows of files are only ever added, so a resumed job keeps what the earlier one wrote.
 
 A job that goes back to an older checkpoint writes some steps again; the later row of a
 step is then the true one.  A row cut off by a kill is closed with a line break before
 the next is written, so it spoils nothing but itself.  Every row is flushed.
+The packages of services are imported only when asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from thalweg.observe.step_record import COLUMNS, StepRecord, Writer, to_json_scalar
+from thalweg.observe.step_record import COLUMNS, StepRecord, to_json_scalar
 
 _METRIC_COLUMNS = ("step", "name", "value")
 
@@ -121,18 +124,44 @@ def read_jsonl(path: Path, kind: str = "step") -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
-def build_csv(config: Any) -> Writer | None:
-    """Return the writer that ``csv_monitor`` asks for."""
-    section = getattr(config, "csv_monitor", None)
-    return CsvWriter(job_folder(section, "csv_logs")) if section and section.enabled else None
+def _to_scalars(record: StepRecord) -> dict[str, float]:
+    row = {f"train/{name}": float(v) for name, v in record.scalars().items() if v is not None and name != "step"}
+    return row | {f"phase/{name}": seconds for name, seconds in record.phases.items()}
 
 
-def build_jsonl(config: Any) -> Writer | None:
-    """Return the writer that ``jsonl_monitor`` asks for."""
-    section = getattr(config, "jsonl_monitor", None)
-    return JsonlWriter(job_folder(section, "jsonl_logs") / "metrics.jsonl") if section and section.enabled else None
+class TensorBoardWriter:
+    """Scalars ``train/<field>``, ``phase/<name>`` and the user's own names, by step."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Each start adds an event file to the folder; TensorBoard reads them all, so nothing is lost.
+        self._summary = SummaryWriter(log_dir=str(folder))
+
+    def step(self, record: StepRecord) -> None:
+        for name, value in _to_scalars(record).items():
+            self.metric(name, value, record.step)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        self._summary.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._summary.close()
 
 
-def job_folder(section: Any, default: str) -> Path:
-    """Return ``output_path/job_name`` of a monitor's section."""
-    return Path(getattr(section, "output_path", None) or default) / (getattr(section, "job_name", None) or "")
+class WandbWriter:
+    """The same names, sent to a Weights & Biases run."""
+
+    def __init__(self, *, project: str | None, group: str | None, team: str | None) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(project=project, group=group, entity=team, resume="allow")
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(_to_scalars(record), step=record.step)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        self._run.log({name: value}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
