@@ -57,7 +57,7 @@ class SwapFile:
 
     ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
-    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` are :class:`.io_threads.ByteCounter` s.
+    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` count bytes.
 
     Raises:
         ValueError: the folder is missing or not writable, or the disk has too little room.
